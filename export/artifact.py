@@ -1,0 +1,108 @@
+"""The output folder: it appears whole or not at all.
+
+Everything is written into a hidden folder beside the final one and renamed when it is complete. Whatever ends an export
+early, the final name keeps what it had.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eagle3.runner.contract import EXPORT_RECORD
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+PACKAGES = ("eagle3-export", "torch", "executorch", "torchao", "transformers", "safetensors")
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    """Raises FileExistsError for a folder that is not empty, without ``overwrite`` or not an artifact."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: --output-dir wants a folder")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} is not empty: type --overwrite to replace it, or name another --output-dir")
+    if not (folder / EXPORT_RECORD).is_file():
+        raise FileExistsError(
+            f"{folder} is no artifact of eagle3-export (no {EXPORT_RECORD}): --overwrite leaves it alone"
+        )
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into that becomes ``folder`` at the end; after an exception nothing has changed."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    partial.chmod(0o755)
+    earlier = partial.with_name(partial.name.replace(".partial-", ".replaced-"))
+    try:
+        with _terminated_like_interrupted():
+            yield partial
+            if folder.exists():
+                os.rename(folder, earlier)
+            try:
+                os.rename(partial, folder)
+            except BaseException:
+                if earlier.exists():
+                    os.rename(earlier, folder)
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the partial folder goes with it."""
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def copy_tokenizer(checkpoint: Path, folder: Path) -> list[str]:
+    """Copy the tokenizer's files that the checkpoint has; returns their names."""
+    names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    for name in names:
+        shutil.copyfile(checkpoint / name, folder / name)
+    return names
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Write ``export.json``: the record, and size and sha256 of every other file, which are returned."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(folder.iterdir())
+        if path.name != EXPORT_RECORD
+    }
+    (folder / EXPORT_RECORD).write_text(json.dumps(record | {"files": files}, indent=2) + "\n")
+    return files

@@ -1,0 +1,86 @@
+"""``eagle3-export``. Nothing heavy is imported before an export is really wanted: ``--help`` answers at once."""
+
+import json
+from pathlib import Path
+
+import click
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.lowering import BACKENDS
+from eagle3.runner.contract.console import OneLineFailures
+from eagle3.targets import TARGETS
+
+CUDA_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+EPILOG = """
+\b
+Examples:
+  eagle3-export --target-model gemma4-tiny --backend xnnpack --output-dir out
+  eagle3-export --target-model llama3.1-8B --checkpoint Llama-3.1-8B-Instruct \\
+      --draft Llama-3.1-8B-Instruct-speculator.eagle3 --backend xnnpack --output-dir out --dry-run
+"""
+
+
+def _list_targets(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        for name, spec in TARGETS.items():
+            click.echo(f"{name:<14} {spec.summary}")
+        ctx.exit()
+
+
+def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else None
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of layer ids such as 2,30,57") from None
+
+
+@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.option("--target-model", required=True, type=click.Choice(list(TARGETS)), help="See --list-targets.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="The target's Hugging Face folder.")
+@click.option("--draft", type=click.Path(path_type=Path), help="The folder of the EAGLE-3 draft head.")
+@click.option(
+    "--output-dir", "--output_dir", required=True, type=click.Path(path_type=Path), help="The artifact: a new folder."
+)
+@click.option("--backend", type=click.Choice(list(BACKENDS)), default="cuda", show_default=True)
+@click.option("--cuda-arch", type=click.Choice(CUDA_ARCHS), help="Default: that of the GPU at hand.")
+@click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
+@click.option("--max-seq-len", type=click.IntRange(16), help="Slots of the KV cache, in tokens.")
+@click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
+@click.option("--qlinear", help="Weight quantization recipe. Default: none on xnnpack.")
+@click.option("--aux-layers", callback=_layer_ids, metavar="2,30,57", help="Override the taps that the draft names.")
+@click.option(
+    "--aux-convention",
+    type=click.Choice(["input", "output"]),
+    help="Whether a layer id means that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM).",
+)
+@click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done; read configurations and headers alone.")
+@click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@click.option("--list-targets", is_flag=True, is_eager=True, expose_value=False, callback=_list_targets)
+@click.version_option(package_name="eagle3-export")
+def main(dry_run: bool, as_json: bool, **flags) -> None:
+    """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
+
+    The artifact is a folder with model.pte (prefill, target_verify and draft_decode), the tokenizer and export.json;
+    eagle3-run runs it.
+    """
+    config = ExportConfig(**flags)
+
+    from eagle3.export.artifact import check_output
+
+    check_output(config.output_dir, config.overwrite)
+
+    from eagle3.export.plan import make_plan
+    from eagle3.export.report import plan_json, plan_text, result_text
+
+    plan = make_plan(config)
+    if dry_run:
+        click.echo(json.dumps(plan_json(plan)) if as_json else plan_text(plan))
+        return
+
+    from eagle3.export.pipeline import run_export
+    from eagle3.export.progress import Progress
+
+    record = run_export(plan, Progress())
+    click.echo(json.dumps(record) if as_json else result_text(plan, record))

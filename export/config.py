@@ -1,0 +1,28 @@
+"""The flags of one export, as given."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """See ``eagle3-export --help``. None leaves a value to the target, the draft head or the backend."""
+
+    target_model: str
+    output_dir: Path
+    checkpoint: Path | None = None
+    draft: Path | None = None
+    backend: str = "cuda"
+    cuda_arch: str | None = None
+    chain_len: int | None = None
+    max_seq_len: int | None = None
+    max_prefill: int | None = None
+    qlinear: str | None = None
+    aux_layers: tuple[int, ...] | None = None
+    aux_convention: str | None = None
+    with_decode: bool = False
+    overwrite: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

@@ -1,0 +1,26 @@
+"""Backends: a record each. A new one is a module here and a line in ``BACKENDS``.
+
+The module has ``DTYPE`` (of activations), ``attention`` (an ``AttentionFactory``), ``tracing(speculator)`` (a context
+manager around each trace) and ``lower(programs, constant_methods) -> ExecutorchProgramManager``; it is imported only
+when it is used.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``module`` is imported on use: lowering pulls in torch and the delegate's compiler."""
+
+    summary: str
+    module: str
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+BACKENDS: dict[str, Backend] = {
+    "xnnpack": Backend("CPU: XNNPACK and ExecuTorch's LLM ops, float32", "eagle3.export.lowering.xnnpack"),
+}

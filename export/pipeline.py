@@ -1,0 +1,118 @@
+"""One export from plan to artifact: load, trace, lower, write."""
+
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, whole_folder, write_record
+from eagle3.export.draft.head import load_draft
+from eagle3.export.lowering import BACKENDS
+from eagle3.export.plan import MethodPlan, Plan
+from eagle3.export.progress import Progress
+from eagle3.export.safetensors_folder import shard_paths
+from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
+from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PREFILL, Metadata
+from eagle3.targets.attention import AttentionFactory
+
+
+def run_export(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Make the artifact folder; returns what ``export.json`` holds."""
+    backend = BACKENDS[plan.config.backend].load()
+    with whole_folder(plan.config.output_dir) as folder:
+        with progress.stage("checksums"):
+            manifest = make_manifest(plan)
+        with progress.stage("load target and draft"):
+            speculator = load_speculator(plan, backend.attention, backend.DTYPE)
+        programs = {}
+        for method in plan.methods:
+            with progress.stage(f"trace {method.name}"), backend.tracing(speculator):
+                programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.DTYPE)
+        with progress.stage(f"lower to {plan.config.backend}"):
+            program = backend.lower(programs, make_metadata(plan, manifest).constant_methods())
+        with progress.stage("write"):
+            with (folder / MODEL_FILE).open("wb") as file:
+                program.write_to_file(file)
+            if not copy_tokenizer(plan.checkpoint, folder):
+                progress.say("the checkpoint has no tokenizer: eagle3-run will take --prompt-tokens alone")
+            record = {
+                "flags": plan.config.as_json(),
+                "manifest": manifest,
+                "stages": progress.stages,
+                **sizes(speculator),
+            }
+            record["files"] = write_record(folder, record)
+    return record
+
+
+def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype) -> Eagle3Speculator:
+    """Both models in memory, their attention made by ``attention``."""
+    target = plan.spec.load(plan.checkpoint, plan.target_config, plan.max_seq_len, dtype, attention)
+    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target.embed_tokens)
+    return Eagle3Speculator(target, draft, plan.taps)
+
+
+def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
+    """Trace a method for every length from ``min_len`` to ``max_len``."""
+    # An odd length in the middle: equal to no size of the model, so nothing is taken for it by chance.
+    length = min(method.max_len, max(method.min_len, 3) | 1)
+    inputs = trace_inputs(method.name, length, feature_size, dtype)
+    dynamic = None
+    if method.min_len < method.max_len:
+        rows = Dim("rows", min=method.min_len, max=method.max_len)
+        by_rank = {1: {0: rows}, 2: {1: rows}, 3: {1: rows}}
+        dynamic = (tuple(by_rank[value.ndim] for value in inputs),)
+    with torch.no_grad():
+        return torch.export.export(
+            SpeculatorMethod(speculator, method.name), inputs, dynamic_shapes=dynamic, strict=False
+        )
+
+
+def make_manifest(plan: Plan) -> dict[str, Any]:
+    """What the artifact says of its own making."""
+    config = plan.config
+    return {
+        "format_version": FORMAT_VERSION,
+        "target": config.target_model,
+        "target_sha256": {path.name: sha256(path) for path in shard_paths(plan.checkpoint)},
+        "draft": plan.draft.verifier or plan.draft.folder.name,
+        "draft_format": plan.draft.format,
+        "draft_sha256": {path.name: sha256(path) for path in shard_paths(plan.draft.folder)},
+        "taps": list(plan.taps),
+        "qlinear": config.qlinear,
+        "backend": config.backend,
+        "cuda_arch": config.cuda_arch,
+        "packages": package_versions(),
+    }
+
+
+def make_metadata(plan: Plan, manifest: dict[str, Any]) -> Metadata:
+    prefill = plan.method(PREFILL)
+    return Metadata(
+        max_seq_len=plan.max_seq_len,
+        vocab_size=plan.target_config.vocab_size,
+        n_layers=plan.target_config.num_hidden_layers,
+        min_prefill=prefill.min_len,
+        max_prefill=prefill.max_len,
+        sliding_window=plan.sliding_window,
+        chain_len=plan.chain_len,
+        draft_vocab_size=plan.draft.draft_vocab_size,
+        bos_id=plan.bos_id,
+        eos_ids=plan.eos_ids,
+        manifest=manifest,
+        use_kv_cache=True,
+        use_sdpa_with_kv_cache=False,
+        enable_dynamic_shape=True,
+    )
+
+
+def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
+    """Parameters of both models, and the bytes that the draft adds: its weights and its KV cache."""
+    shared = {id(p) for p in speculator.target.parameters()}
+    own = [p for p in speculator.draft.parameters() if id(p) not in shared]
+    caches = [b for name, b in speculator.draft.named_buffers() if "cache" in name]
+    return {
+        "target_parameters": sum(p.numel() for p in speculator.target.parameters()),
+        "draft_parameters": sum(p.numel() for p in own),
+        "draft_bytes": sum(t.nbytes for t in own + caches),
+    }

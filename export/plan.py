@@ -1,0 +1,158 @@
+"""What an export is going to do, settled from flags, configurations and tensor headers before any weight is read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.draft import DraftDescription, read_draft
+from eagle3.export.pairing import check_pair, choose_taps
+from eagle3.export.safetensors_folder import TensorHeader, read_headers
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.targets import TARGETS, TargetSpec
+from eagle3.targets.spec import sliding_window
+
+DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A method's lengths in rows, both ends included."""
+
+    name: str
+    min_len: int
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an export needs to know; sizes in tokens."""
+
+    config: ExportConfig
+    spec: TargetSpec
+    checkpoint: Path
+    target_config: Any  # transformers' text configuration
+    target_headers: dict[str, TensorHeader]
+    draft: DraftDescription
+    taps: tuple[int, ...]
+    chain_len: int
+    max_seq_len: int
+    methods: tuple[MethodPlan, ...]
+    bos_id: int  # -1: none
+    eos_ids: tuple[int, ...]
+
+    def method(self, name: str) -> MethodPlan:
+        return next(method for method in self.methods if method.name == name)
+
+    @property
+    def sliding_window(self) -> int:
+        return sliding_window(self.target_config)
+
+
+def small_m_limit(chain_len: int) -> int:
+    """Rows that the small-M kernel takes: 8, or 16 for a verify window longer than that."""
+    return 16 if chain_len + 1 > 8 else 8
+
+
+def make_plan(config: ExportConfig) -> Plan:
+    """Read configurations and headers, settle every length, check that target and draft are a pair.
+
+    Raises FileNotFoundError or ValueError whose message is one line: the fact, both values, what to type.
+    """
+    spec = TARGETS[config.target_model]
+    checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
+    target_config = read_target_config(checkpoint, spec, config.target_model)
+    target_headers = read_headers(checkpoint)
+    draft = read_draft(_folder(config.draft or spec.draft, config.target_model, "--draft"))
+    taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
+    check_pair(draft, target_config, taps)
+    chain_len = config.chain_len or draft.chain_len
+    max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
+    bos_id, eos_ids = _special_ids(checkpoint, target_config)
+    return Plan(
+        config=config,
+        spec=spec,
+        checkpoint=checkpoint,
+        target_config=target_config,
+        target_headers=target_headers,
+        draft=draft,
+        taps=taps,
+        chain_len=chain_len,
+        max_seq_len=max_seq_len,
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len),
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+    )
+
+
+def plan_methods(
+    config: ExportConfig, spec: TargetSpec, target_config: Any, chain_len: int, max_seq_len: int
+) -> tuple[MethodPlan, ...]:
+    """Lengths of every method, within the target's own bounds. Raises ValueError naming the flag to change."""
+    shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
+    if max_seq_len > target_config.max_position_embeddings:
+        raise ValueError(
+            f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings "
+            f"{target_config.max_position_embeddings}: type --max-seq-len {target_config.max_position_embeddings}"
+        )
+    window = chain_len + 1
+    if not max(2, shortest) <= window <= min(16, longest):
+        raise ValueError(
+            f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and the small-M kernel "
+            f"take {max(2, shortest)} to {min(16, longest)}: type --chain-len {min(16, longest) - 1} or less"
+        )
+    min_prefill = max(shortest, small_m_limit(chain_len) + 1)
+    most = min(longest, max_seq_len - 1)
+    max_prefill = config.max_prefill or min(most, DEFAULT_MAX_PREFILL)
+    if not min_prefill <= max_prefill <= most:
+        raise ValueError(
+            f"prefill chunks of {min_prefill} to {max_prefill} tokens: --max-prefill must be {min_prefill} to {most} "
+            f"(the sliding window and --max-seq-len {max_seq_len} bound it)"
+        )
+    methods = [
+        MethodPlan(PREFILL, min_prefill, max_prefill),
+        MethodPlan(TARGET_VERIFY, 2, window),
+        MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window)),
+    ]
+    if config.with_decode:
+        methods.append(MethodPlan(DECODE, 1, 1))
+    return tuple(methods)
+
+
+def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
+    """transformers' text configuration. Raises ValueError for a model that the target's loader does not read."""
+    from transformers import AutoConfig
+
+    if not (checkpoint / "config.json").is_file():
+        raise FileNotFoundError(f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder")
+    text_config = AutoConfig.from_pretrained(
+        checkpoint, local_files_only=True, trust_remote_code=False
+    ).get_text_config()
+    if text_config.model_type not in spec.model_types:
+        fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
+        cure = (
+            f"type --target-model {' or '.join(fitting)}" if fitting else "eagle3-export --list-targets lists what is"
+        )
+        raise ValueError(
+            f"{checkpoint} is a {text_config.model_type}, but {name} is read from {' or '.join(spec.model_types)}: {cure}"
+        )
+    return text_config
+
+
+def _folder(path: Path | None, target: str, flag: str) -> Path:
+    if path is None:
+        raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{flag} {path} is no folder: it wants a checkpoint folder on this machine")
+    return path
+
+
+def _special_ids(checkpoint: Path, target_config: Any) -> tuple[int, tuple[int, ...]]:
+    """The first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them."""
+    generation = checkpoint / "generation_config.json"
+    given = json.loads(generation.read_text()) if generation.is_file() else {}
+    eos = given.get("eos_token_id", target_config.eos_token_id)
+    eos_ids = tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()
+    bos = target_config.bos_token_id
+    return (-1 if bos is None else bos), eos_ids

@@ -1,0 +1,44 @@
+"""A line per stage on stderr: seconds and peak resident memory, kept for ``export.json`` as well."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Progress:
+    """``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the order they ended."""
+
+    def __init__(self, quiet: bool = False):
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.stages: list[dict] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        with suppress(OSError):
+            _CLEAR.write_text("5")  # Linux: the peak counts from here
+        start = time.monotonic()
+        with self.console.status(name):
+            yield
+        record = {"stage": name, "seconds": round(time.monotonic() - start, 2), "peak_mb": round(peak_resident_mb())}
+        self.stages.append(record)
+        self.console.print(f"{name:<34} {record['seconds']:>8.1f} s {record['peak_mb']:>8,} MB")
+
+    def say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
+
+
+def peak_resident_mb() -> float:
+    """Peak resident memory in MB (10^6 bytes) since the stage began; of the process where the system cannot say."""
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024 / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

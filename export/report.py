@@ -1,0 +1,54 @@
+"""What ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
+
+from typing import Any
+
+from eagle3.export.plan import Plan
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    draft, target = plan.draft, plan.target_headers
+    return {
+        "target": plan.config.target_model,
+        "backend": plan.config.backend,
+        "methods": [{"name": m.name, "min_len": m.min_len, "max_len": m.max_len} for m in plan.methods],
+        "taps": list(plan.taps),
+        "chain_len": plan.chain_len,
+        "max_seq_len": plan.max_seq_len,
+        "target_parameters": sum(header.elements for header in target.values()),
+        "target_bytes": sum(header.bytes for header in target.values()),
+        "draft_format": draft.format,
+        "draft_parameters": sum(header.elements for header in draft.headers.values()),
+        "draft_bytes": sum(header.bytes for header in draft.headers.values()),
+        "draft_vocab_size": draft.draft_vocab_size,
+        "shares_embedding": not draft.has_embedding,
+    }
+
+
+def plan_text(plan: Plan) -> str:
+    facts = plan_json(plan)
+    lines = [
+        f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
+        f"draft    {facts['draft_format']}: {_millions(facts['draft_parameters'])}, {_mb(facts['draft_bytes'])} on disk, "
+        f"{facts['draft_vocab_size']} draft tokens, taps {', '.join(map(str, plan.taps))}"
+        + (", the target's embedding" if facts["shares_embedding"] else ""),
+        f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
+    ]
+    for method in plan.methods:
+        span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
+        lines.append(f"method   {method.name:<14} {span} rows")
+    return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def result_text(plan: Plan, record: dict[str, Any]) -> str:
+    output = plan.config.output_dir
+    seconds = sum(stage["seconds"] for stage in record["stages"])
+    total = sum((output / name).stat().st_size for name in record["files"])
+    return f"{output}: {_mb(total)} in {seconds:.0f} s. Next: eagle3-run {output} --prompt TEXT"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M parameters"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,58 @@
+"""A target and its draft head as the methods of an artifact: tensor mathematics only.
+
+Acceptance, rollback and stopping belong to the runner; the methods' shapes stand in ``eagle3.runner.contract``.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.export.draft.head import DraftHead
+from eagle3.targets import TapTarget
+
+
+class Eagle3Speculator(nn.Module):
+    """``taps`` are the target's layers whose inputs the draft head fuses, ascending."""
+
+    def __init__(self, target: TapTarget, draft: DraftHead, taps: tuple[int, ...]):
+        super().__init__()
+        self.target, self.draft, self.taps = target, draft, taps
+
+    def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H]."""
+        state, taps = self.target(tokens, input_pos, self.taps)
+        return self.target.logits(state[:, -1:]).argmax(-1), self.draft.fuse(taps)
+
+    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H]."""
+        state, taps = self.target(tokens, input_pos, self.taps)
+        return self.target.logits(state).argmax(-1), self.draft.fuse(taps)
+
+    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [1,T], feature [1,T,H], input_pos [T] -> proposal [1,1] and recurrent feature [1,1,H] of the last row."""
+        logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
+        return self.draft.target_ids(logits), recurrent
+
+    decode = prefill
+
+
+class SpeculatorMethod(nn.Module):
+    """One method as a module, for ``torch.export``.
+
+    Every method holds the same speculator under the same name: backends share weights and caches between methods by
+    qualified name.
+    """
+
+    def __init__(self, speculator: Eagle3Speculator, name: str):
+        super().__init__()
+        self.speculator, self.name = speculator, name
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return getattr(self.speculator, self.name)(*inputs)
+
+
+def trace_inputs(name: str, length: int, feature_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Example inputs of a method at ``length`` rows."""
+    tokens, input_pos = torch.zeros(1, length, dtype=torch.long), torch.arange(length)
+    if name == "draft_decode":
+        return tokens, torch.zeros(1, length, feature_size, dtype=dtype), input_pos
+    return tokens, input_pos

@@ -1,0 +1,83 @@
+"""What an artifact promises its runner: the one place for method names and metadata keys.
+
+The exporter writes through ``Metadata.constant_methods``, the runner reads through ``Metadata.read``; neither spells a
+name itself. Shapes and lengths of the methods (batch 1; ids and positions int64; H is the draft's hidden size):
+
+==================  =============================================  ================================================
+method              inputs                                         outputs
+==================  =============================================  ================================================
+``prefill``         tokens [1,T], input_pos [T]                    greedy next token [1,1], feature [1,T,H]
+``target_verify``   tokens [1,C], input_pos [C]                    greedy ids [1,C], feature [1,C,H]
+``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target id [1,1], recurrent [1,1,H]
+``decode``          as ``prefill`` with T = 1                      as ``prefill``
+==================  =============================================  ================================================
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE = "prefill", "target_verify", "draft_decode", "decode"
+METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
+"""Every artifact has these; ``decode`` is there only with ``--with-decode``."""
+
+MODEL_FILE, CUDA_WEIGHTS_FILE, EXPORT_RECORD = "model.pte", "aoti_cuda_blob.ptd", "export.json"
+FORMAT_VERSION = 1
+
+
+class MissingMetadata(Exception):
+    """A ``.pte`` without one of our constant methods; the message names it."""
+
+
+def _key(name: str):
+    return field(metadata={"method": name})
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The constant methods of an artifact; lengths in tokens."""
+
+    max_seq_len: int = _key("get_max_seq_len")
+    vocab_size: int = _key("get_vocab_size")
+    n_layers: int = _key("get_n_layers")
+    min_prefill: int = _key("get_min_prefill_chunk")
+    max_prefill: int = _key("get_max_prefill_chunk")
+    sliding_window: int = _key("get_sliding_window")  # 0: none
+    chain_len: int = _key("get_chain_len")
+    draft_vocab_size: int = _key("get_draft_vocab_size")
+    bos_id: int = _key("get_bos_id")  # -1: none
+    eos_ids: tuple[int, ...] = _key("get_eos_ids")
+    manifest: dict[str, Any] = _key("get_manifest")
+    use_kv_cache: bool = _key("use_kv_cache")
+    use_sdpa_with_kv_cache: bool = _key("use_sdpa_with_kv_cache")
+    enable_dynamic_shape: bool = _key("enable_dynamic_shape")
+
+    def constant_methods(self) -> dict[str, Any]:
+        """Name to value, as ``to_edge_transform_and_lower(constant_methods=...)`` takes them."""
+        values = {f.metadata["method"]: getattr(self, f.name) for f in fields(self)}
+        return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
+
+    @classmethod
+    def read(cls, names: set[str], call: Callable[[str], list[Any]]) -> "Metadata":
+        """Read from a program that has the methods ``names``; ``call`` runs one and returns its outputs.
+
+        Raises MissingMetadata for the first that is not there, ValueError for another format version.
+        """
+        values = {}
+        for f in fields(cls):
+            method = f.metadata["method"]
+            if method not in names:
+                raise MissingMetadata(
+                    f"the program has no constant method {method!r}: it was not made by eagle3-export, or by another version"
+                )
+            outputs = call(method)
+            values[f.name] = tuple(outputs) if f.name == "eos_ids" else outputs[0]
+        values["manifest"] = json.loads(values["manifest"])
+        version = values["manifest"].get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"the artifact has format version {version}, this runner reads {FORMAT_VERSION}: "
+                "export it again, or install the eagle3-export that made it"
+            )
+        return cls(**values)

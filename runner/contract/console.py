@@ -1,0 +1,70 @@
+"""How every command speaks: failures in one line, and nothing from a library that the user cannot use.
+
+Exit code 2 is a usage error, 1 any other failure; ``--verbose`` prints tracebacks and lets the libraries talk.
+"""
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+
+class OneLineFailures(click.Command):
+    """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.params.append(click.Option(["--verbose"], is_flag=True, help="Tracebacks, and what libraries print."))
+
+    def invoke(self, ctx: click.Context):
+        verbose = ctx.params.pop("verbose", False)
+        ctx.meta["verbose"] = verbose
+        if not verbose:
+            _calm_libraries()
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt, BrokenPipeError):
+            raise
+        except Exception as error:
+            if verbose:
+                traceback.print_exc()
+            click.echo(f"Error: {one_line(error)}", err=True)
+            sys.exit(1)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message in one line. What our own checks did not foresee is named by its type as well."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = lines[0] if lines else type(error).__name__
+    if isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("eagle3"):
+        return message
+    return f"{type(error).__name__}: {message} (--verbose prints the traceback)"
+
+
+@contextmanager
+def calm_stderr() -> Iterator[None]:
+    """Drop what native code writes to file descriptor 2 (cpuinfo and operator listings); ``--verbose`` keeps it."""
+    ctx = click.get_current_context(silent=True)
+    if ctx is not None and ctx.meta.get("verbose"):
+        yield
+        return
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+def _calm_libraries() -> None:
+    """torchao reports extensions that do not load, torch deprecations inside ExecuTorch: nothing for our users."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)

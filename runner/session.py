@@ -1,0 +1,119 @@
+"""A session: an opened artifact (or an eager speculator) whose methods run one step each.
+
+Whatever runs the methods, ``loop.py`` sees the same four calls. A session has one KV cache: one generation at a time.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
+
+
+class Session(Protocol):
+    """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size."""
+
+    metadata: Metadata
+    seconds: Counter
+    """Seconds spent inside each method so far."""
+    calls: Counter
+    """Calls of each method so far."""
+
+    def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
+    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
+    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
+    def decode(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class _TimedSession:
+    """The four methods over one ``_call``, each call counted and timed."""
+
+    def __init__(self, metadata: Metadata):
+        self.metadata = metadata
+        self.seconds, self.calls = Counter(), Counter()
+
+    def _call(self, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _timed(self, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        outputs = self._call(name, *inputs)
+        self.seconds[name] += time.perf_counter() - start
+        self.calls[name] += 1
+        return outputs
+
+    def prefill(self, tokens, input_pos):
+        return self._timed(PREFILL, tokens, input_pos)
+
+    def target_verify(self, tokens, input_pos):
+        return self._timed(TARGET_VERIFY, tokens, input_pos)
+
+    def draft_decode(self, tokens, feature, input_pos):
+        return self._timed(DRAFT_DECODE, tokens, feature, input_pos)
+
+    def decode(self, tokens, input_pos):
+        return self._timed(DECODE, tokens, input_pos)
+
+
+class ExecuTorchSession(_TimedSession):
+    """Methods of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on the host."""
+
+    def __init__(self, program, metadata: Metadata):
+        super().__init__(metadata)
+        names = [name for name in (*METHODS, DECODE) if name in program.method_names]
+        self._methods = {name: program.load_method(name) for name in names}
+
+    @property
+    def has_decode(self) -> bool:
+        return DECODE in self._methods
+
+    def _call(self, name, *inputs):
+        try:
+            return self._methods[name].execute(inputs)
+        except KeyError:
+            raise ValueError(f"the artifact has no method {name}: export it with --with-decode") from None
+        except RuntimeError as error:
+            raise RuntimeError(self._explain(name, inputs, error)) from error
+
+    def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:
+        """ExecuTorch's errors are bare codes: put what was fed beside what the method declares."""
+        declared = self._methods[name].metadata
+        pairs = []
+        for slot, value in enumerate(inputs):
+            most = declared.input_tensor_meta(slot)
+            pairs.append(f"slot {slot}: fed {value.dtype} {list(value.shape)}, declared up to {list(most.sizes())}")
+        return f"{name} failed: {' '.join(str(error).split())} ({'; '.join(pairs)})"
+
+
+class EagerSession(_TimedSession):
+    """The same methods of a PyTorch module, to hold an artifact against."""
+
+    has_decode = True
+
+    def __init__(self, speculator, metadata: Metadata):
+        super().__init__(metadata)
+        self._speculator = speculator
+
+    def _call(self, name, *inputs):
+        with torch.no_grad():
+            return getattr(self._speculator, name)(*inputs)
+
+
+@contextmanager
+def one_openmp_thread() -> Iterator[None]:
+    """Within it torch's OpenMP pool has one thread.
+
+    ExecuTorch's ``custom_sdpa`` multiplies through that pool while XNNPACK spins in a pool of its own; on 2 cores waking
+    the second OpenMP thread costs 0.1 ms a layer, ten times the product (verify of 4 rows: 1.8 ms instead of 1.2).
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,50 @@
+"""Text at the edge: the artifact's tokenizer, and nothing of it further in."""
+
+from pathlib import Path
+
+
+class Text:
+    """The tokenizer of an artifact's folder. Raises FileNotFoundError where it has none."""
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing: without a tokenizer, type --prompt-tokens 1,2,3")
+        self.folder = folder
+        self.tokenizer = Tokenizer.from_file(str(file))
+
+    def encode(self, prompt: str) -> list[int]:
+        """With the tokenizer's own special tokens (``<bos>``, where it has one)."""
+        return self.tokenizer.encode(prompt).ids
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        """One user turn in the model's chat template. Raises ValueError where it has none."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        if tokenizer.chat_template is None:
+            raise ValueError(f"the tokenizer in {self.folder} has no chat template: leave --chat out")
+        turn = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class TextStream:
+    """Ids in, text out as soon as it is whole: a character split over tokens waits for its last byte."""
+
+    def __init__(self, text: Text):
+        self.text = text
+        self.ids: list[int] = []
+        self.printed = 0
+
+    def push(self, ids: list[int]) -> str:
+        self.ids += ids
+        whole = self.text.decode(self.ids)
+        if whole.endswith("\ufffd"):
+            return ""
+        fresh, self.printed = whole[self.printed :], len(whole)
+        return fresh

@@ -1,0 +1,150 @@
+"""Make the golden fixtures under tests/golden/: tiny random EAGLE-3 draft heads and what they compute.
+
+The numbers come from the reference drafter, speculators 0.9.0's `Eagle3DraftModel`, so that our own draft head
+can be compared with it without installing it. Each case is a folder with the checkpoint as speculators'
+`save_pretrained` writes it (config.json, model.safetensors) and golden.safetensors, all fp32 or int64 (T = 12):
+
+    tokens          [1, T]      target-vocabulary ids embedded in each draft slot
+    taps            [1, T, 3H]  the target's hidden states at the three aux layers, concatenated
+    positions       [T]         rotary positions speculators uses: it counts slots from 1, and only differences matter
+    feature         [1, T, H]   what the layer takes beside the embedding in the first step (the output of fc)
+    logits_0        [1, T, 48]  draft-vocabulary logits of the first step, every slot
+    recurrent_0     [1, T, H]   what the first step hands to the next one as its feature
+    chain_ids       [3]         a greedy chain from the last slot, as target-vocabulary ids
+    chain_logits    [3, 48]     its logits; row 0 is logits_0's last row
+    chain_recurrent [3, H]      its recurrent states; row 0 is recurrent_0's last row
+
+Chain row j > 0 is a slot of its own, j behind the last, that embeds chain_ids[j - 1], takes chain_recurrent[j - 1] as
+its feature and attends to every slot up to itself. speculators pins older versions than ours: give it its own venv.
+
+    python -m venv golden-env
+    golden-env/bin/pip install torch==2.13.0 "transformers>=5.17,<=5.19" safetensors "loguru<=0.7.3" openai "datasets>=4,<=5.1"
+    golden-env/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+    HF_HUB_OFFLINE=1 golden-env/bin/python scripts/make_draft_golden.py --out tests/golden
+"""
+
+import argparse
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from transformers import LlamaConfig, Qwen3Config
+
+CASES = {
+    "llama_nbr_true": (LlamaConfig, {"norm_before_residual": True}),
+    "llama_nbr_false": (LlamaConfig, {"norm_before_residual": False}),
+    "qwen3_nbr_true": (Qwen3Config, {"norm_before_residual": True}),
+}
+SEED, SLOTS, CHAIN = 704, 12, 3  # the first seed whose chains repeat no token in any case
+HIDDEN, VOCAB, DRAFT_VOCAB, AUX_IDS = 64, 96, 48, [1, 3, 4]
+LAYER = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1, "vocab_size": VOCAB}
+LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+LAYER |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+LAYER |= {"attn_implementation": "eager"}  # left out, speculators takes flex attention; this is not saved
+
+
+def build_model(layer_class, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
+    """A draft head with random weights, none of them at a value that would hide a mistake."""
+    speculators_config = SpeculatorsConfig(
+        algorithm="eagle3",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=CHAIN)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
+    )
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_class(**LAYER),
+        draft_vocab_size=DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=AUX_IDS,
+        speculators_config=speculators_config,
+        **options,
+    )
+    model = Eagle3DraftModel(config).eval()
+    counts = torch.randperm(VOCAB, generator=generator).tolist()  # the frequent half becomes the draft vocabulary
+    d2t, t2d = build_vocab_mappings_from_distribution(dict(enumerate(counts)), DRAFT_VOCAB, VOCAB)
+    model.load_vocab_mappings(t2d, d2t)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        scale = 1.0 if name == "embed_tokens.weight" else weight.shape[-1] ** -0.5
+        weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * scale)
+    return model
+
+
+def forward(model: Eagle3DraftModel, tokens: torch.Tensor, taps: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    """Run the public forward for CHAIN steps; per step, what its submodules were handed and what they returned.
+
+    Step j of slot p embeds tokens[p + j], takes the slot's state of step j - 1 and attends to the first step of the
+    slots up to p and to the slot's own later steps. That is the chain from slot p, given the tokens that follow it.
+    """
+    seen = {"features": [], "positions": [], "logits": []}
+    hooks = [
+        model.layers[0].register_forward_pre_hook(lambda _, args: seen["features"].append(args[0][..., HIDDEN:])),
+        model.rotary_emb.register_forward_pre_hook(lambda _, args: seen["positions"].append(args[1])),
+        model.lm_head.register_forward_hook(lambda _, args, output: seen["logits"].append(output)),
+    ]
+    proposed = model(taps, tokens, document_ids=torch.zeros_like(tokens), ttt_steps=CHAIN + 1)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(torch.stack(proposed), torch.stack(seen["logits"]).argmax(-1))
+    return seen
+
+
+def one_pass(model: Eagle3DraftModel, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Logits of one causal pass through the model's own submodules, positions counted from 0."""
+    x = torch.cat([model.embed_tokens(tokens), features], dim=-1)
+    length = tokens.shape[1]
+    mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+    x = model.layers[0](x, attention_mask=mask, position_embeddings=model.rotary_emb(x, torch.arange(length)[None]))
+    return model.lm_head(model.norm(x))
+
+
+def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCAB, (1, SLOTS), generator=generator)
+    taps = torch.randn(1, SLOTS, len(AUX_IDS), HIDDEN, generator=generator)
+    taps = (taps * torch.tensor([0.5, 1.0, 2.0])[:, None]).flatten(2)
+    first = forward(model, tokens, taps)
+
+    chain_ids, last = [], SLOTS - 1
+    for step in range(CHAIN):  # proposals go behind the last slot, with empty taps: nothing in the chain looks there
+        rows = torch.cat([tokens, torch.tensor([chain_ids], dtype=torch.int64)], dim=1)
+        seen = forward(model, rows, torch.nn.functional.pad(taps, (0, 0, 0, step)))
+        best = seen["logits"][step][0, last].topk(2)
+        assert best.values[0] - best.values[1] > 0.05, "too close to a tie to be compared"
+        chain_ids.append(int(best.indices[0] + model.d2t[best.indices[0]]))
+    assert len(set(chain_ids)) == CHAIN, "a repeated proposal would hide mistakes"
+    logits = torch.stack([seen["logits"][step][0, last] for step in range(CHAIN)])
+    recurrent = torch.stack([seen["features"][step + 1][0, last] for step in range(CHAIN)])
+
+    again = one_pass(model, rows, torch.cat([first["features"][0], recurrent[None, :-1]], dim=1))
+    torch.testing.assert_close(again[:, :SLOTS], first["logits"][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again[0, last:], logits, atol=1e-5, rtol=1e-5)
+    result = {"tokens": tokens, "taps": taps, "positions": first["positions"][0][0], "feature": first["features"][0]}
+    result |= {"logits_0": first["logits"][0], "recurrent_0": first["features"][1]}
+    return result | {"chain_ids": torch.tensor(chain_ids), "chain_logits": logits, "chain_recurrent": recurrent}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the golden draft heads from speculators' Eagle3DraftModel.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; a case's folder is replaced")
+    out = parser.parse_args().out
+    made_with = ", ".join(f"{name} {version(name)}" for name in ("speculators", "torch", "transformers"))
+    for name, (layer_class, options) in CASES.items():
+        generator = torch.Generator().manual_seed(SEED)
+        model = build_model(layer_class, options, generator)
+        tensors = golden(model, generator)
+        shutil.rmtree(out / name, ignore_errors=True)
+        model.save_pretrained(out / name)
+        (out / name / "config.py").unlink()  # its own source, which speculators 0.9.0 copies beside every checkpoint
+        tensors = {key: value.contiguous() for key, value in tensors.items()}
+        save_file(tensors, out / name / "golden.safetensors", {"made_with": made_with})
+        print(name, "chain", tensors["chain_ids"].tolist())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Attention over a KV cache, the one thing that every target and draft head leaves to the backend.
+
+A layer projects, norms and rotates; what follows (write keys and values at their positions, attend to the cache) is a
+module made by an ``AttentionFactory``. ``EagerAttention`` here is the reference; each backend in
+``eagle3.export.lowering`` brings its own. A position written again is replaced, and no query attends past its own
+position, so nothing else is needed to take rejected tokens back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from executorch.examples.models.gemma4.text_decoder import Gemma4KVCache
+from executorch.examples.models.gemma4_31b.model import RingKVCache
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+@dataclass(frozen=True)
+class KVCacheShape:
+    """Of one layer. ``window`` is the sliding window in tokens, 0 for full attention."""
+
+    kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    window: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def slots(self) -> int:
+        """A ring of two windows for a sliding layer (a chunk of up to a window overwrites nothing it attends to)."""
+        return 2 * self.window if self.window else self.max_seq_len
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
+
+
+AttentionFactory = Callable[[KVCacheShape], nn.Module]
+"""Makes a module with the two methods of ``EagerAttention``: ``rows`` once a forward, ``forward`` once a layer."""
+
+
+class EagerAttention(nn.Module):
+    """Plain PyTorch over ExecuTorch's own caches."""
+
+    def __init__(self, shape: KVCacheShape):
+        super().__init__()
+        if shape.window:
+            self.kv_cache = RingKVCache(1, shape.window, shape.kv_heads, shape.head_dim).to(shape.dtype)
+        else:
+            self.kv_cache = Gemma4KVCache(
+                1, shape.max_seq_len, shape.kv_heads, shape.head_dim, shape.dtype, use_index_copy=True
+            )
+
+    def rows(self, input_pos: Tensor, mask: Tensor) -> Any:
+        """What the layers of one kind (sliding or full) share in a forward: opaque to all but ``forward``.
+
+        Args:
+            input_pos: int64 [T], consecutive
+            mask: bool [1, 1, T, slots], true where a row attends
+        """
+        return input_pos, mask
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Any, scale: float) -> Tensor:
+        """Write ``key`` and ``value`` at the rows' positions, then attend.
+
+        Args:
+            query: [1, T, heads, head_dim]
+            key, value: [1, T, kv_heads, head_dim]
+            rows: what ``rows`` returned in this forward
+            scale: factor on the products of query and key
+
+        Returns:
+            [1, T, heads, head_dim]
+        """
+        input_pos, mask = rows
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, heads, T, head_dim]
+        keys, values = self.kv_cache.update(input_pos, key, value)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def causal_mask(input_pos: Tensor, slots: int) -> Tensor:
+    """Rows at ``input_pos`` [T] attend to every slot up to their own: bool [1, 1, T, slots]."""
+    columns = torch.arange(slots, device=input_pos.device)
+    return (columns[None, :] <= input_pos[:, None])[None, None]
+
+
+def _attend(module, query, key, value, attention_mask, scaling, **_) -> tuple[Tensor, None]:
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
+    return module.kv_attention(query, key, value, attention_mask, scaling), None
+
+
+HF_ATTENTION = "eagle3"
+"""The ``_attn_implementation`` under which a transformers layer, given ``rows`` for its mask, calls ``kv_attention``."""
+ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _attend)

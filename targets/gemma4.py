@@ -1,0 +1,145 @@
+"""Gemma 4, text only: ExecuTorch's own ``Gemma4_31B`` with taps, and attention left to the backend.
+
+Everything numerical is ExecuTorch's (norms, MLP, rotary tables, ring caches, masks). Two things change: an attention
+layer ends in its ``kv_attention`` submodule, and rotary tables are made once a forward instead of once a layer.
+"""
+
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from executorch.examples.models.gemma4_31b.model import (
+    Gemma4_31B,
+    Gemma4_31BConfig,
+    Gemma4Attention,
+    _hf_to_model_key,
+    materialize_runtime_buffers,
+)
+from executorch.extension.llm.export.load import load_checkpoint
+from torch import Tensor, nn
+from transformers import Gemma4TextConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from eagle3.targets.attention import AttentionFactory, KVCacheShape
+
+
+class Rows(NamedTuple):
+    """What the layers of one kind share in a forward: what attention wants of it, cos and sin [1, T, head_dim]."""
+
+    attention: Any
+    cos: Tensor
+    sin: Tensor
+
+
+def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BConfig:
+    """ExecuTorch's configuration from transformers'.
+
+    Its own ``from_hf_config`` reads ``global_head_dim``, which transformers 5.23 no longer writes (the sizes of full
+    layers are in ``per_layer_config``), and falls back to the 31B's without a word.
+    """
+    sliding, full = (
+        config.per_layer_config[config.layer_types.index(kind)] for kind in ("sliding_attention", "full_attention")
+    )
+    rope = config.rope_parameters
+    return Gemma4_31BConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=sliding.num_key_value_heads,
+        head_dim=sliding.head_dim,
+        num_global_key_value_heads=full.num_key_value_heads,
+        global_head_dim=full.head_dim,
+        attention_k_eq_v=config.attention_k_eq_v,
+        sliding_rope_theta=rope["sliding_attention"]["rope_theta"],
+        full_rope_theta=rope["full_attention"]["rope_theta"],
+        full_partial_rotary_factor=rope["full_attention"].get("partial_rotary_factor", 1.0),
+        rms_norm_eps=config.rms_norm_eps,
+        hidden_activation=config.hidden_activation,
+        final_logit_softcapping=config.final_logit_softcapping,
+        tie_word_embeddings=config.tie_word_embeddings,
+        sliding_window=config.sliding_window,
+        layer_types=list(config.layer_types),
+        max_seq_len=max_seq_len,
+    )
+
+
+def refuse_variants(config: Gemma4TextConfig) -> None:
+    """Raise ValueError for what other Gemma 4 sizes have and ``Gemma4_31B`` does not."""
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block", "use_double_wide_mlp"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)} in config.json, but only dense Gemma 4 (31B) has a port"
+            )
+    if config.final_logit_softcapping is None:
+        raise ValueError("final_logit_softcapping is null in config.json, but Gemma 4 31B has one")
+
+
+def _attend(self: Gemma4Attention, x: Tensor, input_pos: Tensor, rows: Rows) -> Tensor:
+    """``Gemma4Attention.forward`` up to the cache, which belongs to ``kv_attention``. x [1, T, H] -> [1, T, H]."""
+    query = self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim))
+    raw_key = self.k_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
+    raw_value = raw_key if self.k_eq_v else self.v_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
+    query, key = apply_rotary_pos_emb(self.q_norm(query), self.k_norm(raw_key), rows.cos, rows.sin, unsqueeze_dim=2)
+    out = self.kv_attention(query, key, self.v_norm(raw_value), rows.attention, self.scaling)
+    return self.o_proj(out.flatten(2))
+
+
+class Gemma4TapTarget(nn.Module):
+    """See ``TapTarget``."""
+
+    def __init__(self, model: Gemma4_31B, attention: AttentionFactory, dtype: torch.dtype):
+        super().__init__()
+        self.model = model
+        for layer in model.layers:
+            attn = layer.self_attn
+            window = model.config.sliding_window if attn.is_sliding else 0
+            del attn.kv_cache
+            attn.kv_attention = attention(
+                KVCacheShape(attn.n_kv_heads, attn.head_dim, model.config.max_seq_len, window, dtype)
+            )
+            attn.forward = MethodType(_attend, attn)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = self.model.embed_tokens(tokens) * self.model.embed_normalizer
+        sliding_mask, full_mask = self.model._build_masks(input_pos)
+        kinds = {layer.is_sliding: layer.self_attn for layer in self.model.layers}
+        rows = {
+            kind: self._rows(attn, input_pos, sliding_mask if kind else full_mask, x) for kind, attn in kinds.items()
+        }
+        states = [x]
+        for layer in self.model.layers:
+            states.append(layer(states[-1], input_pos, rows.get(True), rows.get(False)))
+        return self.model.norm(states[-1]), tuple(states[tap] for tap in taps)
+
+    def logits(self, state: Tensor) -> Tensor:
+        cap = self.model.logit_softcap
+        return torch.tanh(self.model.lm_head(state).float() / cap) * cap
+
+    @staticmethod
+    def _rows(attn: Gemma4Attention, input_pos: Tensor, mask: Tensor, x: Tensor) -> Rows:
+        angles = torch.outer(input_pos.float(), attn.inv_freq)
+        angles = torch.cat((angles, angles), dim=-1)[None]
+        return Rows(attn.kv_attention.rows(input_pos, mask), angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+
+def load_gemma4(
+    checkpoint: Path, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+) -> Gemma4TapTarget:
+    """Load a Hugging Face folder. ValueError: a Gemma 4 that is not dense; RuntimeError: a missing tensor."""
+    refuse_variants(config)
+    with torch.device("meta"):
+        model = Gemma4_31B(executorch_config(config, max_seq_len))
+    tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else None
+    load_checkpoint(str(checkpoint), model, key_map=_hf_to_model_key, tie_map=tied, dtype=dtype)
+    if tied:
+        model.lm_head.weight = model.embed_tokens.weight
+    target = Gemma4TapTarget(model, attention, dtype)
+    materialize_runtime_buffers(model, dtype)
+    return target.eval().requires_grad_(False)

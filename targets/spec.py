@@ -1,0 +1,70 @@
+"""What a target is to the exporter: a protocol for the module, a record for the registry."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SHIPPED = Path(__file__).parent
+
+
+class TapTarget(Protocol):
+    """A causal language model with a KV cache of its own, as a ``torch.nn.Module``."""
+
+    embed_tokens: "nn.Embedding"
+    """Raw rows [vocab_size, hidden_size]: shared with a draft head that has no embedding of its own."""
+
+    def forward(
+        self, tokens: "Tensor", input_pos: "Tensor", taps: tuple[int, ...]
+    ) -> tuple["Tensor", tuple["Tensor", ...]]:
+        """One forward over the cache.
+
+        Args:
+            tokens: int64 [1, T]
+            input_pos: int64 [T], consecutive; a position written before is replaced
+            taps: ascending ids; tap L is the input of layer L, transformers' ``hidden_states[L]``
+                (0: the embedding's output; n_layers: the last layer's output before the final norm)
+
+        Returns:
+            the final normed state [1, T, hidden_size] and one [1, T, hidden_size] per tap
+        """
+
+    def logits(self, state: "Tensor") -> "Tensor":
+        """Logits [1, R, vocab_size] of normed states [1, R, hidden_size]."""
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """A registered target.
+
+    ``loader`` is ``module:function``, imported only when it is called (torch and transformers are slow to import):
+    ``(checkpoint, config, max_seq_len, dtype, attention) -> TapTarget``, where ``config`` is transformers' text
+    configuration and ``attention`` an ``AttentionFactory``.
+    """
+
+    summary: str
+    loader: str
+    model_types: tuple[str, ...]
+    """transformers' ``model_type`` of the text configurations that the loader reads."""
+    checkpoint: Path | None = None
+    """Shipped with the package; otherwise ``--checkpoint`` names a Hugging Face folder."""
+    draft: Path | None = None
+    max_seq_len: int = 4096
+    """Default of ``--max-seq-len``, in tokens."""
+    min_forward_len: Callable[[Any], int] = lambda config: 1
+    max_forward_len: Callable[[Any], int] = lambda config: sliding_window(config) or config.max_position_embeddings
+    """From the configuration: how many rows one forward may have. A longer chunk cuts sliding attention short."""
+
+    def load(self, *args, **kwargs) -> TapTarget:
+        module, function = self.loader.split(":")
+        return getattr(importlib.import_module(module), function)(*args, **kwargs)
+
+
+def sliding_window(config) -> int:
+    """The sliding window in tokens of a transformers text configuration, 0 where every layer attends fully."""
+    kinds = getattr(config, "layer_types", None) or []
+    return config.sliding_window if "sliding_attention" in kinds else 0

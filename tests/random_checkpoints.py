@@ -1,0 +1,115 @@
+"""Random tiny checkpoints of every target family, in the formats of the real ones."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+GEMMA4 = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 96,
+    "sliding_window": 16,
+    "final_logit_softcapping": 30.0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "gemma4-31B": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SIZE, **GEMMA4)),
+    "llama3.1-8B": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters=LLAMA3_ROPE)),
+    "qwen3-4B": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=True)),
+}
+
+
+def random_model(name: str):
+    """A transformers model of a target's family whose norms, scalars and logits are far from their initial values."""
+    torch.manual_seed(7)
+    model = FAMILIES[name]().float().eval().requires_grad_(False)
+    for key, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        if "norm" in key or "layer_scalar" in key:
+            value.add_(0.3 * torch.randn_like(value))
+        elif value.ndim == 2 and "embed" not in key:
+            value.copy_(torch.randn_like(value) / value.shape[1] ** 0.5)
+    return model
+
+
+def save_random_draft(folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: int = 48, changes=None) -> Path:
+    """A speculators folder of a random draft head that fits a target's text configuration.
+
+    ``changes`` edits the tensors before they are saved: name to tensor, or to None to leave one out.
+    """
+    torch.manual_seed(11)
+    hidden, heads, head_dim = config.hidden_size, 4, config.hidden_size // 4
+    attention = heads * head_dim
+    shapes = {
+        "embed_tokens.weight": (config.vocab_size, hidden),
+        "fc.weight": (hidden, len(aux_layers) * hidden),
+        "layers.0.self_attn.q_proj.weight": (attention, 2 * hidden),
+        "layers.0.self_attn.k_proj.weight": (attention // 2, 2 * hidden),
+        "layers.0.self_attn.v_proj.weight": (attention // 2, 2 * hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, attention),
+        "layers.0.mlp.gate_proj.weight": (2 * hidden, hidden),
+        "layers.0.mlp.up_proj.weight": (2 * hidden, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 2 * hidden),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
+    tensors = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
+    tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(hidden) for name in norms}
+    ids = torch.randperm(config.vocab_size)[:draft_vocab].sort().values
+    tensors["d2t"] = ids - torch.arange(draft_vocab)
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    tensors |= changes or {}
+    layer = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    described = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": draft_vocab,
+        "eagle_aux_hidden_state_layer_ids": list(aux_layers),
+        "norm_before_residual": True,
+        "transformer_layer_config": layer,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [proposal]},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,71 @@
+"""The draft head is speculators' Eagle3DraftModel: scripts/make_draft_golden.py had its own code make the numbers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3.export.draft import read_draft
+from eagle3.export.draft.head import load_draft
+from eagle3.targets.attention import EagerAttention
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+
+
+def open_case(case: str):
+    draft = read_draft(GOLDEN / case)
+    head = load_draft(draft, 32, torch.float32, EagerAttention, embedding=None)
+    return draft, head, load_file(GOLDEN / case / "golden.safetensors")
+
+
+def taps_of(golden, draft):
+    return golden["taps"].chunk(len(draft.aux_layers), dim=-1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_slot_and_the_chain_equal_speculators(case):
+    draft, head, golden = open_case(case)
+    close = {"atol": 1e-4, "rtol": 1e-4}
+    feature = head.fuse(taps_of(golden, draft))
+    torch.testing.assert_close(feature, golden["feature"], **close)
+    length = feature.shape[1]
+    logits, recurrent = head(golden["tokens"], feature, torch.arange(length))
+    torch.testing.assert_close(logits, golden["logits_0"], **close)
+    torch.testing.assert_close(recurrent, golden["recurrent_0"], **close)
+    token, state = head.target_ids(logits[:, -1:]), recurrent[:, -1:]
+    for step in range(3):
+        if step:
+            logits, state = head(token, state, torch.tensor([length + step - 1]), last=True)
+            token = head.target_ids(logits)
+        assert token.item() == golden["chain_ids"][step]
+        torch.testing.assert_close(logits[0, -1], golden["chain_logits"][step], **close)
+        torch.testing.assert_close(state[0, -1], golden["chain_recurrent"][step], **close)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rolled_back_slots_give_the_same_numbers_again(case):
+    draft, head, golden = open_case(case)
+    feature, tokens = head.fuse(taps_of(golden, draft)), golden["tokens"]
+    head(tokens[:, :8], feature[:, :8], torch.arange(8))
+    head(tokens[:, :4].flip(1), feature[:, :4], torch.arange(8, 12))  # rejected
+    logits, _ = head(tokens[:, 6:], feature[:, 6:], torch.arange(6, 12))
+    torch.testing.assert_close(logits, golden["logits_0"][:, 6:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [[3], [0, 2], [30, 31, 32]])
+def test_gaps_and_overruns_are_refused(positions):
+    draft, head, golden = open_case(CASES[0])
+    feature = head.fuse(taps_of(golden, draft))[:, : len(positions)]
+    if positions[0] == 30:
+        head._slots_written = 30
+    with pytest.raises(ValueError, match="gap|not consecutive|past max_seq_len"):
+        head(golden["tokens"][:, : len(positions)], feature, torch.tensor(positions))
+
+
+def test_the_epsilon_is_the_checkpoints_own():
+    draft, head, _ = open_case(CASES[0])
+    norms = [m for m in head.modules() if hasattr(m, "variance_epsilon")]
+    assert len(norms) >= 4
+    assert {norm.variance_epsilon for norm in norms} == {1e-5}
