@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,9 @@ def _terminated_like_interrupted() -> Iterator[None]:
     def interrupt(signum, frame):
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+        yield
+        return
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

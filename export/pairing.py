@@ -66,7 +66,7 @@ def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
-            f"the draft speaks {draft.draft_vocab_size} tokens, the target {vocabulary}, and there is no d2t to map them"
+            f"the draft speaks {draft.draft_vocab_size} tokens, the target {vocabulary}, and no d2t maps them"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import DraftDescription, read_draft
+from eagle3.export.lowering import BACKENDS
 from eagle3.export.pairing import check_pair, choose_taps
 from eagle3.export.safetensors_folder import TensorHeader, read_headers
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
@@ -60,6 +61,7 @@ def make_plan(config: ExportConfig) -> Plan:
 
     Raises FileNotFoundError or ValueError whose message is one line: the fact, both values, what to type.
     """
+    check_flags(config)
     spec = TARGETS[config.target_model]
     checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
     target_config = read_target_config(checkpoint, spec, config.target_model)
@@ -84,6 +86,16 @@ def make_plan(config: ExportConfig) -> Plan:
         bos_id=bos_id,
         eos_ids=eos_ids,
     )
+
+
+def check_flags(config: ExportConfig) -> None:
+    """Raise ValueError for a flag that the backend would ignore."""
+    for flag in ("cuda_arch", "qlinear"):
+        if getattr(config, flag) is not None and flag not in BACKENDS[config.backend].flags:
+            name = f"--{flag.replace('_', '-')}"
+            raise ValueError(
+                f"{name} {getattr(config, flag)} means nothing to --backend {config.backend}: leave it out"
+            )
 
 
 def plan_methods(
@@ -135,7 +147,7 @@ def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
             f"type --target-model {' or '.join(fitting)}" if fitting else "eagle3-export --list-targets lists what is"
         )
         raise ValueError(
-            f"{checkpoint} is a {text_config.model_type}, but {name} is read from {' or '.join(spec.model_types)}: {cure}"
+            f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
         )
     return text_config
 

@@ -28,8 +28,8 @@ def plan_text(plan: Plan) -> str:
     facts = plan_json(plan)
     lines = [
         f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
-        f"draft    {facts['draft_format']}: {_millions(facts['draft_parameters'])}, {_mb(facts['draft_bytes'])} on disk, "
-        f"{facts['draft_vocab_size']} draft tokens, taps {', '.join(map(str, plan.taps))}"
+        f"draft    {facts['draft_format']}: {_millions(facts['draft_parameters'])}, {_mb(facts['draft_bytes'])} on disk"
+        f", {facts['draft_vocab_size']} draft tokens, taps {', '.join(map(str, plan.taps))}"
         + (", the target's embedding" if facts["shares_embedding"] else ""),
         f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
     ]

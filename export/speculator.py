@@ -28,7 +28,7 @@ class Eagle3Speculator(nn.Module):
         return self.target.logits(state).argmax(-1), self.draft.fuse(taps)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [1,T], feature [1,T,H], input_pos [T] -> proposal [1,1] and recurrent feature [1,1,H] of the last row."""
+        """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], recurrent feature [1,1,H]."""
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
         return self.draft.target_ids(logits), recurrent
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from eagle3.runner.contract import METHODS, MODEL_FILE, Metadata
 from eagle3.runner.contract.console import calm_stderr
+from eagle3.runner.runtime import load_runtime
+from eagle3.runner.session import ExecuTorchSession
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,14 @@ def find_model(path: Path) -> Path:
 def open_artifact(path: Path) -> Artifact:
     """Raises FileNotFoundError, ValueError for a damaged or foreign file, MissingMetadata for a foreign program."""
     model = find_model(path)
+    with model.open("rb") as file:
+        head = file.read(8)
+    if head[4:6] != b"ET":
+        raise ValueError(f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file")
+    runtime = load_runtime()
     with calm_stderr():
-        # The Python runtime finds ExecuTorch's LLM ops (attention, cache updates) only once this has been imported.
-        import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
-        from executorch.runtime import Runtime
-
-        with model.open("rb") as file:
-            head = file.read(8)
-        if head[4:6] != b"ET":
-            raise ValueError(
-                f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file"
-            )
         try:
-            program = Runtime.get().load_program(model)
+            program = runtime.load_program(model)
             metadata = Metadata.read(program.method_names, lambda name: program.load_method(name).execute(()))
         except (RuntimeError, json.JSONDecodeError) as error:
             reason = " ".join(str(error).split())
@@ -58,10 +55,8 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(model.parent, model, program, metadata)
 
 
-def open_session(artifact: Artifact):
+def open_session(artifact: Artifact) -> ExecuTorchSession:
     """Load the methods. Raises ValueError where the file ends early or needs what this runtime lacks."""
-    from eagle3.runner.session import ExecuTorchSession
-
     with calm_stderr():
         try:
             return ExecuTorchSession(artifact.program, artifact.metadata)

@@ -5,6 +5,7 @@ token of a round never needs a target forward of its own: it is the next window'
 with the feature that proved it. Both caches roll back by writing positions again.
 """
 
+import itertools
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Round:
-    """``ids`` [1, C] are the target's greedy tokens after each row of the window; the first ``accepted`` of them had been
+    """``ids`` [1, C] are the target's greedy tokens after each row of the window, the first ``accepted`` of them as
     proposed. ``window`` [1, C'] is the next one, None where the context has no room for it."""
 
     ids: Tensor
@@ -63,15 +64,16 @@ def generate(
     chain_len = session.metadata.chain_len if chain_len is None else chain_len
     _check(session.metadata, prompt, max_new_tokens, chain_len)
     stop_ids = frozenset(session.metadata.eos_ids if stop_ids is None else stop_ids)
+    budget = min(max_new_tokens, session.metadata.max_seq_len - len(prompt))
     stats, tokens = SpeculationStats(), []
     steps = _speculate(session, prompt, chain_len, stats) if speculate else _decode(session, prompt)
     for fresh in steps:
-        fresh, finish_reason = cut(fresh, max_new_tokens - len(tokens), stop_ids)
+        fresh, finish_reason = cut(fresh, budget - len(tokens), stop_ids)
         tokens += fresh
         yield fresh
         if finish_reason:
-            return Generation(tokens, finish_reason, stats)
-    return Generation(tokens, LENGTH, stats)
+            break
+    return Generation(tokens, finish_reason, stats)
 
 
 def complete(session: Session, prompt: Sequence[int], **options) -> Generation:
@@ -139,13 +141,13 @@ def propose(session: Session, tokens: Tensor, feature: Tensor, slot: int, chain_
     Returns:
         the window [1, 1 + k]: the anchor and k proposals, k <= chain_len; None where the context ends at the anchor
     """
-    position = slot + tokens.shape[1]
-    room = session.metadata.max_seq_len - 1 - position
+    anchor_pos = slot + tokens.shape[1]
+    room = session.metadata.max_seq_len - 1 - anchor_pos
     if room < 1:
         return None
-    token, state = session.draft_decode(tokens, feature, torch.arange(slot, position))
+    token, state = session.draft_decode(tokens, feature, torch.arange(slot, anchor_pos))
     window = [tokens[:, -1:], token]
-    for position in range(position, position + min(chain_len, room) - 1):
+    for position in range(anchor_pos, anchor_pos + min(chain_len, room) - 1):
         token, state = session.draft_decode(token, state, torch.tensor([position]))
         window.append(token)
     return torch.cat(window, dim=1)
@@ -155,7 +157,7 @@ def _speculate(session: Session, prompt: Sequence[int], chain_len: int, stats: S
     anchor, seed = prefill(session, prompt)
     yield [anchor.item()]
     window, anchor_pos = propose(session, *seed, chain_len), len(prompt)
-    while window is not None:
+    while True:  # generate ends it, at the context's last position at the latest
         played = play_round(session, window, anchor_pos, chain_len)
         stats.record(window.shape[1] - 1, played.accepted)
         yield played.ids[0, : played.accepted + 1].tolist()
@@ -165,7 +167,7 @@ def _speculate(session: Session, prompt: Sequence[int], chain_len: int, stats: S
 def _decode(session: Session, prompt: Sequence[int]) -> Iterator[list[int]]:
     token, _ = prefill(session, prompt, seed_draft=False)
     yield [token.item()]
-    for position in range(len(prompt), session.metadata.max_seq_len - 1):
+    for position in itertools.count(len(prompt)):
         token, _ = session.decode(token, torch.tensor([position]))
         yield [token.item()]
 

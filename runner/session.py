@@ -108,8 +108,8 @@ class EagerSession(_TimedSession):
 def one_openmp_thread() -> Iterator[None]:
     """Within it torch's OpenMP pool has one thread.
 
-    ExecuTorch's ``custom_sdpa`` multiplies through that pool while XNNPACK spins in a pool of its own; on 2 cores waking
-    the second OpenMP thread costs 0.1 ms a layer, ten times the product (verify of 4 rows: 1.8 ms instead of 1.2).
+    ExecuTorch's ``custom_sdpa`` multiplies through that pool while XNNPACK spins in a pool of its own; on 2 cores
+    waking the second OpenMP thread costs 0.1 ms a layer, more than the product (verify of 4 rows: 1.8 ms, not 1.2).
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -18,7 +18,8 @@ Chain row j > 0 is a slot of its own, j behind the last, that embeds chain_ids[j
 its feature and attends to every slot up to itself. speculators pins older versions than ours: give it its own venv.
 
     python -m venv golden-env
-    golden-env/bin/pip install torch==2.13.0 "transformers>=5.17,<=5.19" safetensors "loguru<=0.7.3" openai "datasets>=4,<=5.1"
+    golden-env/bin/pip install torch==2.13.0 "transformers>=5.17,<=5.19" safetensors
+    golden-env/bin/pip install "loguru<=0.7.3" openai "datasets>=4,<=5.1"
     golden-env/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
     HF_HUB_OFFLINE=1 golden-env/bin/python scripts/make_draft_golden.py --out tests/golden
 """

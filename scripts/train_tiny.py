@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 from tiny_corpus import encode_documents, standard_library, train_tokenizer
+from tokenizers import Tokenizer
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "targets" / "gemma4_tiny"
 VOCABULARY = 2048
+HELD_OUT_PROMPTS = 40
 
 
 def log(line: str) -> None:
@@ -26,9 +29,10 @@ def log(line: str) -> None:
 @click.option("--output", type=click.Path(path_type=Path), default=CHECKPOINT, help="Holds target/ and draft/.")
 @click.option("--only", type=click.Choice(["target", "draft"]), help="Train one of the two.")
 @click.option("--target-steps", default=1500, show_default=True, help="Steps of 4,096 tokens.")
-@click.option("--draft-steps", default=1200, show_default=True, help="Steps of 4,096 tokens.")
+@click.option("--draft-steps", default=600, show_default=True, help="Steps of 4,096 tokens.")
+@click.option("--continuations", default=2048, show_default=True, help="Greedy ones that the draft learns from.")
 @click.option("--seed", default=0, show_default=True)
-def main(output: Path, only: str | None, target_steps: int, draft_steps: int, seed: int) -> None:
+def main(output: Path, only: str | None, target_steps: int, draft_steps: int, continuations: int, seed: int) -> None:
     corpus = standard_library()
     target = output / "target"
     target.mkdir(parents=True, exist_ok=True)
@@ -43,6 +47,17 @@ def main(output: Path, only: str | None, target_steps: int, draft_steps: int, se
         log(f"{len(streams[0])} tokens to train on, {len(streams[1])} held out")
         figures |= {"train_tokens": len(streams[0]), "held_out_tokens": len(streams[1])}
         figures["target"] = train_target(target, streams, tokenizer, target_steps, seed, log)
+        figures_file.write_text(json.dumps(figures, indent=2) + "\n")
+    if only != "target":
+        from tiny_draft import measure_acceptance, train_draft
+
+        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+        train, held_out = (encode_documents(tokenizer, texts) for texts in (corpus.train, corpus.held_out))
+        figures["draft"] = train_draft(output / "draft", target, train, draft_steps, continuations, seed, log)
+        starts = np.linspace(0, len(held_out) - 64, HELD_OUT_PROMPTS).astype(int)
+        prompts = [held_out[start : start + 64].tolist() for start in starts]
+        figures["acceptance"] = measure_acceptance(target, output / "draft", prompts, new_tokens=128)
+        log(f"acceptance {figures['acceptance']}")
         figures_file.write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -1,9 +1,13 @@
-"""Fixtures over the random checkpoints."""
+"""Fixtures: random checkpoints of every family, and the shipped one exported for real."""
 
 import pytest
 import torch
+from commands import run_command
 from random_checkpoints import random_model
+from transformers import Gemma4ForCausalLM
 
+from eagle3.export.cli import main as export_main
+from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -33,3 +37,25 @@ def eager_target(checkpoints):
         return TARGETS[name].load(folder, model.config, max_seq_len, torch.float32, EagerAttention)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory):
+    """gemma4-tiny exported to the CPU by the command itself, with decode: the artifact's folder."""
+    folder = tmp_path_factory.mktemp("export") / "out"
+    run_command(
+        export_main, "--target-model", "gemma4-tiny", "--backend", "xnnpack", "--with-decode", "--output-dir", folder
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def session(artifact):
+    return open_session(open_artifact(artifact))
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """transformers' own model of the shipped target, in float32."""
+    checkpoint = TARGETS["gemma4-tiny"].checkpoint
+    return Gemma4ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().requires_grad_(False)

@@ -16,6 +16,8 @@ class Backend:
 
     summary: str
     module: str
+    flags: frozenset[str] = frozenset()
+    """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)

@@ -69,7 +69,7 @@ class Metadata:
             method = f.metadata["method"]
             if method not in names:
                 raise MissingMetadata(
-                    f"the program has no constant method {method!r}: it was not made by eagle3-export, or by another version"
+                    f"the program has no constant method {method!r}: not made by eagle3-export, or by another version"
                 )
             outputs = call(method)
             values[f.name] = tuple(outputs) if f.name == "eos_ids" else outputs[0]

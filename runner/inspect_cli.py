@@ -1,0 +1,219 @@
+"""``eagle3-inspect``: what an artifact holds, for people and as JSON. ``inspection.py`` looks into the ``.pte``."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle3.runner.contract import EXPORT_RECORD
+from eagle3.runner.contract.console import OneLineFailures
+
+EPILOG = """
+\b
+Examples:
+  eagle3-inspect out
+  eagle3-inspect out --verify
+  eagle3-inspect out --json | jq .methods.target_verify.operators
+"""
+
+
+@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read every file and compare its sha256 with export.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.version_option(package_name="eagle3-export")
+def main(artifact: Path, verify: bool, as_json: bool) -> None:
+    """Show what an artifact of eagle3-export holds: its folder or its model.pte.
+
+    Files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and memory;
+    where the bytes of the weights are. Shapes are upper bounds. Weights are read only with --verify.
+    """
+    from eagle3.runner.artifact import open_artifact
+    from eagle3.runner.inspection import inspect_program
+
+    opened = open_artifact(artifact)
+    found = {
+        "model": str(opened.model),
+        "files": files(opened.folder, opened.model, verify),
+        **inspect_program(opened.model, opened.metadata),
+    }
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        show(found)
+    if verify:
+        check_verified(opened.folder, found["files"])
+
+
+def files(folder: Path, model: Path, verify: bool) -> list[dict[str, Any]]:
+    """The artifact's files. ``matches_record``: False where the size or (``verify``) the sha256 is not what
+    ``export.json`` says, True where the sha256 is, None where there was nothing to compare."""
+    recorded = {}
+    names = {model.name}
+    record = folder / EXPORT_RECORD
+    if record.is_file():
+        try:
+            recorded = {
+                name: (entry["bytes"], entry["sha256"])
+                for name, entry in json.loads(record.read_text(encoding="utf-8"))["files"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{record} is not what eagle3-export writes ({error}): export again") from error
+        names |= {*recorded, *(path.name for path in folder.iterdir() if path.is_file())}
+    return [_file(folder / name, recorded.get(name), verify) for name in sorted(names)]
+
+
+def _file(path: Path, recorded: tuple[int, str] | None, verify: bool) -> dict[str, Any]:
+    size = path.stat().st_size if path.is_file() else None
+    matches = None
+    if recorded and size != recorded[0]:
+        matches = False
+    elif recorded and verify:
+        with path.open("rb") as file:
+            matches = hashlib.file_digest(file, "sha256").hexdigest() == recorded[1]
+    return {"name": path.name, "bytes": size, "matches_record": matches}
+
+
+def check_verified(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """Raises ValueError where a file differs from the record, or nothing could be compared."""
+    differing = [entry["name"] for entry in entries if entry["matches_record"] is False]
+    if differing:
+        raise ValueError(f"{folder}: {', '.join(differing)} not as {EXPORT_RECORD} says: copy or export it again")
+    if all(entry["matches_record"] is None for entry in entries):
+        raise ValueError(f"{folder} has no {EXPORT_RECORD}: there is nothing to verify against")
+
+
+# For people
+
+
+def show(found: dict[str, Any]) -> None:
+    """Tables on stdout, a section each."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # what a pipe gets does not depend on who is looking
+    console.print(_title(found), soft_wrap=True)
+    for table in (
+        _files_table(found["files"]),
+        _metadata_table(found["metadata"]),
+        _methods_table(found["methods"]),
+        _operators_table(found["methods"]),
+        _buffers_table(found["mutable_buffers"]),
+        _weights_table(found["weights"]),
+    ):
+        console.print()
+        console.print(table)
+
+
+def _title(found: dict[str, Any]) -> str:
+    manifest, chain_len = found["metadata"]["get_manifest"], found["metadata"]["get_chain_len"]
+    backend = " ".join(filter(None, (manifest.get("backend"), manifest.get("cuda_arch"))))
+    pair = f"{manifest.get('target')} with draft {manifest.get('draft')}"
+    return f"{found['model']}: {pair}, {backend}, chain length {chain_len}"
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], numbers: Iterable[str] = ()):
+    """A plain table; the columns named in ``numbers`` are flush right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in row))
+    return table
+
+
+def _files_table(entries: list[dict[str, Any]]):
+    words = {True: "same sha256", False: "DIFFERS", None: "not compared"}
+    rows = (
+        (entry["name"], "missing" if entry["bytes"] is None else entry["bytes"], words[entry["matches_record"]])
+        for entry in entries
+    )
+    return _table("Files", ("name", "bytes", EXPORT_RECORD), rows, numbers=("bytes",))
+
+
+def _metadata_table(metadata: dict[str, Any]):
+    plain = {name: value for name, value in metadata.items() if name != "get_manifest"}
+    nested = {f"manifest.{name}": value for name, value in metadata["get_manifest"].items()}
+    rows = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in (plain | nested).items())
+    return _table("Metadata", ("constant method", "value"), rows)
+
+
+def _methods_table(methods: dict[str, dict[str, Any]]):
+    columns = ("method", "rows", "inputs", "outputs", "delegates", "instructions", "planned memory")
+    rows = (
+        (
+            name,
+            _rows(method),
+            "\n".join(map(_value, method["inputs"])),
+            "\n".join(map(_value, method["outputs"])),
+            "\n".join(_delegate(backend, facts) for backend, facts in method["delegates"].items()) or "none",
+            method["instructions"],
+            "\n".join(map(_arena, method["planned_memory"])),
+        )
+        for name, method in methods.items()
+    )
+    return _table("Methods (shapes are upper bounds)", columns, rows, numbers=("instructions",))
+
+
+def _rows(method: dict[str, Any]) -> str:
+    if method["rows"] is None:
+        return "dynamic" if method["dynamic_length"] else "static"
+    least, most = method["rows"].values()
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _value(entry: dict[str, Any]) -> str:
+    return f"{entry['dtype']} {entry['shape']}" if "dtype" in entry else entry["kind"]
+
+
+def _delegate(backend: str, facts: dict[str, Any]) -> str:
+    line = f"{facts['count']} {backend}, {facts['bytes']:,} bytes"
+    return line + "".join(
+        f"\n  {name.replace('_', ' ')}: {extent['count']}, {extent['bytes']:,} bytes"
+        for name, extent in facts.items()
+        if name not in ("count", "bytes")
+    )
+
+
+def _arena(arena: dict[str, Any]) -> str:
+    place = "" if arena["device"] == "cpu" else f" on {arena['device']}"
+    return f"{arena['bytes']:,}{place}" + (" (mutable)" if arena["mutable"] else "")
+
+
+def _operators_table(methods: dict[str, dict[str, Any]]):
+    names = dict.fromkeys(name for method in methods.values() for name in method["operators"])
+    rows = ((name, *(method["operators"].get(name, "-") for method in methods.values())) for name in names)
+    return _table("Operators outside delegates", ("operator", *methods), rows, numbers=methods)
+
+
+def _buffers_table(buffers: list[dict[str, Any]]):
+    groups: dict[str, list[int]] = {}
+    for buffer in buffers:
+        groups.setdefault(", ".join(buffer["methods"]) or "none", []).append(buffer["bytes"])
+    rows = ((methods, len(sizes), sum(sizes)) for methods, sizes in groups.items())
+    columns = ("used by", "buffers", "bytes")
+    return _table("Mutable buffers", columns, rows, numbers=columns[1:])
+
+
+def _weights_table(weights: dict[str, Any]):
+    constants = weights["constants"]
+    parts = [
+        ("program", "", weights["program_bytes"]),
+        ("delegates' blobs", *weights["delegates"].values()),
+        ("named data of delegates", *weights["named_data"].values()),
+        ("constants", constants["count"], constants["bytes"]),
+        *((f"  {dtype}", *extent.values()) for dtype, extent in constants["by_dtype"].items()),
+        ("  taken by no instruction", *constants["unused"].values()),
+        ("initial state", *weights["initial_state"].values()),
+        ("padding", "", weights["padding_bytes"]),
+        ("file", "", weights["file_bytes"]),
+    ]
+    return _table("Where the bytes of the .pte are", ("part", "count", "bytes"), parts, numbers=("count", "bytes"))

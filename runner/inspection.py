@@ -1,0 +1,242 @@
+"""What the ``.pte`` of an artifact holds, as plain values: a section a function, for ``eagle3-inspect`` to print.
+
+The structure comes from the program at the head of the file (ExecuTorch's own schema and reader). The weights behind it
+are not read, so a file of 20 GB costs what its program costs. Lengths are in rows (tokens).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract.console import calm_stderr
+
+
+def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
+    """The sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``. Raises what ``read_pte`` does."""
+    pte = read_pte(model)
+    constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
+    plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
+    plans = {name: plans.pop(name) for name in (*METHODS, DECODE) if name in plans} | plans
+    rows = row_bounds(metadata)
+    return {
+        "metadata": constants,
+        "methods": {name: method(pte, plan, rows.get(name)) for name, plan in plans.items()},
+        "mutable_buffers": mutable_buffers(plans.values()),
+        "weights": weights(pte),
+    }
+
+
+@dataclass(frozen=True)
+class Pte:
+    """A ``.pte``: its program (``executorch.exir.schema.Program``), then segments that the program lists."""
+
+    path: Path
+    bytes: int
+    program: Any
+    program_bytes: int
+    segments_at: int
+
+    def segment(self, index: int) -> bytes:
+        entry = self.program.segments[index]
+        with self.path.open("rb") as file:
+            file.seek(self.segments_at + entry.offset)
+            return file.read(entry.size)
+
+    def delegate_bytes(self, delegate) -> int:
+        index = delegate.processed.index
+        if delegate.processed.location.name == "SEGMENT":
+            return self.program.segments[index].size
+        return len(self.program.backend_delegate_data[index].data)
+
+
+def read_pte(path: Path) -> Pte:
+    """Read the program section alone. Raises ValueError for a file that ends early or whose program is damaged."""
+    with calm_stderr():
+        from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program
+        from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = _get_extended_header(file.read(_ExtendedHeader.NUM_HEAD_BYTES))
+        file.seek(0)
+        program_bytes = header.program_size if header else size
+        segments_at = header.segment_base_offset if header else 0
+        end = max(program_bytes, segments_at + header.segment_data_size if header else 0)
+        if end > size:
+            raise ValueError(f"{path} ends early ({size} bytes, its header says {end}): copy or export it again")
+        try:
+            program = _flatbuffer_to_program(file.read(program_bytes))
+        except Exception as error:  # a damaged flatbuffer fails wherever its offsets lead
+            raise ValueError(f"{path} is damaged (its program does not parse: {error}): export it again") from error
+    return Pte(path, size, program, program_bytes, segments_at)
+
+
+def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
+    """Fewest and most rows that each method of the contract takes."""
+    window = metadata.chain_len + 1
+    return {
+        PREFILL: (metadata.min_prefill, metadata.max_prefill),
+        TARGET_VERIFY: (2, window),
+        DRAFT_DECODE: (1, max(metadata.max_prefill, window)),
+        DECODE: (1, 1),
+    }
+
+
+def method(pte: Pte, plan, rows: tuple[int, int] | None) -> dict[str, Any]:
+    """One method. Shapes are upper bounds; ``operators`` are those that run outside delegates, with their counts."""
+    instructions = list(_instructions(plan))
+    kernels = [plan.operators[call.op_index] for call in instructions if type(call).__name__ == "KernelCall"]
+    operators = Counter(f"{kernel.name}.{kernel.overload}".removesuffix(".") for kernel in kernels)
+    inputs = [_value(plan, index) for index in plan.inputs]
+    return {
+        "rows": rows and {"min": rows[0], "max": rows[1]},
+        "dynamic_length": any(entry.get("dynamic", False) for entry in inputs),
+        "inputs": inputs,
+        "outputs": [_value(plan, index) for index in plan.outputs],
+        "delegates": delegates(pte, plan),
+        "operators": dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        "instructions": len(instructions),
+        "planned_memory": planned_memory(plan),
+    }
+
+
+def _instructions(plan) -> Iterator[Any]:
+    return (instruction.instr_args for chain in plan.chains for instruction in chain.instructions)
+
+
+def _value(plan, index: int) -> dict[str, Any]:
+    value = plan.values[index].val
+    if type(value).__name__ != "Tensor":
+        return {"kind": type(value).__name__.lower()}
+    return _tensor(value) | {"dynamic": value.shape_dynamism.name != "STATIC"}
+
+
+def _tensor(tensor) -> dict[str, Any]:
+    return {"dtype": str(_dtype(tensor)).removeprefix("torch."), "shape": list(tensor.sizes)}
+
+
+def _dtype(tensor):
+    """The ``torch.dtype`` of a ``schema.Tensor``."""
+    from executorch.exir.tensor import get_scalar_type
+
+    return get_scalar_type(tensor.scalar_type)
+
+
+def _tensor_bytes(tensor) -> int:
+    return math.prod(tensor.sizes) * _dtype(tensor).itemsize
+
+
+def planned_memory(plan) -> list[dict[str, Any]]:
+    """The arenas of a method; ``mutable``: it holds named buffers (caches), which live on between calls."""
+    devices = {entry.buffer_idx: entry.device_type.name.lower() for entry in plan.non_const_buffer_device or ()}
+    holds_state = {tensor.allocation_info.memory_id for _, tensor in _named_buffers(plan)}
+    return [
+        {"bytes": size, "device": devices.get(index, "cpu"), "mutable": index in holds_state}
+        for index, size in enumerate(plan.non_const_buffer_sizes)
+        if index  # the first entry stands for the constants and is not used
+    ]
+
+
+def delegates(pte: Pte, plan) -> dict[str, dict[str, Any]]:
+    """Backend id to how many delegates it has, the bytes of their blobs, and what DELEGATE_DETAILS adds."""
+    by_backend: dict[str, list[Any]] = {}
+    for delegate in plan.delegates:
+        by_backend.setdefault(delegate.id, []).append(delegate)
+    return {
+        backend: {"count": len(entries), "bytes": sum(pte.delegate_bytes(entry) for entry in entries)}
+        | DELEGATE_DETAILS.get(backend, lambda pte, entries: {})(pte, entries)
+        for backend, entries in by_backend.items()
+    }
+
+
+def xnnpack_details(pte: Pte, entries: list[Any]) -> dict[str, Any]:
+    """The named data (packed weights) that the blobs, which are flatbuffers, name; methods may share it."""
+    named = {item.key.encode(): item.segment_index for item in pte.program.named_data or ()}
+    blobs = (pte.segment(entry.processed.index) for entry in entries if entry.processed.location.name == "SEGMENT")
+    segments = {named[text] for blob in blobs for text in re.findall(rb"[\x20-\x7e]{4,}", blob) if text in named}
+    return {"named_data": _extent([pte.program.segments[index].size for index in segments])}
+
+
+DELEGATE_DETAILS: dict[str, Callable[[Pte, list[Any]], dict[str, Any]]] = {"XnnpackBackend": xnnpack_details}
+
+
+def _named_buffers(plan) -> Iterator[tuple[int, Any]]:
+    """Index and tensor of the values that a plan keeps in named, planned memory."""
+    for index, entry in enumerate(plan.values):
+        info = getattr(entry.val, "extra_tensor_info", None)
+        if info is not None and info.fully_qualified_name and entry.val.allocation_info is not None:
+            yield index, entry.val
+
+
+def _used_values(plan) -> set[int]:
+    """Values that an instruction of the plan takes, on its own or in a list."""
+    used = {index for call in _instructions(plan) for index in getattr(call, "args", ())}
+    lists = [plan.values[index].val for index in used if index >= 0]
+    return used | {item for value in lists if type(value).__name__.endswith("TensorList") for item in value.items}
+
+
+def mutable_buffers(plans: Iterable[Any]) -> list[dict[str, Any]]:
+    """Named buffers and the methods that touch them. One name at one place (memory id and offset) is one memory, so a
+    name that comes up twice is not shared. Caches inside a delegate (CUDA) are not seen."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for plan in plans:
+        used = _used_values(plan)
+        for index, tensor in _named_buffers(plan):
+            place, name = tensor.allocation_info, tensor.extra_tensor_info.fully_qualified_name
+            at = {"memory_id": place.memory_id, "offset": place.memory_offset}
+            fresh = {"name": name, **_tensor(tensor), "bytes": _tensor_bytes(tensor), **at, "methods": []}
+            entry = found.setdefault((name, *at.values()), fresh)
+            entry["methods"] += [plan.name] if index in used else []
+    return list(found.values())
+
+
+def weights(pte: Pte) -> dict[str, Any]:
+    """Where the bytes of the ``.pte`` are, each counted once: the parts and ``padding_bytes`` add up to the file."""
+    program = pte.program
+    blobs = {(d.processed.location.name, d.processed.index): d for p in program.execution_plan for d in p.delegates}
+    inline = sum(pte.delegate_bytes(delegate) for (place, _), delegate in blobs.items() if place == "INLINE")
+    named = {item.segment_index for item in program.named_data or ()}
+    parts = {
+        "delegates": _extent([pte.delegate_bytes(delegate) for delegate in blobs.values()]),
+        "constants": _subsegments(program, [program.constant_segment]),
+        "named_data": _extent([program.segments[index].size for index in named]),
+        "initial_state": _subsegments(program, program.mutable_data_segments or []),
+    }
+    structure = pte.program_bytes - inline
+    padding = pte.bytes - structure - sum(part["bytes"] for part in parts.values())
+    parts["constants"] |= constant_tensors(program)
+    return {"file_bytes": pte.bytes, "program_bytes": structure, **parts, "padding_bytes": padding}
+
+
+def _subsegments(program, entries: list[Any]) -> dict[str, int]:
+    """The extent of segments that hold many tensors each; the first offset stands for "no data"."""
+    entries = [entry for entry in entries if entry is not None and entry.offsets]
+    size = sum(program.segments[entry.segment_index].size for entry in entries)
+    return {"count": sum(len(entry.offsets) - 1 for entry in entries), "bytes": size}
+
+
+def constant_tensors(program) -> dict[str, Any]:
+    """The constants by dtype, and those that no instruction takes: left over, or a delegate has its own copy."""
+    tensors: dict[int, Any] = {}
+    used: set[int] = set()
+    for plan in program.execution_plan:
+        taken = _used_values(plan) | set(plan.outputs)
+        for index, entry in enumerate(plan.values):
+            buffer = getattr(entry.val, "data_buffer_idx", 0)
+            if buffer and entry.val.allocation_info is None:
+                tensors[buffer] = entry.val
+                used |= {buffer} if index in taken else set()
+    by_dtype: dict[str, list[int]] = {}
+    for tensor in tensors.values():
+        by_dtype.setdefault(_tensor(tensor)["dtype"], []).append(_tensor_bytes(tensor))
+    unused = [_tensor_bytes(tensor) for buffer, tensor in tensors.items() if buffer not in used]
+    return {"by_dtype": {name: _extent(sizes) for name, sizes in by_dtype.items()}, "unused": _extent(unused)}
+
+
+def _extent(sizes: list[int]) -> dict[str, int]:
+    return {"count": len(sizes), "bytes": sum(sizes)}

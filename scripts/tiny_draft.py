@@ -1,0 +1,256 @@
+"""Trains gemma4-tiny's EAGLE-3 draft head by training-time test, and measures its acceptance with the product's loop.
+
+Training-time test (EAGLE-3, arXiv 2503.01840): the head is unrolled over its own recurrent features, as in use. Step j
+at slot p embeds token p + 1 + j, takes step j - 1's feature, stands at position p + j, and attends to the first step's
+keys up to p and to its own slot's keys of the steps between. It learns the target's own distribution.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tiny_target import crops, optimizers, schedule
+from torch.nn import functional as F
+from transformers import Gemma4ForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from eagle3.export.draft import read_draft
+from eagle3.export.draft.head import DraftHead, load_draft
+from eagle3.export.speculator import Eagle3Speculator
+from eagle3.runner.contract import Metadata
+from eagle3.runner.loop import complete
+from eagle3.runner.session import EagerSession
+from eagle3.runner.statistics import SpeculationStats
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+TAPS, DRAFT_VOCABULARY, CHAIN_LEN = (1, 3, 5), 1024, 3
+PEAK_RATE, STEP_WEIGHT = 3e-3, 0.8
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 1024,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def greedy_continuations(
+    target: Gemma4ForCausalLM, stream: np.ndarray, count: int, generator: torch.Generator, log: Callable[[str], None]
+) -> torch.Tensor:
+    """``count`` pieces of text of 64 tokens with the target's own 193 after them: int64 [count, 257]."""
+    pieces = []
+    start = time.monotonic()
+    while sum(map(len, pieces)) < count:
+        prompts = crops(stream, 64, 64, generator)[:, :64]
+        written = target.generate(prompts, max_new_tokens=193, min_new_tokens=193, do_sample=False, pad_token_id=0)
+        pieces.append(written)
+        log(f"draft data: {sum(map(len, pieces))}/{count} continuations, {time.monotonic() - start:.0f} s")
+    return torch.cat(pieces)[:count]
+
+
+def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter, seed: int) -> None:
+    """A speculators folder of an untrained head over the most frequent tokens; its embedding is the target's."""
+    torch.manual_seed(seed)
+    vocabulary, hidden = target.config.vocab_size, LAYER["hidden_size"]
+    layer = {**LAYER, "vocab_size": vocabulary}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": CHAIN_LEN,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": list(TAPS),
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": "gemma4-tiny", "architectures": ["Gemma4ForCausalLM"]},
+        },
+    }
+    ids = torch.tensor(sorted(token for token, _ in counts.most_common(DRAFT_VOCABULARY)))
+    heads, width = LAYER["num_attention_heads"] * LAYER["head_dim"], LAYER["intermediate_size"]
+    keys = LAYER["num_key_value_heads"] * LAYER["head_dim"]
+    shapes = {
+        "fc.weight": (hidden, len(TAPS) * hidden),
+        "lm_head.weight": (DRAFT_VOCABULARY, hidden),
+        "layers.0.self_attn.q_proj.weight": (heads, 2 * hidden),
+        "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "layers.0.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, heads),
+        "layers.0.mlp.gate_proj.weight": (width, hidden),
+        "layers.0.mlp.up_proj.weight": (width, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, width),
+    }
+    norms = ("norm", *(f"layers.0.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+    tensors = {name: torch.randn(shape) * 0.5 / shape[1] ** 0.5 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().float().clone()
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"][ids].clone()
+    tensors["d2t"] = ids - torch.arange(DRAFT_VOCABULARY)
+    tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_tensors(folder, tensors)
+
+
+def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """bfloat16, as heads are published; one metadata key, so that the file is the same each time."""
+    stored = {n: t.detach().to(torch.bfloat16).contiguous() if t.is_floating_point() else t for n, t in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class Unroll:
+    """The head's layer over whole sequences for several steps; ``EagerAttention`` serves one sequence in use."""
+
+    def __init__(self, head: DraftHead, length: int):
+        self.head, self.attn = head, head.layer.self_attn
+        self.causal = torch.ones(length, length, dtype=torch.bool).tril()
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def step(self, tokens: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """tokens [B, T], feature [B, T, H] -> recurrent feature [B, T, H]; call once per step, in order."""
+        layer, attn, step = self.head.layer, self.attn, len(self.keys)
+        normed = layer.hidden_norm(feature)
+        residual = normed if layer.norm_before_residual else feature
+        x = torch.cat((layer.input_layernorm(self.head.embed_tokens(tokens)), normed), dim=-1)
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
+            for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        positions = torch.arange(step, step + tokens.shape[1])[None]
+        query, key = apply_rotary_pos_emb(query, key, *self.head.rotary_emb(x, positions))
+        groups = attn.num_key_value_groups
+        self.keys.append(key.repeat_interleave(groups, 1))
+        self.values.append(value.repeat_interleave(groups, 1))
+        scores = (query @ self.keys[0].mT * attn.scaling).masked_fill(~self.causal, float("-inf"))
+        own = [(query * k).sum(-1, keepdim=True) * attn.scaling for k in self.keys[1:]]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+        out = weights[..., : scores.shape[-1]] @ self.values[0]
+        for index, v in enumerate(self.values[1:]):
+            out = out + weights[..., scores.shape[-1] + index, None] * v
+        x = residual + attn.o_proj(out.transpose(1, 2).flatten(2))
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tensor, steps: int) -> torch.Tensor:
+    """Cross entropy against the target's own distribution on the draft vocabulary, weighted 0.8^step."""
+    with torch.no_grad():
+        seen = target(piece, use_cache=False, output_hidden_states=True)
+        ids = torch.arange(head.d2t.numel()) + head.d2t
+        wanted = seen.logits.float().softmax(-1)[..., ids]  # what is left out of it keeps its weight at zero
+    length = piece.shape[1] - steps
+    unroll = Unroll(head, length)
+    feature = head.fuse(tuple(seen.hidden_states[tap][:, :length] for tap in TAPS))
+    total = torch.zeros(())
+    for step in range(steps):
+        feature = unroll.step(piece[:, 1 + step : 1 + step + length], feature)
+        logits = head.lm_head(head.norm(feature)).log_softmax(-1)
+        aim = wanted[:, 1 + step : 1 + step + length]
+        total = total - STEP_WEIGHT**step * (aim * logits).sum(-1).mean()
+    return total / sum(STEP_WEIGHT**step for step in range(steps))
+
+
+def train_draft(
+    folder: Path, target_folder: Path, stream: np.ndarray, steps: int, continuations: int, seed: int, log: Callable
+) -> dict:
+    """Train on half text, half the target's own greedy continuations; writes a speculators folder as it goes."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
+    written = greedy_continuations(target, stream, continuations, generator, log)
+    counts = Counter(stream.tolist()) + Counter(written[:, 64:].flatten().tolist())
+    initial_checkpoint(folder, target, counts, seed)
+    draft = read_draft(folder)
+    head = load_draft(draft, 1024, torch.float32, EagerAttention, target.model.embed_tokens).requires_grad_(True)
+    steppers = optimizers(head, PEAK_RATE)
+    start, average = time.monotonic(), 0.0
+    for step in range(steps):
+        own = written[torch.randint(0, len(written), (8,), generator=generator)]
+        piece = torch.cat((crops(stream, 256, 8, generator), own))
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = PEAK_RATE * schedule(step / steps)
+        loss = unrolled_loss(head, target, piece, CHAIN_LEN + 1)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        if step % 25 == 24:
+            log(
+                f"draft step {step + 1}/{steps}, loss {average:.3f}, {(time.monotonic() - start) / (step + 1):.2f} s a step"
+            )
+        if step % 100 == 99 or step == steps - 1:
+            names = {own: name for name, own in draft.tensor_names.items()}
+            tensors = {names[own]: value for own, value in head.state_dict().items() if own in names}
+            t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+            t2d[torch.arange(DRAFT_VOCABULARY) + head.d2t] = True
+            save_tensors(folder, {**tensors, "t2d": t2d})
+    covered = sum(counts[int(i + o)] for i, o in enumerate(head.d2t)) / sum(counts.values())
+    return {
+        "steps": steps,
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "loss": round(average, 3),
+        "continuations": continuations,
+        "draft_vocabulary_covers": round(covered, 4),
+    }
+
+
+def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[list[int]], new_tokens: int) -> dict:
+    """Statistics of the product's own loop over the eager speculator, in float32."""
+    spec = TARGETS["gemma4-tiny"]
+    config = Gemma4ForCausalLM.config_class.from_pretrained(target_folder)
+    target = spec.load(target_folder, config, 1024, torch.float32, EagerAttention)
+    draft = read_draft(draft_folder)
+    head = load_draft(draft, 1024, torch.float32, EagerAttention, target.embed_tokens)
+    metadata = Metadata(
+        max_seq_len=1024,
+        vocab_size=config.vocab_size,
+        n_layers=config.num_hidden_layers,
+        min_prefill=9,
+        max_prefill=config.sliding_window,
+        sliding_window=config.sliding_window,
+        chain_len=CHAIN_LEN,
+        draft_vocab_size=DRAFT_VOCABULARY,
+        bos_id=2,
+        eos_ids=(1,),
+        manifest={},
+        use_kv_cache=True,
+        use_sdpa_with_kv_cache=False,
+        enable_dynamic_shape=True,
+    )
+    session = EagerSession(Eagle3Speculator(target, head, TAPS), metadata)
+    stats = SpeculationStats()
+    for prompt in prompts:
+        stats.add(complete(session, prompt, max_new_tokens=new_tokens).stats)
+    return stats.as_json()

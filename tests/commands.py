@@ -1,0 +1,22 @@
+"""Commands as a shell would run them, in this process."""
+
+import click
+from click.testing import CliRunner, Result
+
+
+def run_command(command: click.Command, *args) -> Result:
+    """Run to success; a failure shows what the command printed."""
+    result = CliRunner().invoke(command, [str(arg) for arg in args])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def fail_command(command: click.Command, *args) -> tuple[int, str]:
+    """Run to a failure: its exit code and the one line it printed on stderr (click's usage lines left out)."""
+    result = CliRunner().invoke(command, [str(arg) for arg in args])
+    assert result.exit_code in (1, 2), result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error")]
+    assert len(lines) == 1, result.stderr
+    if result.exit_code == 1:
+        assert result.stderr.strip() == lines[0]
+    return result.exit_code, lines[0]

@@ -1,0 +1,263 @@
+"""Every bad input is one line that says what does not fit, exit 1 or 2, and nothing half written."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail_command, run_command
+from random_checkpoints import save_random_draft
+
+from eagle3.export.cli import main as export_main
+from eagle3.runner.cli import main as run_main
+from eagle3.targets import TARGETS
+
+TINY = TARGETS["gemma4-tiny"]
+EXPORT = ("--target-model", "gemma4-tiny", "--backend", "xnnpack")
+
+
+def export_fails(tmp_path, *args, base=EXPORT) -> tuple[int, str]:
+    """Export into an empty place; whatever the failure, the place stays empty."""
+    outcome = fail_command(export_main, *base, "--output-dir", tmp_path / "place" / "out", *args)
+    place = tmp_path / "place"
+    assert not place.exists() or list(place.iterdir()) == []
+    return outcome
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copies of the shipped target and draft to spoil."""
+
+    def copy(which: str) -> Path:
+        return Path(shutil.copytree(getattr(TINY, which), tmp_path / f"copied-{which}"))
+
+    return copy
+
+
+def tiny_config():
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(TINY.checkpoint)
+
+
+def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
+    code, line = export_fails(tmp_path, base=("--target-model", "gemma5", "--backend", "xnnpack"))
+    assert code == 2
+    assert all(name in line for name in TARGETS)
+
+
+def test_a_target_without_shipped_weights_asks_for_its_checkpoint(tmp_path):
+    code, line = export_fails(tmp_path, base=("--target-model", "qwen3-4B", "--backend", "xnnpack"))
+    assert (code, "--checkpoint" in line) == (1, True)
+
+
+@pytest.mark.parametrize("which", ["checkpoint", "draft"])
+def test_missing_weights_are_named(which, copied, tmp_path):
+    folder = copied(which)
+    (folder / "model.safetensors").unlink()
+    code, line = export_fails(tmp_path, f"--{which}", folder)
+    assert (code, str(folder / "model.safetensors") in line) == (1, True)
+
+
+@pytest.mark.parametrize("which", ["checkpoint", "draft"])
+@pytest.mark.parametrize("size", [4, 1000, 500_000])
+def test_truncated_weights_are_named(which, size, copied, tmp_path):
+    file = copied(which) / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+    code, line = export_fails(tmp_path, f"--{which}", file.parent)
+    assert code == 1
+    assert str(file) in line and "truncated" in line
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_on_a_hub(tmp_path):
+    code, line = export_fails(tmp_path, "--draft", "RedHatAI/gemma-4-31B-it-speculator.eagle3")
+    assert (code, "is no folder" in line) == (1, True)
+
+
+def test_a_draft_for_another_hidden_size(tmp_path):
+    config = tiny_config()
+    config.hidden_size = 192
+    draft = save_random_draft(tmp_path / "draft", config)
+    code, line = export_fails(tmp_path, "--draft", draft)
+    assert code == 1
+    assert "576" in line and "256" in line and "pair" in line
+
+
+def test_a_draft_for_another_vocabulary(tmp_path):
+    config = tiny_config()
+    config.vocab_size = 3000
+    code, line = export_fails(tmp_path, "--draft", save_random_draft(tmp_path / "draft", config))
+    assert code == 1
+    assert "3000" in line and "2048" in line
+
+
+@pytest.mark.parametrize("layers", ["1,3", "1,2,3,4"])
+def test_the_wrong_number_of_taps(layers, tmp_path):
+    code, line = export_fails(tmp_path, "--aux-layers", layers)
+    assert code == 1
+    assert "3 taps" in line and "--aux-layers" in line
+
+
+@pytest.mark.parametrize(
+    ("layers", "convention"), [("1,3,7", "input"), ("3,1,5", "input"), ("3,3,5", "input"), ("1,3,6", "output")]
+)
+def test_taps_that_the_target_does_not_have(layers, convention, tmp_path):
+    code, line = export_fails(tmp_path, "--aux-layers", layers, "--aux-convention", convention)
+    assert (code, "6 layers" in line) == (1, True)
+
+
+def test_a_vocabulary_map_of_ids_instead_of_offsets(tmp_path):
+    draft = save_random_draft(tmp_path / "draft", tiny_config(), changes={"d2t": torch.arange(48) * 3 + 2000})
+    code, line = export_fails(tmp_path, "--draft", draft)
+    assert (code, "offsets" in line) == (1, True)
+
+
+def test_a_head_with_a_tensor_missing_or_of_another_shape(tmp_path):
+    name = "layers.0.mlp.up_proj.weight"
+    draft = save_random_draft(tmp_path / "missing", tiny_config(), changes={name: None})
+    assert "lacks layer.mlp.up_proj.weight" in export_fails(tmp_path, "--draft", draft)[1]
+    draft = save_random_draft(tmp_path / "shape", tiny_config(), changes={name: torch.zeros(256, 256)})
+    line = export_fails(tmp_path, "--draft", draft)[1]
+    assert "[256, 256]" in line and "[512, 256]" in line
+
+
+def test_an_eagle_1_head_and_an_unknown_format_are_told_apart(tmp_path):
+    changes = {"layers.0.hidden_norm.weight": None}
+    draft = save_random_draft(tmp_path / "eagle1", tiny_config(), changes=changes)
+    assert "no EAGLE-3 head" in export_fails(tmp_path, "--draft", draft)[1]
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"architectures": ["MedusaModel"]}))
+    assert "MedusaModel" in export_fails(tmp_path, "--draft", draft)[1]
+
+
+@pytest.mark.parametrize(("key", "value"), [("verifier_accept_k", 5), ("accept_tolerance", 0.1)])
+def test_a_lossy_proposal_method_is_refused(key, value, tmp_path):
+    draft = save_random_draft(tmp_path / "draft", tiny_config())
+    config = json.loads((draft / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"][0][key] = value
+    (draft / "config.json").write_text(json.dumps(config))
+    line = export_fails(tmp_path, "--draft", draft)[1]
+    assert key in line and "lossy" in line
+
+
+def test_a_draft_of_another_target_kind(tmp_path, checkpoints):
+    _, folder = checkpoints("llama3.1-8B")
+    code, line = export_fails(tmp_path, "--checkpoint", folder)
+    assert code == 1
+    assert "llama" in line and "--target-model llama3.1-8B" in line
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--chain-len", 0), ("--chain-len", 16), ("--max-seq-len", 4)])
+def test_lengths_that_no_target_takes_are_usage_errors(flag, value, tmp_path):
+    code, line = export_fails(tmp_path, flag, value)
+    assert (code, flag in line) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--max-seq-len", 2000, "1024"),
+        ("--max-prefill", 65, "9 to 64"),
+        ("--max-prefill", 8, "9 to 64"),
+        ("--cuda-arch", "sm_90", "xnnpack"),
+        ("--qlinear", "default", "xnnpack"),
+    ],
+)
+def test_lengths_and_flags_that_do_not_fit_say_what_does(flag, value, says, tmp_path):
+    code, line = export_fails(tmp_path, flag, value)
+    assert code == 1
+    assert flag in line and says in line
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    args = (*EXPORT, "--output-dir", tmp_path / "out")
+    assert "--overwrite" in fail_command(export_main, *args)[1]
+    assert "no artifact" in fail_command(export_main, *args, "--overwrite")[1]
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    before = (artifact / "export.json").read_bytes()
+    assert "--overwrite" in fail_command(export_main, *EXPORT, "--output-dir", artifact)[1]
+    assert "1024" in fail_command(export_main, *args[:-1], artifact, "--overwrite", "--max-seq-len", 2000)[1]
+    assert (artifact / "export.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_path):
+    command = [sys.executable, "-m", "eagle3.export.cli", *EXPORT, "--output-dir", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(how)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0, stderr
+    assert not (tmp_path / "out").exists()
+    assert "Traceback" not in stderr
+    left = [path.name for path in tmp_path.iterdir()]
+    assert all(name.startswith(".out.partial-") for name in left)
+    if how != signal.SIGKILL:
+        assert left == []
+
+
+def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, copied):
+    out = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run", "--json")
+    plan = json.loads(out.stdout)
+    assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode"]
+    assert plan["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 64}
+    assert plan["target_parameters"] > 5_000_000
+    assert not (tmp_path / "out").exists()
+
+
+# --- running
+
+
+def test_a_prompt_that_cannot_be(artifact, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert fail_command(run_main, artifact)[0] == 2
+    assert fail_command(run_main, artifact, "--prompt", "a", "--prompt-tokens", "1")[0] == 2
+    assert fail_command(run_main, artifact, "--prompt-tokens", "1,x")[0] == 2
+    assert "empty" in fail_command(run_main, artifact, "--prompt", "")[1]
+    assert "empty" in fail_command(run_main, artifact, "--prompt-file", empty)[1]
+    assert "empty" in fail_command(run_main, artifact, "--prompt-tokens", "")[1]
+    assert "2048 is outside the vocabulary" in fail_command(run_main, artifact, "--prompt-tokens", "5,2048")[1]
+    assert "-7 is outside the vocabulary" in fail_command(run_main, artifact, "--prompt-tokens", "5,-7")[1]
+    assert "context 1024" in fail_command(run_main, artifact, "--prompt-tokens", ",".join(["5"] * 1024))[1]
+    assert "chain length 4" in fail_command(run_main, artifact, "--prompt", "a", "--chain-len", 4)[1]
+    assert "chat template" in fail_command(run_main, artifact, "--prompt", "a", "--chat")[1]
+
+
+def test_an_artifact_that_is_none(artifact, tmp_path):
+    assert "is missing" in fail_command(run_main, tmp_path, "--prompt", "a")[1]
+    foreign = tmp_path / "model.pte"
+    foreign.write_bytes(b"PK\x03\x04" + bytes(2000))
+    assert "no ExecuTorch program" in fail_command(run_main, tmp_path, "--prompt", "a")[1]
+    whole = (artifact / "model.pte").read_bytes()
+    for size in (6, 100, 5000, len(whole) // 2, len(whole) - 1000):
+        foreign.write_bytes(whole[:size])
+        code, line = fail_command(run_main, tmp_path, "--prompt-tokens", "5,6,7")
+        assert (code, str(foreign) in line) == (1, True), line
+
+
+def test_a_program_without_our_metadata_is_refused_by_the_name_it_lacks(tmp_path):
+    from executorch.exir import to_edge
+
+    program = to_edge(torch.export.export(torch.nn.Linear(4, 4), (torch.zeros(1, 4),)))
+    (tmp_path / "model.pte").write_bytes(program.to_executorch().buffer)
+    code, line = fail_command(run_main, tmp_path, "--prompt-tokens", "1")
+    assert (code, "get_max_seq_len" in line) == (1, True)
+
+
+def test_without_a_tokenizer_token_ids_still_run(artifact, tmp_path):
+    shutil.copy(artifact / "model.pte", tmp_path / "model.pte")
+    assert "--prompt-tokens" in fail_command(run_main, tmp_path, "--prompt", "a")[1]
+    out = run_command(run_main, tmp_path, "--prompt-tokens", "5,6,7", "--max-new-tokens", 5, "--json")
+    assert json.loads(out.stdout)["text"] is None

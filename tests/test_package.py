@@ -1,0 +1,53 @@
+"""What an install gets: every sub-package, every command, nothing imported that an import should not."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_folder_with_python_files_is_a_listed_package():
+    found = {
+        ".".join(("eagle3", *path.parent.relative_to(ROOT).parts))
+        for top in ("export", "runner", "targets")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def imported_modules(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print('\\n'.join(sys.modules))"
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+@pytest.mark.parametrize("command", PROJECT["project"]["scripts"].values())
+def test_a_command_answers_help_without_importing_torch(command):
+    module = command.split(":")[0]
+    assert not {"torch", "transformers", "executorch"} & imported_modules(f"import {module}")
+
+
+def test_the_runner_never_imports_the_exporter_nor_the_compiler():
+    loaded = imported_modules("import eagle3.runner.loop, eagle3.runner.runtime as r; r.load_runtime()")
+    assert not [name for name in loaded if name.startswith(("eagle3.export", "eagle3.targets"))]
+    assert "torch._dynamo" not in loaded  # comes with executorch.exir: 4 s
+    assert "executorch.exir" not in loaded  # what stood in for it is gone
+
+
+def test_the_compiler_can_be_imported_after_the_runtime():
+    loaded = imported_modules(
+        "import eagle3.runner.runtime as r; r.load_runtime(); import executorch.exir as e; e.to_edge"
+    )
+    assert "executorch.exir.program" in loaded
+
+
+def test_export_imports_of_the_runner_only_its_contract():
+    for path in (ROOT / "export").rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if "eagle3.runner" in line and line.lstrip().startswith(("from", "import")):
+                assert "eagle3.runner.contract" in line, f"{path}: {line}"
