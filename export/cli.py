@@ -84,5 +84,7 @@ def main(dry_run: bool, as_json: bool, **flags) -> None:
 
     record = run_export(plan, Progress())
     click.echo(json.dumps(record) if as_json else result_text(plan, record))
+
+
 if __name__ == "__main__":
     main()

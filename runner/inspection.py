@@ -17,18 +17,24 @@ from eagle3.runner.contract.console import calm_stderr
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
-    """The sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``. Raises what ``read_pte`` does."""
+    """The sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``.
+
+    Raises ValueError for a file that is damaged in a way that the runtime does not see.
+    """
     pte = read_pte(model)
     constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
     plans = {name: plans.pop(name) for name in (*METHODS, DECODE) if name in plans} | plans
     rows = row_bounds(metadata)
-    return {
-        "metadata": constants,
-        "methods": {name: method(pte, plan, rows.get(name)) for name, plan in plans.items()},
-        "mutable_buffers": mutable_buffers(plans.values()),
-        "weights": weights(pte),
-    }
+    try:
+        return {
+            "metadata": constants,
+            "methods": {name: method(pte, plan, rows.get(name)) for name, plan in plans.items()},
+            "mutable_buffers": mutable_buffers(plans.values()),
+            "weights": weights(pte),
+        }
+    except LookupError as error:  # the runtime checks a file's form, not where its indices point
+        raise ValueError(f"{model} is damaged (its program points outside itself: {error}): export it again") from error
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Pte:
 
 
 def read_pte(path: Path) -> Pte:
-    """Read the program section alone. Raises ValueError for a file that ends early or whose program is damaged."""
+    """Read the program alone, of a file that the runtime has opened. Raises ValueError for one that does not parse."""
     with calm_stderr():
         from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program
         from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header
@@ -63,12 +69,8 @@ def read_pte(path: Path) -> Pte:
     size = path.stat().st_size
     with path.open("rb") as file:
         header = _get_extended_header(file.read(_ExtendedHeader.NUM_HEAD_BYTES))
+        program_bytes, segments_at = (header.program_size, header.segment_base_offset) if header else (size, 0)
         file.seek(0)
-        program_bytes = header.program_size if header else size
-        segments_at = header.segment_base_offset if header else 0
-        end = max(program_bytes, segments_at + header.segment_data_size if header else 0)
-        if end > size:
-            raise ValueError(f"{path} ends early ({size} bytes, its header says {end}): copy or export it again")
         try:
             program = _flatbuffer_to_program(file.read(program_bytes))
         except Exception as error:  # a damaged flatbuffer fails wherever its offsets lead

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tiny_target import crops, optimizers, schedule
-from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -207,9 +206,8 @@ def train_draft(
             stepper.zero_grad(set_to_none=True)
         average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
         if step % 25 == 24:
-            log(
-                f"draft step {step + 1}/{steps}, loss {average:.3f}, {(time.monotonic() - start) / (step + 1):.2f} s a step"
-            )
+            pace = (time.monotonic() - start) / (step + 1)
+            log(f"draft step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
         if step % 100 == 99 or step == steps - 1:
             names = {own: name for name, own in draft.tensor_names.items()}
             tensors = {names[own]: value for own, value in head.state_dict().items() if own in names}

@@ -94,5 +94,5 @@ def _attend(module, query, key, value, attention_mask, scaling, **_) -> tuple[Te
 
 
 HF_ATTENTION = "eagle3"
-"""The ``_attn_implementation`` under which a transformers layer, given ``rows`` for its mask, calls ``kv_attention``."""
+"""The ``_attn_implementation`` under which a transformers layer, given ``rows`` as mask, calls ``kv_attention``."""
 ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _attend)

@@ -42,16 +42,16 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 FAMILIES = {
-    "gemma4-31B": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SIZE, **GEMMA4)),
-    "llama3.1-8B": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters=LLAMA3_ROPE)),
-    "qwen3-4B": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=True)),
+    "gemma4-31B": lambda size: Gemma4ForCausalLM(Gemma4TextConfig(**size, **GEMMA4)),
+    "llama3.1-8B": lambda size: LlamaForCausalLM(LlamaConfig(**size, rope_parameters=LLAMA3_ROPE)),
+    "qwen3-4B": lambda size: Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)),
 }
 
 
-def random_model(name: str):
+def random_model(name: str, **changes):
     """A transformers model of a target's family whose norms, scalars and logits are far from their initial values."""
     torch.manual_seed(7)
-    model = FAMILIES[name]().float().eval().requires_grad_(False)
+    model = FAMILIES[name](SIZE | changes).float().eval().requires_grad_(False)
     for key, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if "norm" in key or "layer_scalar" in key:
             value.add_(0.3 * torch.randn_like(value))

@@ -1,0 +1,226 @@
+"""What eagle3-inspect says of the exported gemma4-tiny is so, and says that the export is the one we want."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from commands import fail_command, run_command
+from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
+
+from eagle3.runner.artifact import open_artifact
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.inspect_cli import main
+
+ALL_METHODS = (*METHODS, DECODE)
+TARGET_METHODS = (PREFILL, TARGET_VERIFY, DECODE)
+
+
+def inspect(artifact, *flags):
+    return json.loads(run_command(main, artifact, "--json", *flags).stdout)
+
+
+@pytest.fixture(scope="module")
+def found(artifact):
+    return inspect(artifact)
+
+
+@pytest.fixture
+def copied(artifact, tmp_path):
+    return shutil.copytree(artifact, tmp_path / "copy")
+
+
+def tensors(entries):
+    return [(entry["dtype"], entry["shape"]) for entry in entries]
+
+
+def test_every_method_has_the_rows_of_the_contract(found):
+    metadata = found["metadata"]
+    longest, window = metadata["get_max_prefill_chunk"], metadata["get_chain_len"] + 1
+    assert {name: tuple(method["rows"].values()) for name, method in found["methods"].items()} == {
+        PREFILL: (metadata["get_min_prefill_chunk"], longest),
+        TARGET_VERIFY: (2, window),
+        DRAFT_DECODE: (1, max(longest, window)),
+        DECODE: (1, 1),
+    }
+    for method in found["methods"].values():
+        assert method["dynamic_length"] == (method["rows"]["min"] < method["rows"]["max"])
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_shapes_are_those_of_the_contract_at_most_rows(name, found):
+    method = found["methods"][name]
+    most = method["rows"]["max"]
+    hidden = found["methods"][DECODE]["outputs"][1]["shape"][-1]
+    feature = [("float32", [1, most, hidden])] if name == DRAFT_DECODE else []
+    assert tensors(method["inputs"]) == [("int64", [1, most]), *feature, ("int64", [most])]
+    ids = most if name == TARGET_VERIFY else 1
+    recurrent = 1 if name == DRAFT_DECODE else most
+    assert tensors(method["outputs"]) == [("int64", [1, ids]), ("float32", [1, recurrent, hidden])]
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_shapes_are_those_that_the_runtime_declares(name, found, artifact):
+    declared = open_artifact(artifact).program.metadata(name)
+    method = found["methods"][name]
+    for entries, count, meta in (
+        (method["inputs"], declared.num_inputs(), declared.input_tensor_meta),
+        (method["outputs"], declared.num_outputs(), declared.output_tensor_meta),
+    ):
+        assert [entry["shape"] for entry in entries] == [list(meta(slot).sizes()) for slot in range(count)]
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_linear_algebra_is_delegated_to_xnnpack(name, found):
+    method = found["methods"][name]
+    assert list(method["delegates"]) == ["XnnpackBackend"]
+    delegate = method["delegates"]["XnnpackBackend"]
+    assert delegate["count"] > 0
+    assert delegate["named_data"]["count"] > 0
+    outside = set(method["operators"])
+    assert not {f"aten::{op}.out" for op in ("linear", "mm", "bmm", "addmm", "native_layer_norm")} & outside
+    assert method["instructions"] >= sum(method["operators"].values()) + delegate["count"]
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_attention_and_caches_are_the_llm_ops_and_nothing_copies_a_cache(name, found):
+    operators, layers = found["methods"][name]["operators"], found["metadata"]["get_n_layers"]
+    attention_layers = 1 if name == DRAFT_DECODE else layers
+    assert operators["llama::custom_sdpa.out"] == attention_layers
+    updates = operators.get("llama::update_cache.out", 0) + operators.get("llama::update_cache_with_indices.out", 0)
+    assert updates == 2 * attention_layers
+    for op in operators:
+        assert not op.startswith(
+            ("aten::index_put", "aten::index_copy", "aten::copy", "aten::_softmax", "aten::bmm")
+        ), op
+    # The positions of the ring take one product per method; attention would take some in each layer.
+    assert sum(count for op, count in operators.items() if op.startswith("aten::mul")) <= 1
+
+
+def test_the_target_has_one_cache_for_its_methods_and_the_draft_its_own(found):
+    buffers = found["mutable_buffers"]
+    assert len({buffer["name"] for buffer in buffers}) == len(buffers)  # each at one place, whatever the method
+    users = [tuple(buffer["methods"]) for buffer in buffers]
+    assert users.count(TARGET_METHODS) == 2 * found["metadata"]["get_n_layers"]
+    assert users.count((DRAFT_DECODE,)) == 2
+    assert len(users) == users.count(TARGET_METHODS) + 2
+    for method in found["methods"].values():
+        (arena,) = [arena for arena in method["planned_memory"] if arena["mutable"]]
+        assert arena["bytes"] >= sum(buffer["bytes"] for buffer in buffers)
+
+
+def test_metadata_is_the_contract_with_the_manifest_expanded(found, artifact):
+    assert list(found["metadata"]) == [field.metadata["method"] for field in fields(Metadata)]
+    opened = open_artifact(artifact).metadata
+    expected = opened.constant_methods() | {"get_manifest": opened.manifest}
+    assert found["metadata"] == json.loads(json.dumps(expected))
+    assert found["metadata"]["get_manifest"]["backend"] == "xnnpack"
+
+
+def test_each_byte_of_the_file_is_counted_once(found, artifact):
+    weights = found["weights"]
+    parts = [part["bytes"] for part in weights.values() if isinstance(part, dict)]
+    assert weights["file_bytes"] == (artifact / "model.pte").stat().st_size
+    assert weights["program_bytes"] + sum(parts) + weights["padding_bytes"] == weights["file_bytes"]
+    assert 0 <= weights["padding_bytes"] < 0.01 * weights["file_bytes"]
+    assert (
+        0 <= weights["constants"]["bytes"] - sum(e["bytes"] for e in weights["constants"]["by_dtype"].values()) < 4096
+    )
+
+
+def test_methods_share_their_weights(found, artifact):
+    """No method brings a copy of its own: the file is little more than the parameters in float32, once."""
+    record = json.loads((artifact / "export.json").read_text())
+    parameters = 4 * (record["target_parameters"] + record["draft_parameters"])
+    assert found["weights"]["file_bytes"] < 1.2 * parameters
+    read = {name: m["delegates"]["XnnpackBackend"]["named_data"]["bytes"] for name, m in found["methods"].items()}
+    assert len({read[name] for name in TARGET_METHODS}) == 1
+    assert max(read.values()) < found["weights"]["named_data"]["bytes"] < sum(read.values())
+
+
+def test_the_file_alone_is_inspected_like_its_folder(found, artifact):
+    assert inspect(artifact / "model.pte") == found
+
+
+def test_a_table_for_people_names_every_method_operator_and_file(found, artifact):
+    text = run_command(main, artifact).stdout
+    operators = {op for method in found["methods"].values() for op in method["operators"]}
+    files = {entry["name"] for entry in found["files"]}
+    for word in {*found["methods"], *operators, *files, "get_max_seq_len", "manifest.taps", "XnnpackBackend"}:
+        assert word in text
+    assert f"{found['weights']['file_bytes']:,}" in text
+
+
+def test_checksums_are_compared_only_when_asked(found, artifact):
+    sizes = {entry["name"]: entry["bytes"] for entry in found["files"]}
+    assert sizes == {path.name: path.stat().st_size for path in artifact.iterdir()}
+    assert {entry["matches_record"] for entry in found["files"]} == {None}
+    verified = {entry["name"]: entry["matches_record"] for entry in inspect(artifact, "--verify")["files"]}
+    assert verified.pop("export.json") is None
+    assert set(verified.values()) == {True}
+
+
+def test_a_flipped_bit_in_the_weights_fails_verification_by_name(copied):
+    model = copied / "model.pte"
+    data = bytearray(model.read_bytes())
+    data[len(data) // 2] ^= 1
+    model.write_bytes(data)
+    code, line = fail_command(main, copied, "--verify")
+    assert code == 1
+    assert "model.pte not as export.json says" in line
+
+
+def test_a_missing_file_is_listed_and_fails_verification(copied):
+    (copied / "tokenizer.json").unlink()
+    entry = next(entry for entry in inspect(copied)["files"] if entry["name"] == "tokenizer.json")
+    assert entry == {"name": "tokenizer.json", "bytes": None, "matches_record": False}
+    assert "tokenizer.json" in fail_command(main, copied, "--verify")[1]
+
+
+def test_without_a_record_only_verification_fails(copied):
+    (copied / "export.json").unlink()
+    assert [entry["name"] for entry in inspect(copied)["files"]] == ["model.pte"]
+    assert "nothing to verify against" in fail_command(main, copied, "--verify")[1]
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"files": {"model.pte": 1}}'])
+def test_a_damaged_record_is_named(record, copied):
+    (copied / "export.json").write_text(record)
+    code, line = fail_command(main, copied)
+    assert code == 1
+    assert "export.json is not what eagle3-export writes" in line
+
+
+@pytest.mark.parametrize("part", [0.0002, 0.7])
+def test_a_file_that_ends_early_is_one_line_and_exit_1(part, copied):
+    """In a process of its own: the runtime's own words on the matter must not get through."""
+    model = copied / "model.pte"
+    with model.open("r+b") as file:
+        file.truncate(int(part * model.stat().st_size))
+    program = "from eagle3.runner.inspect_cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, copied], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: {model} is damaged")
+
+
+def test_what_is_no_program_is_one_line_and_exit_1(copied):
+    (copied / "model.pte").write_bytes(b"PK\x03\x04" + bytes(2000))
+    code, line = fail_command(main, copied)
+    assert code == 1
+    assert "is no ExecuTorch program" in line
+
+
+def test_a_program_that_points_outside_itself_is_one_line(copied):
+    """Such a file opens: the runtime reads the constant methods alone, and looks into a method when it loads it."""
+    model = copied / "model.pte"
+    pte = deserialize_pte_binary(model.read_bytes())
+    plan = next(plan for plan in pte.program.execution_plan if plan.name == PREFILL)
+    call = next(i.instr_args for i in plan.chains[0].instructions if hasattr(i.instr_args, "op_index"))
+    call.op_index = len(plan.operators)
+    model.write_bytes(bytes(serialize_pte_binary(pte)))
+    code, line = fail_command(main, copied)
+    assert code == 1
+    assert "points outside itself" in line
