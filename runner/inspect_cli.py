@@ -101,6 +101,8 @@ def show(found: dict[str, Any]) -> None:
         _files_table(found["files"]),
         _metadata_table(found["metadata"]),
         _methods_table(found["methods"]),
+        _delegates_table(found["methods"]),
+        _memory_table(found["methods"]),
         _operators_table(found["methods"]),
         _buffers_table(found["mutable_buffers"]),
         _weights_table(found["weights"]),
@@ -147,20 +149,38 @@ def _metadata_table(metadata: dict[str, Any]):
 
 
 def _methods_table(methods: dict[str, dict[str, Any]]):
-    columns = ("method", "rows", "inputs", "outputs", "delegates", "instructions", "planned memory")
     rows = (
-        (
-            name,
-            _rows(method),
-            "\n".join(map(_value, method["inputs"])),
-            "\n".join(map(_value, method["outputs"])),
-            "\n".join(_delegate(backend, facts) for backend, facts in method["delegates"].items()) or "none",
-            method["instructions"],
-            "\n".join(map(_arena, method["planned_memory"])),
-        )
+        (name, _rows(method), "\n".join(map(_value, method["inputs"])), "\n".join(map(_value, method["outputs"])))
         for name, method in methods.items()
     )
-    return _table("Methods (shapes are upper bounds)", columns, rows, numbers=("instructions",))
+    return _table("Methods (shapes are upper bounds)", ("method", "rows", "inputs", "outputs"), rows)
+
+
+def _delegates_table(methods: dict[str, dict[str, Any]]):
+    """A line for each method and backend; what ``DELEGATE_DETAILS`` adds are columns, extents in bytes."""
+    lines = [(name, *pair) for name, method in methods.items() for pair in method["delegates"].items()]
+    details = list(dict.fromkeys(key for *_, facts in lines for key in facts if key not in ("count", "bytes")))
+    rows = (
+        (name, backend, facts["count"], facts["bytes"], *(_detail(facts.get(key)) for key in details))
+        for name, backend, facts in lines
+    )
+    columns = ("method", "backend", "delegates", "bytes", *(key.replace("_", " ") for key in details))
+    return _table("Delegates", columns, rows, numbers=columns[2:])
+
+
+def _detail(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value["bytes"]
+    return "-" if value is None else value
+
+
+def _memory_table(methods: dict[str, dict[str, Any]]):
+    rows = (
+        (name, method["instructions"], " + ".join(map(_arena, method["planned_memory"])))
+        for name, method in methods.items()
+    )
+    columns = ("method", "instructions", "planned memory, bytes")
+    return _table("Instructions and memory", columns, rows, numbers=columns[1:2])
 
 
 def _rows(method: dict[str, Any]) -> str:
@@ -172,15 +192,6 @@ def _rows(method: dict[str, Any]) -> str:
 
 def _value(entry: dict[str, Any]) -> str:
     return f"{entry['dtype']} {entry['shape']}" if "dtype" in entry else entry["kind"]
-
-
-def _delegate(backend: str, facts: dict[str, Any]) -> str:
-    line = f"{facts['count']} {backend}, {facts['bytes']:,} bytes"
-    return line + "".join(
-        f"\n  {name.replace('_', ' ')}: {extent['count']}, {extent['bytes']:,} bytes"
-        for name, extent in facts.items()
-        if name not in ("count", "bytes")
-    )
 
 
 def _arena(arena: dict[str, Any]) -> str:

@@ -224,3 +224,11 @@ def test_a_program_that_points_outside_itself_is_one_line(copied):
     code, line = fail_command(main, copied)
     assert code == 1
     assert "points outside itself" in line
+
+
+def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
+    """What export/lowering/xnnpack_forms.py is for: a delegate each side of each attention, nothing split in between."""
+    for name in TARGET_METHODS:
+        method = found["methods"][name]
+        assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]
+        assert not {op.split(".")[0] for op in method["operators"]} & {"aten::mean", "aten::slice_copy", "aten::rsqrt"}

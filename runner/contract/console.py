@@ -3,13 +3,14 @@
 Exit code 2 is a usage error, 1 any other failure; ``--verbose`` prints tracebacks and lets the libraries talk.
 """
 
+import io
 import logging
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 
 import click
 
@@ -48,7 +49,10 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def calm_stderr() -> Iterator[None]:
-    """Drop what native code writes to file descriptor 2 (cpuinfo and operator listings); ``--verbose`` keeps it."""
+    """Drop what ExecuTorch's runtime logs (cpuinfo, operator listings); ``--verbose`` keeps it.
+
+    It writes to file descriptor 2 and, once its bindings are loaded, to Python's ``sys.stderr``.
+    """
     ctx = click.get_current_context(silent=True)
     if ctx is not None and ctx.meta.get("verbose"):
         yield
@@ -57,7 +61,8 @@ def calm_stderr() -> Iterator[None]:
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
