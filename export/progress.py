@@ -15,8 +15,8 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class Progress:
     """``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the order they ended."""
 
-    def __init__(self, quiet: bool = False):
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+    def __init__(self):
+        self.console = Console(stderr=True, highlight=False)
         self.stages: list[dict] = []
 
     @contextmanager

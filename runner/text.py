@@ -34,17 +34,22 @@ class Text:
 
 
 class TextStream:
-    """Ids in, text out as soon as it is whole: a character split over tokens waits for its last byte."""
+    """Ids in, text out as soon as it is whole: a character split over tokens waits for its last byte.
+
+    A line that has ended is never decoded again, so a long text costs no more per token than a short one.
+    """
 
     def __init__(self, text: Text):
         self.text = text
-        self.ids: list[int] = []
+        self.line: list[int] = []
         self.printed = 0
 
     def push(self, ids: list[int]) -> str:
-        self.ids += ids
-        whole = self.text.decode(self.ids)
+        self.line += ids
+        whole = self.text.decode(self.line)
         if whole.endswith("\ufffd"):
             return ""
         fresh, self.printed = whole[self.printed :], len(whole)
+        if whole.endswith("\n"):
+            self.line, self.printed = [], 0
         return fresh

@@ -33,10 +33,6 @@ class KVCacheShape:
         """A ring of two windows for a sliding layer (a chunk of up to a window overwrites nothing it attends to)."""
         return 2 * self.window if self.window else self.max_seq_len
 
-    @property
-    def bytes(self) -> int:
-        return 2 * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
-
 
 AttentionFactory = Callable[[KVCacheShape], nn.Module]
 """Makes a module with the two methods of ``EagerAttention``: ``rows`` once a forward, ``forward`` once a layer."""
