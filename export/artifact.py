@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.contract import EXPORT_RECORD
+from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,40 +30,55 @@ PACKAGES = ("eagle3-export", "torch", "executorch", "torchao", "transformers", "
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Raises FileExistsError for a folder that is not empty, without ``overwrite`` or not an artifact."""
+    """Raises FileExistsError for a folder that is not empty, unless it is an artifact and ``overwrite``."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: --output-dir wants a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not overwrite:
         raise FileExistsError(f"{folder} is not empty: type --overwrite to replace it, or name another --output-dir")
-    if not (folder / EXPORT_RECORD).is_file():
+    try:
+        files = json.loads((folder / EXPORT_RECORD).read_text())["files"]
+        own = {EXPORT_RECORD, *files} if MODEL_FILE in files else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        own = set()
+    strange = sorted(path.name for path in folder.iterdir() if path.name not in own)
+    if strange:
         raise FileExistsError(
-            f"{folder} is no artifact of eagle3-export (no {EXPORT_RECORD}): --overwrite leaves it alone"
+            f"{folder} holds {strange[0]}, which eagle3-export did not write: --overwrite replaces an artifact alone, "
+            "name another --output-dir"
         )
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into that becomes ``folder`` at the end; after an exception nothing has changed."""
-    folder = folder.absolute()
+def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder to write into that becomes ``folder`` at the end; after an exception nothing has changed.
+
+    Raises FileExistsError at the end where ``folder`` has meanwhile become what ``check_output`` refuses.
+    """
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     partial.chmod(0o755)
-    earlier = partial.with_name(partial.name.replace(".partial-", ".replaced-"))
     try:
         with _terminated_like_interrupted():
             yield partial
-            if folder.exists():
-                os.rename(folder, earlier)
-            try:
-                os.rename(partial, folder)
-            except BaseException:
-                if earlier.exists():
-                    os.rename(earlier, folder)
-                raise
+            check_output(folder, overwrite)
+            _swap(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Rename ``new`` to ``folder``; what was there goes once the new one stands, and comes back if it does not."""
+    earlier = new.with_name(new.name.replace(".partial-", ".replaced-"))
+    try:
+        if folder.exists():
+            os.rename(folder, earlier)
+        os.rename(new, folder)
+    finally:
+        if earlier.exists() and not folder.exists():
+            os.rename(earlier, folder)
         shutil.rmtree(earlier, ignore_errors=True)
 
 
@@ -102,11 +117,12 @@ def package_versions() -> dict[str, str]:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Write ``export.json``: the record, and size and sha256 of every other file, which are returned."""
+    """Write ``export.json``, the record with size and sha256 of every other file, and return what it holds."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.iterdir())
         if path.name != EXPORT_RECORD
     }
-    (folder / EXPORT_RECORD).write_text(json.dumps(record | {"files": files}, indent=2) + "\n")
-    return files
+    record = record | {"files": files}
+    (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    return record

@@ -29,7 +29,7 @@ def _list_targets(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
 
 def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
     try:
-        return tuple(int(part) for part in text.split(",")) if text else None
+        return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of layer ids such as 2,30,57") from None
 
@@ -41,7 +41,12 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--output-dir", "--output_dir", required=True, type=click.Path(path_type=Path), help="The artifact: a new folder."
 )
-@click.option("--backend", type=click.Choice(list(BACKENDS)), default="cuda", show_default=True)
+@click.option(
+    "--backend",
+    type=click.Choice(list(BACKENDS)),
+    required=True,
+    help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
+)
 @click.option("--cuda-arch", type=click.Choice(CUDA_ARCHS), help="Default: that of the GPU at hand.")
 @click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
 @click.option("--max-seq-len", type=click.IntRange(16), help="Slots of the KV cache, in tokens.")
@@ -75,6 +80,8 @@ def main(dry_run: bool, as_json: bool, **flags) -> None:
     from eagle3.export.report import plan_json, plan_text, result_text
 
     plan = make_plan(config)
+    for warning in plan.warnings:
+        click.echo(f"Warning: {warning}", err=True)
     if dry_run:
         click.echo(json.dumps(plan_json(plan)) if as_json else plan_text(plan))
         return

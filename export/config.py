@@ -13,7 +13,7 @@ class ExportConfig:
     output_dir: Path
     checkpoint: Path | None = None
     draft: Path | None = None
-    backend: str = "cuda"
+    backend: str = "xnnpack"
     cuda_arch: str | None = None
     chain_len: int | None = None
     max_seq_len: int | None = None

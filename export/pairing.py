@@ -1,11 +1,13 @@
 """Whether a draft head fits a target: taps, widths, vocabularies. A wrong pair loads, runs and accepts about 1%."""
 
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from eagle3.export.draft import DraftDescription
-from eagle3.export.safetensors_folder import shard_paths
+from eagle3.export.safetensors_folder import TensorHeader, shard_paths
+from eagle3.targets.spec import Skeleton
 
 
 def choose_taps(
@@ -18,9 +20,9 @@ def choose_taps(
     """
     layers = target_config.num_hidden_layers
     ids = given or draft.aux_layers
-    if ids is None:
-        return (2, layers // 2, layers - 3)
-    taps = tuple(tap + 1 for tap in ids) if convention == "output" else tuple(ids)
+    explicit = ids is not None
+    ids = ids if explicit else (2, layers // 2, layers - 3)
+    taps = tuple(tap + 1 for tap in ids) if explicit and convention == "output" else tuple(ids)
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
         raise ValueError(
             f"aux layers {','.join(map(str, ids))} (convention {convention or 'input'}) must ascend, be unique and lie "
@@ -70,6 +72,30 @@ def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...
         )
 
 
+def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton) -> None:
+    """Every tensor of the target as its configuration has it, by name, and none quantized. Raises ValueError."""
+    given = {}
+    for name, header in headers.items():
+        own = skeleton.key_map(name)
+        if own is None:
+            continue
+        if header.dtype not in ("F32", "F16", "BF16", "F64"):
+            raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
+        given[own] = header
+    expected = {name: tuple(value.shape) for name, value in skeleton.model.state_dict().items()}
+    tied = {to for source, (to, _) in skeleton.tie_map.items() if source in given}
+    for name, shape in expected.items():
+        if name not in given and name not in tied:
+            raise ValueError(f"{checkpoint} lacks {name}, which its config.json implies: is a shard missing?")
+        if name in given and given[name].shape != shape:
+            raise ValueError(
+                f"{checkpoint}: {name} is {list(given[name].shape)}, but config.json implies {list(shape)}"
+            )
+    unread = sorted(set(given) - set(expected))
+    if unread:
+        raise ValueError(f"{checkpoint} has {unread[0]}, which a model of its config.json has no place for")
+
+
 def check_shapes(draft: DraftDescription) -> None:
     """Every tensor of the head as its configuration has it, by name. Raises ValueError."""
     import torch
@@ -95,10 +121,11 @@ def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
     """``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique. Raises ValueError."""
     import torch
 
+    (stored,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
     for path in shard_paths(draft.folder):
         with safe_open(path, framework="pt") as file:
-            if "d2t" in file.keys():  # noqa: SIM118 (not a dict)
-                offsets = file.get_tensor("d2t")
+            if stored in file.keys():  # noqa: SIM118 (not a dict)
+                offsets = file.get_tensor(stored)
     ids = offsets + torch.arange(len(offsets))
     if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
         raise ValueError(

@@ -19,7 +19,7 @@ from eagle3.targets.attention import AttentionFactory
 def run_export(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Make the artifact folder; returns what ``export.json`` holds."""
     backend = BACKENDS[plan.config.backend].load()
-    with whole_folder(plan.config.output_dir) as folder:
+    with whole_folder(plan.config.output_dir, plan.config.overwrite) as folder:
         with progress.stage("checksums"):
             manifest = make_manifest(plan)
         with progress.stage("load target and draft"):
@@ -33,28 +33,28 @@ def run_export(plan: Plan, progress: Progress) -> dict[str, Any]:
         with progress.stage("write"):
             with (folder / MODEL_FILE).open("wb") as file:
                 program.write_to_file(file)
-            if not copy_tokenizer(plan.checkpoint, folder):
-                progress.say("the checkpoint has no tokenizer: eagle3-run will take --prompt-tokens alone")
-            record = {
-                "flags": plan.config.as_json(),
-                "manifest": manifest,
-                "stages": progress.stages,
-                **sizes(speculator),
-            }
-            record["files"] = write_record(folder, record)
-    return record
+            copied = copy_tokenizer(plan.checkpoint, folder)
+        if "tokenizer.json" not in copied:
+            progress.say("the checkpoint has no tokenizer.json: eagle3-run will take --prompt-tokens alone")
+        record = {
+            "flags": plan.config.as_json(),
+            "manifest": manifest,
+            "stages": progress.stages,
+            **sizes(speculator),
+        }
+        return write_record(folder, record)
 
 
 def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype) -> Eagle3Speculator:
     """Both models in memory, their attention made by ``attention``."""
-    target = plan.spec.load(plan.checkpoint, plan.target_config, plan.max_seq_len, dtype, attention)
+    target = plan.spec.module().load(plan.checkpoint, plan.target_config, plan.max_seq_len, dtype, attention)
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target.embed_tokens)
     return Eagle3Speculator(target, draft, plan.taps)
 
 
 def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
     """Trace a method for every length from ``min_len`` to ``max_len``."""
-    # An odd length in the middle: equal to no size of the model, so nothing is taken for it by chance.
+    # The least odd length: equal to no size of a model, so that nothing is taken for it by chance.
     length = min(method.max_len, max(method.min_len, 3) | 1)
     inputs = trace_inputs(method.name, length, feature_size, dtype)
     dynamic = None
@@ -75,7 +75,8 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "target": config.target_model,
         "target_sha256": {path.name: sha256(path) for path in shard_paths(plan.checkpoint)},
-        "draft": plan.draft.verifier or plan.draft.folder.name,
+        "draft": "/".join(plan.draft.folder.resolve().parts[-2:]),
+        "draft_verifier": plan.draft.verifier,
         "draft_format": plan.draft.format,
         "draft_sha256": {path.name: sha256(path) for path in shard_paths(plan.draft.folder)},
         "taps": list(plan.taps),

@@ -1,6 +1,7 @@
 """What an export is going to do, settled from flags, configurations and tensor headers before any weight is read."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import DraftDescription, read_draft
 from eagle3.export.lowering import BACKENDS
-from eagle3.export.pairing import check_pair, choose_taps
+from eagle3.export.pairing import check_pair, check_target, choose_taps
 from eagle3.export.safetensors_folder import TensorHeader, read_headers
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec
@@ -42,6 +43,8 @@ class Plan:
     methods: tuple[MethodPlan, ...]
     bos_id: int  # -1: none
     eos_ids: tuple[int, ...]
+    warnings: tuple[str, ...]
+    """What may be wrong without being an error, a line each."""
 
     def method(self, name: str) -> MethodPlan:
         return next(method for method in self.methods if method.name == name)
@@ -66,11 +69,12 @@ def make_plan(config: ExportConfig) -> Plan:
     checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
     target_config = read_target_config(checkpoint, spec, config.target_model)
     target_headers = read_headers(checkpoint)
+    max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
+    check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len))
     draft = read_draft(_folder(config.draft or spec.draft, config.target_model, "--draft"))
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
     check_pair(draft, target_config, taps)
     chain_len = config.chain_len or draft.chain_len
-    max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     bos_id, eos_ids = _special_ids(checkpoint, target_config)
     return Plan(
         config=config,
@@ -85,7 +89,17 @@ def make_plan(config: ExportConfig) -> Plan:
         methods=plan_methods(config, spec, target_config, chain_len, max_seq_len),
         bos_id=bos_id,
         eos_ids=eos_ids,
+        warnings=(*draft.warnings, *_length_warnings(draft, max_seq_len)),
     )
+
+
+def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
+    trained = getattr(draft.layer, "max_position_embeddings", max_seq_len)
+    if trained < max_seq_len:
+        yield (
+            f"the draft head knows {trained} positions, the context has {max_seq_len}: past {trained} it may accept "
+            "less, though the tokens stay greedy decoding's"
+        )
 
 
 def check_flags(config: ExportConfig) -> None:
@@ -116,6 +130,11 @@ def plan_methods(
         )
     min_prefill = max(shortest, small_m_limit(chain_len) + 1)
     most = min(longest, max_seq_len - 1)
+    if most < min_prefill:
+        raise ValueError(
+            f"prefill takes {min_prefill} tokens or more, but --max-seq-len {max_seq_len} and the target leave {most}: "
+            f"type --max-seq-len {min_prefill + 1} or more"
+        )
     max_prefill = config.max_prefill or min(most, DEFAULT_MAX_PREFILL)
     if not min_prefill <= max_prefill <= most:
         raise ValueError(
@@ -138,9 +157,12 @@ def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
 
     if not (checkpoint / "config.json").is_file():
         raise FileNotFoundError(f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder")
-    text_config = AutoConfig.from_pretrained(
-        checkpoint, local_files_only=True, trust_remote_code=False
-    ).get_text_config()
+    read = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    if getattr(read, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{checkpoint} is quantized (quantization_config in config.json): name the original checkpoint"
+        )
+    text_config = read.get_text_config()
     if text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
         cure = (
@@ -162,9 +184,14 @@ def _folder(path: Path | None, target: str, flag: str) -> Path:
 
 def _special_ids(checkpoint: Path, target_config: Any) -> tuple[int, tuple[int, ...]]:
     """The first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them."""
-    generation = checkpoint / "generation_config.json"
-    given = json.loads(generation.read_text()) if generation.is_file() else {}
-    eos = given.get("eos_token_id", target_config.eos_token_id)
+    eos = None
+    for name in ("generation_config.json", "config.json"):  # a multimodal config.json has them at its top level
+        if eos is None and (checkpoint / name).is_file():
+            try:
+                eos = json.loads((checkpoint / name).read_text()).get("eos_token_id")
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{checkpoint / name} is not JSON ({error}): copy it again") from error
+    eos = target_config.eos_token_id if eos is None else eos
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()
     bos = target_config.bos_token_id
     return (-1 if bos is None else bos), eos_ids

@@ -100,14 +100,19 @@ class TransformersReference:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         self.model.eval().requires_grad_(False)
 
-    def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> tuple[list[list[int]], float]:
-        """Greedy continuations and the seconds they took."""
+    def generate(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, max_seq_len: int
+    ) -> tuple[list[list[int]], float]:
+        """Greedy continuations, within the artifact's context, and the seconds they took."""
         token_ids = []
         start = time.perf_counter()
         for prompt in prompts:
             given = torch.tensor([prompt])
             mask = torch.ones_like(given)
-            out = self.model.generate(given, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+            count = min(max_new_tokens, max_seq_len - len(prompt))
+            out = self.model.generate(
+                given, attention_mask=mask, max_new_tokens=count, do_sample=False, repetition_penalty=1.0
+            )
             token_ids.append(out[0, len(prompt) :].tolist())
         return token_ids, time.perf_counter() - start
 

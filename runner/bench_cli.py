@@ -57,7 +57,7 @@ def read_prompts(file: Path, folder: Path) -> list[list[int]]:
                 continue
             text = text or Text(folder)
             prompts.append(text.encode(entry["prompt"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f'{file} line {number}: expected {{"prompt": "text"}} ({error})') from error
     if not prompts:
         raise ValueError(f"{file} has no prompts")
@@ -90,8 +90,8 @@ def measure(session, prompts: list[list[int]], max_new_tokens: int, checkpoint: 
         report["divergence_from_decode"] = _divergence(first_divergence(speculative.token_ids, plain.token_ids))
     if checkpoint:
         reference = TransformersReference(checkpoint)
-        reference.generate(prompts[:1], max_new_tokens)
-        token_ids, seconds = reference.generate(prompts, max_new_tokens)
+        reference.generate(prompts[:1], max_new_tokens, session.metadata.max_seq_len)
+        token_ids, seconds = reference.generate(prompts, max_new_tokens, session.metadata.max_seq_len)
         rate = sum(map(len, token_ids)) / seconds
         report["transformers"] = {"tokens_per_second": round(rate, 1)}
         steps["transformers, same rows"] = reference.rows_ms(session.metadata.chain_len + 1, position)

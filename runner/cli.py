@@ -25,6 +25,13 @@ def token_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
         raise click.BadParameter(f"{text!r} is no list of token ids such as 1,2,3") from None
 
 
+def read_prompt(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error})") from error
+
+
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--prompt", metavar="TEXT")
@@ -42,20 +49,24 @@ def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len
     """
     if sum(given is not None for given in (prompt, prompt_file, prompt_tokens)) != 1:
         raise click.UsageError("give one of --prompt, --prompt-file and --prompt-tokens")
+    if chat and prompt_tokens is not None:
+        raise click.UsageError("--chat puts text into a template: it does not go with --prompt-tokens")
 
     from eagle3.runner.artifact import open_artifact, open_session
+    from eagle3.runner.loop import check_request
     from eagle3.runner.text import Text
 
     opened = open_artifact(artifact)
     text = None
     if prompt_tokens is None:
         text = Text(opened.folder)
-        given = prompt_file.read_text(encoding="utf-8") if prompt is None else prompt
+        given = read_prompt(prompt_file) if prompt is None else prompt
         if not given:
             raise ValueError("the prompt is empty: give some text")
         prompt_tokens = text.encode_chat(given) if chat else text.encode(given)
     elif opened.tokenizer_file.is_file():
         text = Text(opened.folder)
+    check_request(opened.metadata, prompt_tokens, max_new_tokens, chain_len)  # before the methods load
     result, seconds = _generate(opened, open_session(opened), prompt_tokens, text, as_json, max_new_tokens, chain_len)
     if as_json:
         record = {
@@ -86,6 +97,8 @@ def _generate(opened, session, prompt_tokens, text, as_json, max_new_tokens, cha
             try:
                 fresh = next(steps)
             except StopIteration as end:
+                if stream and not as_json:
+                    sys.stdout.write(stream.finish())
                 return end.value, time.perf_counter() - start
             if not as_json:
                 sys.stdout.write(stream.push(fresh) if stream else " ".join(map(str, fresh)) + " ")

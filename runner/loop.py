@@ -46,7 +46,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     speculate: bool = True,
 ) -> Generator[list[int], None, Generation]:
-    """Yield new token ids as they are accepted; the generator's return value is the ``Generation``.
+    """A generator of new token ids as they are accepted; its return value is the ``Generation``.
 
     The tokens are those of greedy decoding. Generation ends at a stop token, after ``max_new_tokens``, or when the
     context is full.
@@ -61,12 +61,21 @@ def generate(
     Raises:
         ValueError: an empty or too long prompt, an id outside the vocabulary, a chain length or budget out of bounds
     """
-    chain_len = session.metadata.chain_len if chain_len is None else chain_len
-    _check(session.metadata, prompt, max_new_tokens, chain_len)
-    stop_ids = frozenset(session.metadata.eos_ids if stop_ids is None else stop_ids)
-    budget = min(max_new_tokens, session.metadata.max_seq_len - len(prompt))
-    stats, tokens = SpeculationStats(), []
-    steps = _speculate(session, prompt, chain_len, stats) if speculate else _decode(session, prompt)
+    metadata = session.metadata
+    check_request(metadata, prompt, max_new_tokens, chain_len)
+    stats = SpeculationStats()
+    steps = (
+        _speculate(session, prompt, chain_len or metadata.chain_len, stats) if speculate else _decode(session, prompt)
+    )
+    budget = min(max_new_tokens, metadata.max_seq_len - len(prompt))
+    return _emit(steps, budget, frozenset(metadata.eos_ids if stop_ids is None else stop_ids), stats)
+
+
+def _emit(
+    steps: Iterator[list[int]], budget: int, stop_ids: frozenset[int], stats: SpeculationStats
+) -> Generator[list[int], None, Generation]:
+    """Pass on what ``steps`` accepts until a stop token or the budget ends it."""
+    tokens = []
     for fresh in steps:
         fresh, finish_reason = cut(fresh, budget - len(tokens), stop_ids)
         tokens += fresh
@@ -183,7 +192,8 @@ def _forward_prompt(session: Session, tokens: Tensor, start: int, end: int) -> t
     return ids[:, end - start - 1 : end - start], feature[:, : end - start]
 
 
-def _check(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int, chain_len: int) -> None:
+def check_request(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int, chain_len: int | None) -> None:
+    """Raise ValueError for what ``generate`` does not take, in one line."""
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token")
     if len(prompt) >= metadata.max_seq_len:
@@ -196,7 +206,7 @@ def _check(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int, chain
             raise ValueError(f"token id {token} is outside the vocabulary 0..{metadata.vocab_size - 1}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 1 or more")
-    if not 1 <= chain_len <= metadata.chain_len:
+    if chain_len is not None and not 1 <= chain_len <= metadata.chain_len:
         raise ValueError(
             f"chain length {chain_len}, but the artifact verifies 1 to {metadata.chain_len} draft tokens a round: "
             "export it with a larger --chain-len"

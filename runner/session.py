@@ -19,6 +19,7 @@ class Session(Protocol):
     """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size."""
 
     metadata: Metadata
+    has_decode: bool
     seconds: Counter
     """Seconds spent inside each method so far."""
     calls: Counter

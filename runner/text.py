@@ -46,10 +46,13 @@ class TextStream:
 
     def push(self, ids: list[int]) -> str:
         self.line += ids
-        whole = self.text.decode(self.line)
-        if whole.endswith("\ufffd"):
-            return ""
-        fresh, self.printed = whole[self.printed :], len(whole)
-        if whole.endswith("\n"):
+        line = self.text.decode(self.line)
+        whole = line.rstrip("\ufffd")
+        fresh, self.printed = whole[self.printed :], max(self.printed, len(whole))
+        if line.endswith("\n"):
             self.line, self.printed = [], 0
         return fresh
+
+    def finish(self) -> str:
+        """What was held back: the first bytes of a character that never came whole."""
+        return self.text.decode(self.line)[self.printed :]

@@ -228,7 +228,7 @@ def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[li
     """Statistics of the product's own loop over the eager speculator, in float32."""
     spec = TARGETS["gemma4-tiny"]
     config = Gemma4ForCausalLM.config_class.from_pretrained(target_folder)
-    target = spec.load(target_folder, config, 1024, torch.float32, EagerAttention)
+    target = spec.module().load(target_folder, config, 1024, torch.float32, EagerAttention)
     draft = read_draft(draft_folder)
     head = load_draft(draft, 1024, torch.float32, EagerAttention, target.embed_tokens)
     metadata = Metadata(

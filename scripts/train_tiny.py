@@ -1,10 +1,11 @@
 """Trains gemma4-tiny, the checkpoint that ships with the project, from Python's own standard library.
 
-    python scripts/train_tiny.py                      # tokenizer, target, draft, model card: under two hours on 2 cores
+    python scripts/train_tiny.py                      # tokenizer, target, draft: under two hours on 2 cores
     python scripts/train_tiny.py --only draft         # the draft head again, on the target that is there
 
-Writes ``targets/gemma4_tiny/{target,draft}``. The same Python version and the same seed read the same text in the same
-order; floating-point sums differ between machines, so the weights agree in quality, not in bits.
+Writes ``targets/gemma4_tiny/{target,draft}`` and the figures that the model card quotes, ``training.json``. The same
+Python version and the same seed read the same text in the same order; floating-point sums differ between machines, so
+the weights agree in quality, not in bits.
 """
 
 import json

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, causal_mask
+from eagle3.targets.spec import Skeleton
 
 
 class DecoderLayersTarget(nn.Module):
@@ -45,16 +46,25 @@ class DecoderLayersTarget(nn.Module):
         return self.lm_head(state).float()
 
 
-def load_decoder_layers(
-    checkpoint: Path, config: PreTrainedConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
-) -> DecoderLayersTarget:
-    """Load a Hugging Face folder. Raises ValueError for sliding attention, RuntimeError for a missing tensor."""
+def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
+    """Raises ValueError for sliding attention."""
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        raise ValueError("config.json has sliding attention layers, but this adapter knows full attention alone")
+        raise ValueError("config.json has sliding attention layers, but this family has full attention alone")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config))
-    tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else None
-    load_checkpoint(str(checkpoint), model, tie_map=tied, dtype=dtype)
-    # The rotary tables are buffers that no checkpoint holds: made again off the meta device.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
+    # Old checkpoints hold rotary tables, which are made anew.
+    return Skeleton(model, lambda name: None if name.endswith("rotary_emb.inv_freq") else name, tied)
+
+
+def load(
+    checkpoint: Path, config: PreTrainedConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+) -> DecoderLayersTarget:
+    """Load a Hugging Face folder."""
+    bones = skeleton(config, max_seq_len)
+    model = bones.model
+    load_checkpoint(str(checkpoint), model, key_map=bones.key_map, tie_map=bones.tie_map, dtype=dtype)
+    if bones.tie_map:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # on the host, in float32
     return DecoderLayersTarget(model, max_seq_len, attention, dtype).eval().requires_grad_(False)

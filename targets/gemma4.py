@@ -22,6 +22,7 @@ from transformers import Gemma4TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
+from eagle3.targets.spec import Skeleton
 
 
 class Rows(NamedTuple):
@@ -129,16 +130,23 @@ class Gemma4TapTarget(nn.Module):
         return Rows(attn.kv_attention.rows(input_pos, mask), angles.cos().to(x.dtype), angles.sin().to(x.dtype))
 
 
-def load_gemma4(
-    checkpoint: Path, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
-) -> Gemma4TapTarget:
-    """Load a Hugging Face folder. ValueError: a Gemma 4 that is not dense; RuntimeError: a missing tensor."""
+def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
+    """Raises ValueError for a Gemma 4 that is not dense."""
     refuse_variants(config)
     with torch.device("meta"):
         model = Gemma4_31B(executorch_config(config, max_seq_len))
-    tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else None
-    load_checkpoint(str(checkpoint), model, key_map=_hf_to_model_key, tie_map=tied, dtype=dtype)
-    if tied:
+    tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
+    return Skeleton(model, _hf_to_model_key, tied)
+
+
+def load(
+    checkpoint: Path, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+) -> Gemma4TapTarget:
+    """Load a Hugging Face folder."""
+    bones = skeleton(config, max_seq_len)
+    model = bones.model
+    load_checkpoint(str(checkpoint), model, key_map=bones.key_map, tie_map=bones.tie_map, dtype=dtype)
+    if bones.tie_map:
         model.lm_head.weight = model.embed_tokens.weight
     target = Gemma4TapTarget(model, attention, dtype)
     materialize_runtime_buffers(model, dtype)

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -38,18 +39,31 @@ class TapTarget(Protocol):
 
 
 @dataclass(frozen=True)
+class Skeleton:
+    """A model on the meta device and how a checkpoint fills it, as ExecuTorch's ``load_checkpoint`` takes it."""
+
+    model: "nn.Module"
+    key_map: Callable[[str], str | None]
+    """Checkpoint name to the model's, None for a tensor that is not read."""
+    tie_map: dict[str, tuple[str, bool]]
+
+
+@dataclass(frozen=True)
 class TargetSpec:
     """A registered target.
 
-    ``loader`` is ``module:function``, imported only when it is called (torch and transformers are slow to import):
-    ``(checkpoint, config, max_seq_len, dtype, attention) -> TapTarget``, where ``config`` is transformers' text
-    configuration and ``attention`` an ``AttentionFactory``.
+    ``family`` names a module, imported only when it is used (torch and transformers are slow to import), with
+
+    - ``skeleton(config, max_seq_len) -> Skeleton``: the model without weights; ValueError for a variant it has not;
+    - ``load(checkpoint, config, max_seq_len, dtype, attention) -> TapTarget``,
+
+    where ``config`` is transformers' text configuration and ``attention`` an ``AttentionFactory``.
     """
 
     summary: str
-    loader: str
+    family: str
     model_types: tuple[str, ...]
-    """transformers' ``model_type`` of the text configurations that the loader reads."""
+    """transformers' ``model_type`` of the text configurations that the family reads."""
     checkpoint: Path | None = None
     """Shipped with the package; otherwise ``--checkpoint`` names a Hugging Face folder."""
     draft: Path | None = None
@@ -59,9 +73,8 @@ class TargetSpec:
     max_forward_len: Callable[[Any], int] = lambda config: sliding_window(config) or config.max_position_embeddings
     """From the configuration: how many rows one forward may have. A longer chunk cuts sliding attention short."""
 
-    def load(self, *args, **kwargs) -> TapTarget:
-        module, function = self.loader.split(":")
-        return getattr(importlib.import_module(module), function)(*args, **kwargs)
+    def module(self) -> ModuleType:
+        return importlib.import_module(self.family)
 
 
 def sliding_window(config) -> int:

@@ -12,11 +12,10 @@ def run_command(command: click.Command, *args) -> Result:
 
 
 def fail_command(command: click.Command, *args) -> tuple[int, str]:
-    """Run to a failure: its exit code and the one line it printed on stderr (click's usage lines left out)."""
+    """Run to a failure: its exit code and the one line it printed on stderr."""
     result = CliRunner().invoke(command, [str(arg) for arg in args])
     assert result.exit_code in (1, 2), result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("Error")]
+    lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
-    if result.exit_code == 1:
-        assert result.stderr.strip() == lines[0]
+    assert lines[0].startswith("Error: ")
     return result.exit_code, lines[0]

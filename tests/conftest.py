@@ -34,7 +34,7 @@ def eager_target(checkpoints):
 
     def load(name: str, max_seq_len: int = 128):
         model, folder = checkpoints(name)
-        return TARGETS[name].load(folder, model.config, max_seq_len, torch.float32, EagerAttention)
+        return TARGETS[name].module().load(folder, model.config, max_seq_len, torch.float32, EagerAttention)
 
     return load
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import fail_command, run_command
 from random_checkpoints import save_random_draft
+from safetensors.torch import load_file, save_file
 
 from eagle3.export.cli import main as export_main
 from eagle3.runner.cli import main as run_main
@@ -80,6 +81,32 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_a_hub(tmp_path):
     assert (code, "is no folder" in line) == (1, True)
 
 
+def respoil(file: Path, change) -> None:
+    """Save a safetensors file again after ``change`` has edited its tensors."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+LAST_MLP = "model.layers.5.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.pop(LAST_MLP), "lacks layers.5.mlp.up_proj.weight"),
+        (lambda tensors: tensors.pop("model.layers.0.layer_scalar"), "lacks layers.0.layer_scalar"),
+        (lambda tensors: tensors.update({LAST_MLP: torch.zeros(64, 64)}), "[64, 64]"),
+        (lambda tensors: tensors.update({LAST_MLP: tensors[LAST_MLP].to(torch.float8_e4m3fn)}), "quantized"),
+    ],
+)
+def test_a_target_with_a_tensor_missing_misshapen_or_quantized(change, says, copied, tmp_path):
+    folder = copied("checkpoint")
+    respoil(folder / "model.safetensors", change)
+    code, line = export_fails(tmp_path, "--checkpoint", folder)
+    assert (code, says in line) == (1, True), line
+
+
 def test_a_draft_for_another_hidden_size(tmp_path):
     config = tiny_config()
     config.hidden_size = 192
@@ -146,7 +173,7 @@ def test_a_lossy_proposal_method_is_refused(key, value, tmp_path):
     assert key in line and "lossy" in line
 
 
-def test_a_draft_of_another_target_kind(tmp_path, checkpoints):
+def test_a_checkpoint_of_another_target_kind(tmp_path, checkpoints):
     _, folder = checkpoints("llama3.1-8B")
     code, line = export_fails(tmp_path, "--checkpoint", folder)
     assert code == 1
@@ -207,7 +234,12 @@ def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_p
         assert left == []
 
 
-def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, copied):
+def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
+    import eagle3.export.draft.head
+    import eagle3.targets.gemma4
+
+    for module in (eagle3.export.draft.head, eagle3.targets.gemma4):
+        monkeypatch.setattr(module, "load_checkpoint", None)
     out = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(out.stdout)
     assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode"]

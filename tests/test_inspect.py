@@ -227,7 +227,7 @@ def test_a_program_that_points_outside_itself_is_one_line(copied):
 
 
 def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
-    """What export/lowering/xnnpack_forms.py is for: a delegate each side of each attention, nothing split in between."""
+    """What export/lowering/xnnpack_forms.py is for: delegates end at attention alone."""
     for name in TARGET_METHODS:
         method = found["methods"][name]
         assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]

@@ -1,14 +1,16 @@
 """Lengths and taps are settled from configurations alone."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from random_checkpoints import save_random_draft
 from transformers import Gemma4TextConfig
 
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import read_draft
 from eagle3.export.pairing import choose_taps
-from eagle3.export.plan import make_plan, plan_methods
+from eagle3.export.plan import _special_ids, make_plan, plan_methods
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -20,6 +22,8 @@ GEMMA4_31B = Gemma4TextConfig(
     num_global_key_value_heads=4,
     attention_k_eq_v=True,
 )
+
+GEMMA4_31B_TINY = SimpleNamespace(hidden_size=64, vocab_size=96)
 
 
 def lengths(chain_len, max_seq_len=4096, config=GEMMA4_31B, target="gemma4-31B", **flags):
@@ -67,3 +71,29 @@ def test_the_shipped_checkpoint_is_a_plan_of_its_own():
     assert (plan.bos_id, plan.eos_ids) == (2, (1,))
     assert plan.method("prefill").max_len == plan.sliding_window == 64
     assert plan.draft.draft_vocab_size == 1024 < plan.target_config.vocab_size == 2048
+
+
+def test_default_taps_must_fit_the_target_too():
+    silent = SimpleNamespace(aux_layers=None)
+    with pytest.raises(ValueError, match="6 layers"):
+        choose_taps(silent, SimpleNamespace(num_hidden_layers=6), None, None)
+
+
+def test_a_head_that_does_not_say_norm_before_residual_is_warned_of(tmp_path):
+    draft = save_random_draft(tmp_path / "draft", GEMMA4_31B_TINY)
+    file = draft / "config.json"
+    config = json.loads(file.read_text())
+    assert read_draft(draft).warnings == ()
+    file.write_text(json.dumps({key: value for key, value in config.items() if key != "norm_before_residual"}))
+    (warning,) = read_draft(draft).warnings
+    assert "norm_before_residual" in warning and read_draft(draft).norm_before_residual is False
+
+
+def test_stop_tokens_come_from_the_generation_config_then_the_top_of_a_multimodal_config(tmp_path):
+    text = SimpleNamespace(eos_token_id=1, bos_token_id=None)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}')
+    assert _special_ids(tmp_path, text) == (-1, (1, 106))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert _special_ids(tmp_path, text) == (-1, (1, 106))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106, 50]}')
+    assert _special_ids(tmp_path, text) == (-1, (1, 106, 50))

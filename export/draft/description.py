@@ -25,14 +25,14 @@ class DraftDescription:
     target_vocab_size: int
     aux_layers: tuple[int, ...] | None
     """Taps as the checkpoint gives them; tap L is the input of layer L. None: it leaves them to the default."""
-    norm_before_residual: bool = False
+    norm_before_residual: bool
     norm_before_fc: bool = False
-    fc_norm: bool = False
     norm_output: bool = False
     chain_len: int = 3
     """Draft tokens a round, as the checkpoint suggests."""
     verifier: str | None = None
     """The target that the head was trained for, where the checkpoint names it."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def hidden_size(self) -> int:

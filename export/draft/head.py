@@ -65,12 +65,10 @@ class DraftHead(nn.Module):
         self.max_seq_len, self.norm_output = max_seq_len, draft.norm_output
         if draft.has_embedding:
             self.embed_tokens = nn.Embedding(*draft.headers["embed_tokens.weight"].shape)
-        n_aux = len(draft.aux_layers) if draft.aux_layers else 3
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(draft.taps_width, eps) if draft.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(draft.taps_width // n_aux, eps) for _ in range(n_aux)) if draft.fc_norm else None
-        )
+        norms = [name for name in draft.headers if name.startswith("fc_norm.")]  # one per tap
+        self.fc_norm = nn.ModuleList(RMSNorm(draft.headers[name].shape[0], eps) for name in norms) if norms else None
         self.fc = nn.Linear(draft.taps_width, size, bias="fc.bias" in draft.headers)
         self.layer = DraftLayer(config, draft.norm_before_residual)
         self.norm = RMSNorm(size, eps)

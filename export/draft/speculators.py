@@ -27,11 +27,24 @@ def describe(folder: Path, config: dict[str, Any], headers: dict[str, TensorHead
         raise ValueError(f"{folder}: a draft layer of type {model_type!r}, but llama and qwen3 are what we build")
     if layer.get("num_hidden_layers", 1) != 1:
         raise ValueError(f"{folder}: {layer['num_hidden_layers']} draft layers, but heads of one layer are supported")
-    names = {name: _own_name(name) for name in headers if name not in _IGNORED}
+    names = {name: own for name in headers if (own := _own_name(name)) not in _IGNORED}
     own = {names[name]: header for name, header in headers.items() if name in names}
-    if "fc.weight" not in own or "layer.hidden_norm.weight" not in own or "lm_head.weight" not in own:
-        missing = [n for n in ("fc.weight", "lm_head.weight", "layer.hidden_norm.weight") if n not in own]
-        raise ValueError(f"{folder}: no tensor {', '.join(missing)}: this is no EAGLE-3 head (EAGLE 1 and 2 have none)")
+    if "fc.weight" not in own or "layer.hidden_norm.weight" not in own:
+        missing = "fc.weight" if "fc.weight" not in own else "hidden_norm.weight"
+        raise ValueError(f"{folder}: no tensor {missing}: this is no EAGLE-3 head (EAGLE 1 and 2 have none)")
+    if "lm_head.weight" not in own:
+        raise ValueError(f"{folder}: no lm_head.weight: heads that share the target's lm_head are not supported")
+    if config.get("fc_norm", False) != any(name.startswith("fc_norm.") for name in own):
+        raise ValueError(f"{folder}: fc_norm is {config.get('fc_norm', False)} in config.json, but the tensors differ")
+    target_vocab_size = _target_vocab_size(headers) or layer.get("vocab_size")
+    if target_vocab_size is None:
+        raise ValueError(f"{folder}: neither t2d nor vocab_size says how many tokens the target has")
+    warnings = []
+    if "norm_before_residual" not in config:
+        warnings.append(
+            f"{folder / 'config.json'} has no norm_before_residual: taken as false, as speculators does; vLLM takes it "
+            "as true. If hardly anything is accepted, write it into config.json"
+        )
     proposal = _greedy_proposal(folder, config)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     aux = config.get("eagle_aux_hidden_state_layer_ids")
@@ -41,15 +54,19 @@ def describe(folder: Path, config: dict[str, Any], headers: dict[str, TensorHead
         layer=AutoConfig.for_model(model_type, **layer),
         tensor_names=names,
         headers=own,
-        target_vocab_size=headers["t2d"].shape[0] if "t2d" in headers else layer["vocab_size"],
+        target_vocab_size=target_vocab_size,
         aux_layers=tuple(aux) if aux else None,
         norm_before_residual=config.get("norm_before_residual", False),
         norm_before_fc=config.get("norm_before_fc", False),
-        fc_norm=config.get("fc_norm", False),
         norm_output=config.get("norm_output", False),
-        chain_len=proposal.get("speculative_tokens", 3),
+        chain_len=proposal.get("speculative_tokens") or 3,
         verifier=verifier.get("name_or_path"),
+        warnings=tuple(warnings),
     )
+
+
+def _target_vocab_size(headers: dict[str, TensorHeader]) -> int | None:
+    return next((header.shape[0] for name, header in headers.items() if _own_name(name) == "t2d"), None)
 
 
 def _own_name(name: str) -> str:

@@ -24,5 +24,5 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "xnnpack": Backend("CPU: XNNPACK and ExecuTorch's LLM ops, float32", "eagle3.export.lowering.xnnpack"),
+    "xnnpack": Backend("the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)", "eagle3.export.lowering.xnnpack"),
 }

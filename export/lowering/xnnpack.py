@@ -11,7 +11,6 @@ from typing import Any
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import (
     EdgeCompileConfig,
     ExecutorchBackendConfig,
@@ -22,7 +21,8 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from eagle3.export.lowering.xnnpack_forms import product_rotary, use_product_norms
+from eagle3.export.lowering.xnnpack_forms import product_rotary, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack_shortcuts import LinearsKept, applicable_passes
 from eagle3.targets.attention import KVCacheShape
 
 DTYPE = torch.float32
@@ -64,21 +64,22 @@ attention = LlmOpsAttention
 
 @contextmanager
 def tracing(speculator: nn.Module) -> Iterator[None]:
-    """What a trace for this backend needs of the module: norms and rotary embeddings that XNNPACK takes whole."""
+    """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form."""
     use_product_norms(speculator)
     head_dims = {module.k_cache.shape[-1] for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
-    with product_rotary(speculator, head_dims):
+    with product_rotary(speculator, head_dims), tanh_gelu(speculator):
         yield
 
 
 def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
-    lowered = to_edge_transform_and_lower(
-        dict(programs),
-        partitioner=[XnnpackPartitioner()],
-        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-        constant_methods=dict(constant_methods),
-    )
+    with applicable_passes():
+        lowered = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner=[LinearsKept()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=dict(constant_methods),
+        )
     return lowered.to_executorch(
         ExecutorchBackendConfig(
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),

@@ -1,12 +1,16 @@
-"""Forms of two operations that XNNPACK takes whole, with the same numbers.
+"""Forms of three operations that XNNPACK takes whole and right.
 
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension and every slice of a tensor with a
 dynamic dimension. Each occurrence (an RMSNorm; the halves of a rotary embedding) would end a delegate and run portable
 kernels whose time grows with the rows. As products with constants they stay inside: ``target_verify`` of gemma4-tiny
 has 16 delegates instead of 52 (tests/test_inspect.py counts them).
+
+Its GELU is the exact one, and the partitioner hands it the tanh approximation all the same: 4.7e-4 off, which grew to
+2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/test_artifact.py compares at 1e-4).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -20,28 +24,35 @@ _LLAMA_LIKE_NORMS = (modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm)
 
 
 class ProductRMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight``, the mean and eps as one linear layer with a single output."""
+    """``x * rsqrt(mean(x^2) + eps) * weight``, the mean and eps as a linear layer with one output."""
 
-    def __init__(self, size: int, eps: float, weight: Tensor | None):
+    def __init__(self, mean: Callable[[], Tensor], eps: Callable[[], Tensor], weight: Tensor | None):
         super().__init__()
-        self.register_buffer("mean", torch.full((1, size), 1 / size), persistent=False)
-        self.register_buffer("eps", torch.full((1,), eps), persistent=False)
-        self.weight = weight
+        self.mean, self.eps, self.weight = mean, eps, weight
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = x * torch.rsqrt(F.linear(x * x, self.mean, self.eps))
+        normed = x * torch.rsqrt(F.linear(x * x, self.mean(), self.eps()))
         return normed if self.weight is None else normed * self.weight
 
 
-def use_product_norms(module: nn.Module) -> None:
-    """Replace every RMSNorm below ``module``, weights kept."""
-    for parent in list(module.modules()):
+def use_product_norms(owner: nn.Module) -> None:
+    """Replace every RMSNorm below ``owner``, weights kept. Norms of a size share constants: buffers of ``owner``."""
+
+    def shared(name: str, value: Tensor) -> Callable[[], Tensor]:
+        owner.register_buffer(name, value, persistent=False)
+        return lambda: getattr(owner, name)  # looked up in each forward: a trace swaps buffers for fake ones
+
+    for parent in list(owner.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.RMSNorm):
-                eps = torch.finfo(torch.float32).eps if child.eps is None else child.eps
-                setattr(parent, name, ProductRMSNorm(child.normalized_shape[0], eps, child.weight))
+                size, eps = child.normalized_shape[0], child.eps
             elif isinstance(child, _LLAMA_LIKE_NORMS):
-                setattr(parent, name, ProductRMSNorm(child.weight.shape[0], child.variance_epsilon, child.weight))
+                size, eps = child.weight.shape[0], child.variance_epsilon
+            else:
+                continue
+            mean = shared(f"mean_{size}", torch.full((1, size), 1 / size))
+            epsilon = shared(f"eps_{eps:.0e}".replace("-", "_"), torch.full((1,), eps))
+            setattr(parent, name, ProductRMSNorm(mean, epsilon, child.weight))
 
 
 def _rotation(size: int) -> Tensor:
@@ -68,4 +79,24 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (modeling_llama, modeling_qwen3):
             stack.enter_context(mock.patch.object(module, "rotate_half", rotate_half))
+        yield
+
+
+@contextmanager
+def tanh_gelu(owner: nn.Module) -> Iterator[None]:
+    """Within it ``F.gelu(x, approximate="tanh")`` is ``x * sigmoid(x * (a + b x^2))``, which is the same function.
+
+    (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3). The constants are buffers of ``owner``.
+    """
+    scale = 2 * math.sqrt(2 / math.pi)
+    owner.register_buffer("gelu_a", torch.full((1,), scale), persistent=False)
+    owner.register_buffer("gelu_b", torch.full((1,), scale * 0.044715), persistent=False)
+    exact = F.gelu
+
+    def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+        if approximate == "none":
+            return exact(x)
+        return x * torch.sigmoid(x * (owner.gelu_a + owner.gelu_b * (x * x)))
+
+    with mock.patch.object(F, "gelu", gelu):
         yield

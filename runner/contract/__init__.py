@@ -22,7 +22,7 @@ PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE = "prefill", "target_verify", "draf
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact has these; ``decode`` is there only with ``--with-decode``."""
 
-MODEL_FILE, CUDA_WEIGHTS_FILE, EXPORT_RECORD = "model.pte", "aoti_cuda_blob.ptd", "export.json"
+MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 FORMAT_VERSION = 1
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, redirect_stderr
 
 import click
 
+LONGEST_LINE = 600  # characters of a message; a library's can be pages
+
 
 class OneLineFailures(click.Command):
     """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1."""
@@ -22,26 +24,37 @@ class OneLineFailures(click.Command):
         super().__init__(*args, **kwargs)
         self.params.append(click.Option(["--verbose"], is_flag=True, help="Tracebacks, and what libraries print."))
 
+    def main(self, *args, **kwargs):
+        try:
+            code = super().main(*args, **kwargs | {"standalone_mode": False})
+        except click.ClickException as error:  # click would print the usage before it
+            click.echo(f"Error: {error.format_message()}", err=True)
+            sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("Interrupted.", err=True)
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def invoke(self, ctx: click.Context):
-        verbose = ctx.params.pop("verbose", False)
-        ctx.meta["verbose"] = verbose
+        verbose = ctx.meta["verbose"] = ctx.params.pop("verbose", False)
         if not verbose:
             _calm_libraries()
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:
+            sys.exit(1)
         except Exception as error:
             if verbose:
                 traceback.print_exc()
-            click.echo(f"Error: {one_line(error)}", err=True)
-            sys.exit(1)
+            raise click.ClickException(one_line(error)) from error
 
 
 def one_line(error: BaseException) -> str:
     """An exception's message in one line. What our own checks did not foresee is named by its type as well."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    message = lines[0] if lines else type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
+    message = message if len(message) <= LONGEST_LINE else f"{message[:LONGEST_LINE]}..."
     if isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("eagle3"):
         return message
     return f"{type(error).__name__}: {message} (--verbose prints the traceback)"

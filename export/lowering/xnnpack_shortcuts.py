@@ -1,0 +1,44 @@
+"""Shortcuts through ExecuTorch's lowering to XNNPACK, for time alone: the program is the same.
+
+With dynamic lengths each pass over a graph takes seconds on one core. Left out is what cannot change a program of
+float32 linear layers and elementwise operations.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from executorch.backends.xnnpack import _passes as passes
+from executorch.backends.xnnpack import xnnpack_preprocess
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+_FOR_OTHER_GRAPHS = (
+    passes.ConvertToUpsampleBilinear2d,
+    passes.ConvertToSDPAPass,
+    passes.FuseBatchNormPass,
+    passes.DecomposeBatchNorm,
+    passes.InsertPadQDQPass,
+    passes.Conv1dUnsqueezePass,
+    passes.PReLUReshapePass,
+)
+
+
+class LinearsKept(XnnpackPartitioner):
+    """Keeps every linear whole without asking of each whether it may: one decomposition of the graph less."""
+
+    def ops_to_not_decompose(self, ep):
+        ops, _ = super().ops_to_not_decompose(ep)
+        return ops, None
+
+
+class _Passes(passes.XNNPACKPassManager):
+    def __init__(self, exported_program, passes=None):
+        super().__init__(exported_program, passes)
+        self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
+
+
+@contextmanager
+def applicable_passes() -> Iterator[None]:
+    """Within it XNNPACK's preprocessing skips the passes for convolutions, batch norms and quantized padding."""
+    with mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes):
+        yield
