@@ -1,5 +1,6 @@
 """Measurements over one artifact in one process: every claim of speed is a ratio within such a run."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.loop import complete
-from eagle3.runner.session import ExecuTorchSession, one_openmp_thread
+from eagle3.runner.session import ExecuTorchSession
 from eagle3.runner.statistics import SpeculationStats
 
 
@@ -55,13 +56,12 @@ def run_prompts(session: ExecuTorchSession, prompts: Sequence[list[int]], max_ne
     session.seconds.clear()
     session.calls.clear()
     stats, token_ids = SpeculationStats(), []
-    with one_openmp_thread():
-        start = time.perf_counter()
-        for prompt in prompts:
-            result = complete(session, prompt, max_new_tokens=max_new_tokens, speculate=speculate)
-            token_ids.append(result.token_ids)
-            stats.add(result.stats)
-        seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    for prompt in prompts:
+        result = complete(session, prompt, max_new_tokens=max_new_tokens, speculate=speculate)
+        token_ids.append(result.token_ids)
+        stats.add(result.stats)
+    seconds = time.perf_counter() - start
     return Run(token_ids, seconds, dict(session.seconds), dict(session.calls), stats)
 
 
@@ -72,8 +72,7 @@ def step_milliseconds(session: ExecuTorchSession, position: int, repeats: int = 
     calls = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
         calls[DECODE] = lambda: session.decode(tokens[:, :1].contiguous(), input_pos[:1])
-    with one_openmp_thread():
-        return {name: _median_ms(call, repeats) for name, call in calls.items()}
+    return {name: _median_ms(call, repeats) for name, call in calls.items()}
 
 
 def first_divergence(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> tuple[int, int] | None:
@@ -93,6 +92,7 @@ class TransformersReference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        torch.set_num_threads(os.cpu_count())  # a thread a core, as torch has it by itself
         if not (checkpoint / "config.json").is_file():
             raise FileNotFoundError(
                 f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder"

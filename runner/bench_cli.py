@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
 \b
@@ -34,6 +35,8 @@ def main(artifact: Path, prompts: Path, max_new_tokens: int, checkpoint: Path | 
     Reports acceptance under vLLM's names and tokens per second; against decoding without speculation where the artifact
     has decode (eagle3-export --with-decode), against transformers in float32 with --checkpoint.
     """
+    leave_threads_to_xnnpack()
+
     from eagle3.runner.artifact import open_artifact, open_session
 
     opened = open_artifact(artifact)

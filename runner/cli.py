@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
 \b
@@ -52,6 +53,8 @@ def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len
     if chat and prompt_tokens is not None:
         raise click.UsageError("--chat puts text into a template: it does not go with --prompt-tokens")
 
+    leave_threads_to_xnnpack()
+
     from eagle3.runner.artifact import open_artifact, open_session
     from eagle3.runner.loop import check_request
     from eagle3.runner.text import Text
@@ -86,23 +89,21 @@ def _generate(opened, session, prompt_tokens, text, as_json, max_new_tokens, cha
     import time
 
     from eagle3.runner.loop import generate
-    from eagle3.runner.session import one_openmp_thread
     from eagle3.runner.text import TextStream
 
     stream = TextStream(text) if text else None
     start = time.perf_counter()
-    with one_openmp_thread():
-        steps = generate(session, prompt_tokens, max_new_tokens, chain_len)
-        while True:
-            try:
-                fresh = next(steps)
-            except StopIteration as end:
-                if stream and not as_json:
-                    sys.stdout.write(stream.finish())
-                return end.value, time.perf_counter() - start
-            if not as_json:
-                sys.stdout.write(stream.push(fresh) if stream else " ".join(map(str, fresh)) + " ")
-                sys.stdout.flush()
+    steps = generate(session, prompt_tokens, max_new_tokens, chain_len)
+    while True:
+        try:
+            fresh = next(steps)
+        except StopIteration as end:
+            if stream and not as_json:
+                sys.stdout.write(stream.finish())
+            return end.value, time.perf_counter() - start
+        if not as_json:
+            sys.stdout.write(stream.push(fresh) if stream else " ".join(map(str, fresh)) + " ")
+            sys.stdout.flush()
 
 
 def _summary(result, seconds: float) -> str:

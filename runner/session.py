@@ -5,8 +5,6 @@ Whatever runs the methods, ``loop.py`` sees the same four calls. A session has o
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -103,18 +101,3 @@ class EagerSession(_TimedSession):
     def _call(self, name, *inputs):
         with torch.no_grad():
             return getattr(self._speculator, name)(*inputs)
-
-
-@contextmanager
-def one_openmp_thread() -> Iterator[None]:
-    """Within it torch's OpenMP pool has one thread.
-
-    ExecuTorch's ``custom_sdpa`` multiplies through that pool while XNNPACK spins in a pool of its own; on 2 cores
-    waking the second OpenMP thread costs 0.1 ms a layer, more than the product (verify of 4 rows: 1.8 ms, not 1.2).
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
