@@ -1,9 +1,11 @@
 """Measurements over one artifact in one process: every claim of speed is a ratio within such a run."""
 
+import copy
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,24 @@ from eagle3.runner.statistics import SpeculationStats
 
 @dataclass
 class Run:
-    """All prompts one after the other, one way."""
+    """All prompts generated one way, in a session."""
 
-    token_ids: list[list[int]]
-    seconds: float
-    method_seconds: dict[str, float]
-    method_calls: dict[str, int]
-    stats: SpeculationStats
+    token_ids: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    method_seconds: Counter = field(default_factory=Counter)
+    method_calls: Counter = field(default_factory=Counter)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def add(self, session: ExecuTorchSession, prompt: list[int], max_new_tokens: int, speculate: bool) -> None:
+        session.seconds.clear()
+        session.calls.clear()
+        start = time.perf_counter()
+        result = complete(session, prompt, max_new_tokens=max_new_tokens, speculate=speculate)
+        self.seconds += time.perf_counter() - start
+        self.method_seconds += session.seconds
+        self.method_calls += session.calls
+        self.token_ids.append(result.token_ids)
+        self.stats.add(result.stats)
 
     @property
     def tokens(self) -> int:
@@ -52,27 +65,26 @@ class Run:
         }
 
 
-def run_prompts(session: ExecuTorchSession, prompts: Sequence[list[int]], max_new_tokens: int, speculate: bool) -> Run:
-    session.seconds.clear()
-    session.calls.clear()
-    stats, token_ids = SpeculationStats(), []
-    start = time.perf_counter()
-    for prompt in prompts:
-        result = complete(session, prompt, max_new_tokens=max_new_tokens, speculate=speculate)
-        token_ids.append(result.token_ids)
-        stats.add(result.stats)
-    seconds = time.perf_counter() - start
-    return Run(token_ids, seconds, dict(session.seconds), dict(session.calls), stats)
+def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
+    """Median milliseconds of each call. They take turns, so that a machine's moods fall on all alike."""
+    times = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: 1000 * sorted(taken)[repeats // 2] for name, taken in times.items()}
 
 
-def step_milliseconds(session: ExecuTorchSession, position: int, repeats: int = 200) -> dict[str, float]:
-    """Median time of a step at ``position``: ``target_verify`` of a whole window, ``decode`` where it is there."""
+def session_steps(session: ExecuTorchSession, position: int) -> dict[str, Callable[[], Any]]:
+    """A step at ``position``: ``target_verify`` of a whole window, ``decode`` where it is there."""
     rows = session.metadata.chain_len + 1
-    tokens, input_pos = torch.arange(1, rows + 1)[None], torch.arange(position, position + rows)
-    calls = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
+    tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
+    steps = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
-        calls[DECODE] = lambda: session.decode(tokens[:, :1].contiguous(), input_pos[:1])
-    return {name: _median_ms(call, repeats) for name, call in calls.items()}
+        token = tokens[:, :1].contiguous()
+        steps[DECODE] = lambda: session.decode(token, input_pos[:1])
+    return steps
 
 
 def first_divergence(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> tuple[int, int] | None:
@@ -100,46 +112,29 @@ class TransformersReference:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         self.model.eval().requires_grad_(False)
 
-    def generate(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, max_seq_len: int
-    ) -> tuple[list[list[int]], float]:
-        """Greedy continuations, within the artifact's context, and the seconds they took."""
-        token_ids = []
+    def generate(self, prompt: list[int], max_new_tokens: int) -> tuple[list[int], float]:
+        """The greedy continuation and the seconds it took."""
+        given = torch.tensor([prompt])
         start = time.perf_counter()
-        for prompt in prompts:
-            given = torch.tensor([prompt])
-            mask = torch.ones_like(given)
-            count = min(max_new_tokens, max_seq_len - len(prompt))
-            out = self.model.generate(
-                given, attention_mask=mask, max_new_tokens=count, do_sample=False, repetition_penalty=1.0
-            )
-            token_ids.append(out[0, len(prompt) :].tolist())
-        return token_ids, time.perf_counter() - start
+        out = self.model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+        )
+        return out[0, len(prompt) :].tolist(), time.perf_counter() - start
 
-    def rows_ms(self, rows: int, position: int, repeats: int = 50) -> float:
-        """Median time of a forward of ``rows`` rows behind a cache of ``position``."""
+    def step(self, rows: int, position: int) -> Callable[[], Any]:
+        """A forward of ``rows`` rows behind a cache of ``position``, which it takes back."""
         from transformers import DynamicCache
 
-        def prepare():
-            cache = DynamicCache(config=self.model.config)
-            self.model(torch.ones(1, position, dtype=torch.long), past_key_values=cache)
-            return cache
-
-        tokens, caches = torch.arange(1, rows + 1)[None], [prepare() for _ in range(repeats + 10)]
-        return _median_ms(lambda: self.model(tokens, past_key_values=caches.pop()), repeats)
+        cache = DynamicCache(config=self.model.config)
+        self.model(torch.ones(1, position, dtype=torch.long), past_key_values=cache)
+        tokens = torch.arange(1, rows + 1)[None]
+        return lambda: self.model(tokens, past_key_values=copy.deepcopy(cache))
 
     def margin(self, prompt: list[int], tokens: list[int], position: int) -> float:
         """Difference of the two largest logits where the token at ``position`` was chosen."""
         top = self.model(torch.tensor([prompt + tokens[:position]])).logits[0, -1].topk(2).values
         return float(top[0] - top[1])
-
-
-def _median_ms(call: Callable[[], Any], repeats: int) -> float:
-    for _ in range(10):
-        call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return 1000 * sorted(times)[len(times) // 2]

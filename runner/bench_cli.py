@@ -68,46 +68,58 @@ def read_prompts(file: Path, folder: Path) -> list[list[int]]:
 
 
 def measure(session, prompts: list[list[int]], max_new_tokens: int, checkpoint: Path | None) -> dict[str, Any]:
-    """Warm up, then run every way that the artifact and the flags allow, and compare."""
-    from eagle3.runner.bench import TransformersReference, first_divergence, run_prompts, step_milliseconds
+    """Run the artifact every way it allows, prompt by prompt in turns, then transformers, and compare."""
+    from eagle3.runner.bench import Run, first_divergence, session_steps, step_milliseconds
 
-    run_prompts(session, prompts[:1], max_new_tokens, speculate=True)
-    speculative = run_prompts(session, prompts, max_new_tokens, speculate=True)
-    report = {
-        "prompts": len(prompts),
-        "max_new_tokens": max_new_tokens,
-        "stats": speculative.stats.as_json(),
-        "speculation": speculative.as_json(),
-    }
-    ratios = {}
+    ways = {"speculation": True} | ({"no_speculation": False} if session.has_decode else {})
+    runs = {name: Run() for name in ways}
     position = min(128, session.metadata.max_seq_len // 2)
-    steps = step_milliseconds(session, position)
-    plain = None
-    if session.has_decode:
-        plain = run_prompts(session, prompts, max_new_tokens, speculate=False)
-        report["no_speculation"] = plain.as_json()
-        ratios["speculation / no_speculation, tokens per second"] = (
-            speculative.tokens_per_second / plain.tokens_per_second
-        )
-        ratios["target_verify / decode, time"] = steps["target_verify"] / steps["decode"]
-        report["divergence_from_decode"] = _divergence(first_divergence(speculative.token_ids, plain.token_ids))
+    steps = session_steps(session, position)
+    step_milliseconds(steps, repeats=10)  # warm
+    counts = [min(max_new_tokens, session.metadata.max_seq_len - len(prompt)) for prompt in prompts]
+    for prompt, count in zip(prompts, counts, strict=True):
+        for name, speculate in ways.items():
+            runs[name].add(session, prompt, count, speculate)
+    step_ms = step_milliseconds(steps)
+    ours = runs["speculation"]
+    report = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "stats": ours.stats.as_json()}
+    report |= {name: run.as_json() for name, run in runs.items()}
+    rates = {name: run.tokens_per_second for name, run in runs.items()}
+    ratios = {}
+    if "no_speculation" in runs:
+        ratios["speculation / no_speculation, tokens per second"] = rates["speculation"] / rates["no_speculation"]
+        ratios["target_verify / decode, time"] = step_ms["target_verify"] / step_ms["decode"]
+        where = first_divergence(ours.token_ids, runs["no_speculation"].token_ids)
+        report["divergence_from_decode"] = _divergence(where)
     if checkpoint:
-        reference = TransformersReference(checkpoint)
-        reference.generate(prompts[:1], max_new_tokens, session.metadata.max_seq_len)
-        token_ids, seconds = reference.generate(prompts, max_new_tokens, session.metadata.max_seq_len)
-        rate = sum(map(len, token_ids)) / seconds
+        theirs, rate, ms, margin = _transformers(checkpoint, prompts, counts, session.metadata.chain_len + 1, position)
         report["transformers"] = {"tokens_per_second": round(rate, 1)}
-        steps["transformers, same rows"] = reference.rows_ms(session.metadata.chain_len + 1, position)
-        ratios["speculation / transformers, tokens per second"] = speculative.tokens_per_second / rate
-        if plain:
-            ratios["no_speculation / transformers, tokens per second"] = plain.tokens_per_second / rate
-        ratios["target_verify / transformers, time"] = steps["target_verify"] / steps["transformers, same rows"]
-        where = first_divergence(speculative.token_ids, token_ids)
-        margin = reference.margin(prompts[where[0]], token_ids[where[0]], where[1]) if where else None
-        report["divergence_from_transformers"] = _divergence(where, margin)
-    report["step_ms"] = {name: round(ms, 4) for name, ms in steps.items()}
+        step_ms["transformers, same rows"] = ms
+        ratios |= {f"{name} / transformers, tokens per second": own / rate for name, own in rates.items()}
+        ratios["target_verify / transformers, time"] = step_ms["target_verify"] / ms
+        where = first_divergence(ours.token_ids, theirs)
+        report["divergence_from_transformers"] = _divergence(where, margin(*where) if where else None)
+    report["step_ms"] = {name: round(taken, 4) for name, taken in step_ms.items()}
     report["ratios"] = {name: round(ratio, 3) for name, ratio in ratios.items()}
     return report
+
+
+def _transformers(checkpoint: Path, prompts: list[list[int]], counts: list[int], rows: int, position: int):
+    """Greedy continuations, tokens per second, milliseconds of a forward of ``rows``, and a function for margins.
+
+    After the artifact's own runs: transformers takes a thread a core, and those keep spinning for a while.
+    """
+    from eagle3.runner.bench import TransformersReference, step_milliseconds
+
+    reference = TransformersReference(checkpoint)
+    step = {"step": reference.step(rows, position)}
+    step_milliseconds(step, repeats=10)  # warm
+    reference.generate(prompts[0], min(8, counts[0]))
+    done = [reference.generate(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    theirs = [token_ids for token_ids, _ in done]
+    rate = sum(map(len, theirs)) / sum(seconds for _, seconds in done)
+    ms = step_milliseconds(step)["step"]
+    return theirs, rate, ms, lambda prompt, at: reference.margin(prompts[prompt], theirs[prompt], at)
 
 
 def _divergence(where: tuple[int, int] | None, margin: float | None = None) -> dict[str, Any] | None:

@@ -113,7 +113,7 @@ def prefill(session: Session, prompt: Sequence[int], seed_draft: bool = True) ->
     for start, end in chunks(len(prompt), session.metadata):
         ids, feature = _forward_prompt(session, tokens, start, end)
         if end < len(prompt) and seed_draft:
-            session.draft_decode(tokens[:, start + 1 : end + 1], feature, torch.arange(start, end))
+            session.draft_decode(tokens[:, start + 1 : end + 1], feature, session.positions[start:end])
     return ids, (torch.cat((tokens[:, start + 1 :], ids), dim=1), feature, start)
 
 
@@ -130,7 +130,7 @@ def chunks(length: int, metadata: Metadata) -> list[tuple[int, int]]:
 
 def play_round(session: Session, window: Tensor, anchor_pos: int, chain_len: int) -> Round:
     """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft and chain the next."""
-    ids, feature = session.target_verify(window, torch.arange(anchor_pos, anchor_pos + window.shape[1]))
+    ids, feature = session.target_verify(window, session.positions[anchor_pos : anchor_pos + window.shape[1]])
     accepted = 0
     for proposed, greedy in zip(window[0, 1:].tolist(), ids[0].tolist(), strict=False):
         if proposed != greedy:
@@ -154,10 +154,10 @@ def propose(session: Session, tokens: Tensor, feature: Tensor, slot: int, chain_
     room = session.metadata.max_seq_len - 1 - anchor_pos
     if room < 1:
         return None
-    token, state = session.draft_decode(tokens, feature, torch.arange(slot, anchor_pos))
+    token, state = session.draft_decode(tokens, feature, session.positions[slot:anchor_pos])
     window = [tokens[:, -1:], token]
     for position in range(anchor_pos, anchor_pos + min(chain_len, room) - 1):
-        token, state = session.draft_decode(token, state, torch.tensor([position]))
+        token, state = session.draft_decode(token, state, session.positions[position : position + 1])
         window.append(token)
     return torch.cat(window, dim=1)
 
@@ -177,7 +177,7 @@ def _decode(session: Session, prompt: Sequence[int]) -> Iterator[list[int]]:
     token, _ = prefill(session, prompt, seed_draft=False)
     yield [token.item()]
     for position in itertools.count(len(prompt)):
-        token, _ = session.decode(token, torch.tensor([position]))
+        token, _ = session.decode(token, session.positions[position : position + 1])
         yield [token.item()]
 
 
@@ -185,10 +185,10 @@ def _forward_prompt(session: Session, tokens: Tensor, start: int, end: int) -> t
     """The greedy token after the last row [1, 1] and the features [1, T, H] of a chunk of the prompt."""
     rows = tokens[:, start:end]
     if end - start >= session.metadata.min_prefill:
-        return session.prefill(rows, torch.arange(start, end))
+        return session.prefill(rows, session.positions[start:end])
     if end - start == 1:  # a verify window has two rows at least: what the second writes is written again later
         rows = rows.expand(1, 2).contiguous()
-    ids, feature = session.target_verify(rows, torch.arange(start, start + rows.shape[1]))
+    ids, feature = session.target_verify(rows, session.positions[start : start + rows.shape[1]])
     return ids[:, end - start - 1 : end - start], feature[:, : end - start]
 
 

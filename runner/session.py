@@ -17,6 +17,8 @@ class Session(Protocol):
     """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size."""
 
     metadata: Metadata
+    positions: Tensor
+    """int64 [max_seq_len], 0, 1, 2, ...: slices of it are every ``input_pos``, since making one anew costs 20 us."""
     has_decode: bool
     seconds: Counter
     """Seconds spent inside each method so far."""
@@ -34,6 +36,7 @@ class _TimedSession:
 
     def __init__(self, metadata: Metadata):
         self.metadata = metadata
+        self.positions = torch.arange(metadata.max_seq_len)
         self.seconds, self.calls = Counter(), Counter()
 
     def _call(self, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ class ScriptedSession:
 
     def __init__(self, metadata: Metadata, greedy: Callable, proposal: Callable):
         self.metadata, self.greedy, self.proposal = metadata, greedy, proposal
+        self.positions = torch.arange(metadata.max_seq_len)
         self.target_cache: list[int] = []
         self.draft_cache: list[int] = []
         self.seconds, self.calls = Counter(), Counter()
