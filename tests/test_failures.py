@@ -52,6 +52,12 @@ def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
     assert all(name in line for name in TARGETS)
 
 
+def test_the_backend_must_be_named(tmp_path):
+    code, line = export_fails(tmp_path, base=("--target-model", "gemma4-tiny"))
+    assert code == 2
+    assert "--backend" in line and "xnnpack" in line
+
+
 def test_a_target_without_shipped_weights_asks_for_its_checkpoint(tmp_path):
     code, line = export_fails(tmp_path, base=("--target-model", "qwen3-4B", "--backend", "xnnpack"))
     assert (code, "--checkpoint" in line) == (1, True)

@@ -28,7 +28,7 @@ class OneLineFailures(click.Command):
         try:
             code = super().main(*args, **kwargs | {"standalone_mode": False})
         except click.ClickException as error:  # click would print the usage before it
-            click.echo(f"Error: {error.format_message()}", err=True)
+            click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             click.echo("Interrupted.", err=True)
