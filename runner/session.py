@@ -69,10 +69,7 @@ class ExecuTorchSession(_TimedSession):
         super().__init__(metadata)
         names = [name for name in (*METHODS, DECODE) if name in program.method_names]
         self._methods = {name: program.load_method(name) for name in names}
-
-    @property
-    def has_decode(self) -> bool:
-        return DECODE in self._methods
+        self.has_decode = DECODE in names
 
     def _call(self, name, *inputs):
         try:

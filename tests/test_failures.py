@@ -213,7 +213,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):
     (tmp_path / "out" / "notes.txt").write_text("mine")
     args = (*EXPORT, "--output-dir", tmp_path / "out")
     assert "--overwrite" in fail_command(export_main, *args)[1]
-    assert "no artifact" in fail_command(export_main, *args, "--overwrite")[1]
+    assert "notes.txt" in fail_command(export_main, *args, "--overwrite")[1]
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     before = (artifact / "export.json").read_bytes()
     assert "--overwrite" in fail_command(export_main, *EXPORT, "--output-dir", artifact)[1]
