@@ -51,7 +51,7 @@ def use_product_norms(owner: nn.Module) -> None:
             else:
                 continue
             mean = shared(f"mean_{size}", torch.full((1, size), 1 / size))
-            epsilon = shared(f"eps_{eps:.0e}".replace("-", "_"), torch.full((1,), eps))
+            epsilon = shared(f"eps_{eps!r}".replace("-", "_").replace(".", "_"), torch.full((1,), eps))
             setattr(parent, name, ProductRMSNorm(mean, epsilon, child.weight))
 
 
