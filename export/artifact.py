@@ -69,6 +69,31 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
+    """Turn whatever a full disk caused, in this process or in a compiler's, into one OSError with the numbers.
+
+    ``needed``: bytes that the artifact takes, roughly.
+    """
+    try:
+        yield
+    except Exception as error:
+        chain, cause = [], error
+        while cause is not None:
+            chain.append(cause)
+            cause = cause.__cause__ or cause.__context__
+        if not any("No space left on device" in str(link) for link in chain):
+            raise
+        places = {"output": folder.resolve().parent, "temporary files": Path(tempfile.gettempdir())}
+        free = ", ".join(
+            f"{name} ({path}): {shutil.disk_usage(path).free / 1e9:.1f} GB" for name, path in places.items()
+        )
+        raise OSError(
+            f"no space left on the disk; the artifact takes about {needed / 1e9:.1f} GB, free for {free}: "
+            "make room, name another --output-dir, or set TMPDIR"
+        ) from error
+
+
 def _swap(new: Path, folder: Path) -> None:
     """Rename ``new`` to ``folder``; what was there goes once the new one stands, and comes back if it does not."""
     earlier = new.with_name(new.name.replace(".partial-", ".replaced-"))

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import click
 
-from eagle3.export.config import ExportConfig
+from eagle3.export.config import RECIPES, ExportConfig
 from eagle3.export.lowering import BACKENDS
+from eagle3.export.lowering.named_gpu.gpus import GPUS
 from eagle3.runner.contract.console import OneLineFailures
 from eagle3.targets import TARGETS
 
-CUDA_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 EPILOG = """
 \b
 Examples:
+  eagle3-export --target-model gemma4-tiny --cuda-arch sm_90 --output-dir out
+  eagle3-export --target-model gemma4-31B --checkpoint gemma-4-31B-int4 --draft gemma-4-31B-eagle3 --output-dir out
   eagle3-export --target-model gemma4-tiny --backend xnnpack --output-dir out
   eagle3-export --target-model llama3.1-8B --checkpoint Llama-3.1-8B-Instruct \\
       --draft Llama-3.1-8B-Instruct-speculator.eagle3 --backend xnnpack --output-dir out --dry-run
@@ -44,14 +46,20 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--backend",
     type=click.Choice(list(BACKENDS)),
-    required=True,
+    default="cuda",
+    show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
-@click.option("--cuda-arch", type=click.Choice(CUDA_ARCHS), help="Default: that of the GPU at hand.")
+@click.option("--cuda-arch", type=click.Choice(list(GPUS)), help="Default: that of the GPU at hand.")
 @click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
 @click.option("--max-seq-len", type=click.IntRange(16), help="Slots of the KV cache, in tokens.")
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
-@click.option("--qlinear", help="Weight quantization recipe. Default: none on xnnpack.")
+@click.option(
+    "--qlinear",
+    type=click.Choice(RECIPES),
+    help="ExecuTorch's recipe for the target's weights. Default: default on cuda (INT4 linears, INT8 embedding).",
+)
+@click.option("--draft-qlinear", type=click.Choice(RECIPES), help="The same for the draft head. Default: none.")
 @click.option("--aux-layers", callback=_layer_ids, metavar="2,30,57", help="Override the taps that the draft names.")
 @click.option(
     "--aux-convention",

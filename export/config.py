@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+RECIPES = ("none", "default", "sensitive")
+
 
 @dataclass(frozen=True)
 class ExportConfig:
@@ -13,12 +15,13 @@ class ExportConfig:
     output_dir: Path
     checkpoint: Path | None = None
     draft: Path | None = None
-    backend: str = "xnnpack"
+    backend: str = "cuda"
     cuda_arch: str | None = None
     chain_len: int | None = None
     max_seq_len: int | None = None
     max_prefill: int | None = None
     qlinear: str | None = None
+    draft_qlinear: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     with_decode: bool = False

@@ -9,6 +9,9 @@ from eagle3.export.draft import DraftDescription
 from eagle3.export.safetensors_folder import TensorHeader, shard_paths
 from eagle3.targets.spec import Skeleton
 
+QUANTIZED = ("Int4Tensor", "IntxUnpackedToInt8Tensor")
+"""The tensor classes of torchao that ExecuTorch's recipes make and its CUDA backend has layouts for."""
+
 
 def choose_taps(
     draft: DraftDescription, target_config: Any, given: tuple[int, ...] | None, convention: str | None
@@ -72,14 +75,17 @@ def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...
         )
 
 
-def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton) -> None:
-    """Every tensor of the target as its configuration has it, by name, and none quantized. Raises ValueError."""
+def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton, quantized: bool) -> None:
+    """Every tensor of the target as its configuration has it, by name. Raises ValueError.
+
+    ``quantized``: weights that torchao quantized are welcome.
+    """
     given = {}
     for name, header in headers.items():
         own = skeleton.key_map(name)
         if own is None:
             continue
-        if header.dtype not in ("F32", "F16", "BF16", "F64"):
+        if header.dtype not in ("F32", "F16", "BF16", "F64", *(QUANTIZED if quantized else ())):
             raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
         given[own] = header
     expected = {name: tuple(value.shape) for name, value in skeleton.model.state_dict().items()}

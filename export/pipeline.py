@@ -4,8 +4,16 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, whole_folder, write_record
+from eagle3.export.artifact import (
+    copy_tokenizer,
+    full_disk_named,
+    package_versions,
+    sha256,
+    whole_folder,
+    write_record,
+)
 from eagle3.export.draft.head import load_draft
 from eagle3.export.lowering import BACKENDS
 from eagle3.export.plan import MethodPlan, Plan
@@ -19,20 +27,25 @@ from eagle3.targets.attention import AttentionFactory
 def run_export(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Make the artifact folder; returns what ``export.json`` holds."""
     backend = BACKENDS[plan.config.backend].load()
-    with whole_folder(plan.config.output_dir, plan.config.overwrite) as folder:
+    output = plan.config.output_dir
+    with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
         with progress.stage("checksums"):
             manifest = make_manifest(plan)
         with progress.stage("load target and draft"):
             speculator = load_speculator(plan, backend.attention, backend.DTYPE)
+        with progress.stage("prepare weights"):
+            backend.prepare(speculator, plan)
         programs = {}
         for method in plan.methods:
-            with progress.stage(f"trace {method.name}"), backend.tracing(speculator):
+            with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
                 programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.DTYPE)
+        manifest |= backend.describe(programs, plan)
         with progress.stage(f"lower to {plan.config.backend}"):
-            program = backend.lower(programs, make_metadata(plan, manifest).constant_methods())
+            program = backend.lower(programs, make_metadata(plan, manifest).constant_methods(), plan)
         with progress.stage("write"):
             with (folder / MODEL_FILE).open("wb") as file:
                 program.write_to_file(file)
+            program.write_tensor_data_to_file(str(folder))  # what a backend keeps outside of the program
             copied = copy_tokenizer(plan.checkpoint, folder)
         if "tokenizer.json" not in copied:
             progress.say("the checkpoint has no tokenizer.json: eagle3-run will take --prompt-tokens alone")
@@ -54,9 +67,7 @@ def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype)
 
 def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
     """Trace a method for every length from ``min_len`` to ``max_len``."""
-    # The least odd length: equal to no size of a model, so that nothing is taken for it by chance.
-    length = min(method.max_len, max(method.min_len, 3) | 1)
-    inputs = trace_inputs(method.name, length, feature_size, dtype)
+    inputs = trace_inputs(method.name, method.traced_len, feature_size, dtype)
     dynamic = None
     if method.min_len < method.max_len:
         rows = Dim("rows", min=method.min_len, max=method.max_len)
@@ -80,9 +91,9 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "draft_format": plan.draft.format,
         "draft_sha256": {path.name: sha256(path) for path in shard_paths(plan.draft.folder)},
         "taps": list(plan.taps),
-        "qlinear": config.qlinear,
+        "qlinear": plan.qlinear,
+        "draft_qlinear": plan.draft_qlinear,
         "backend": config.backend,
-        "cuda_arch": config.cuda_arch,
         "packages": package_versions(),
     }
 
@@ -115,5 +126,13 @@ def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
     return {
         "target_parameters": sum(p.numel() for p in speculator.target.parameters()),
         "draft_parameters": sum(p.numel() for p in own),
-        "draft_bytes": sum(t.nbytes for t in own + caches),
+        "draft_bytes": sum(stored_bytes(t) for t in own + caches),
     }
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes in memory; of a quantized tensor, those of its parts."""
+    if not isinstance(tensor, TorchAOBaseTensor):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(getattr(tensor, name).nbytes for name in names)

@@ -26,6 +26,14 @@ class MethodPlan:
     min_len: int
     max_len: int
 
+    @property
+    def traced_len(self) -> int:
+        """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
+        window, a few rows of the draft. Odd, so that it equals no size of a model by chance."""
+        if self.min_len == self.max_len:
+            return self.max_len
+        return min(self.max_len, 9 if self.name == DRAFT_DECODE else self.max_len) - 1 | 1
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -41,6 +49,9 @@ class Plan:
     chain_len: int
     max_seq_len: int
     methods: tuple[MethodPlan, ...]
+    qlinear: str
+    draft_qlinear: str
+    """Of the weights: a recipe of ``RECIPES``; "checkpoint" where the target's are quantized already."""
     bos_id: int  # -1: none
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
@@ -52,6 +63,16 @@ class Plan:
     @property
     def sliding_window(self) -> int:
         return sliding_window(self.target_config)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of both checkpoints: most of what an artifact takes."""
+        headers = [*self.target_headers.values(), *self.draft.headers.values()]
+        return sum(header.bytes for header in headers)
+
+    @property
+    def small_m_limit(self) -> int:
+        return small_m_limit(self.chain_len)
 
 
 def small_m_limit(chain_len: int) -> int:
@@ -70,13 +91,14 @@ def make_plan(config: ExportConfig) -> Plan:
     target_config = read_target_config(checkpoint, spec, config.target_model)
     target_headers = read_headers(checkpoint)
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
-    check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len))
+    quantizes = BACKENDS[config.backend].quantizes
+    check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len), quantizes)
     draft = read_draft(_folder(config.draft or spec.draft, config.target_model, "--draft"))
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
     check_pair(draft, target_config, taps)
     chain_len = config.chain_len or draft.chain_len
     bos_id, eos_ids = _special_ids(checkpoint, target_config)
-    return Plan(
+    plan = Plan(
         config=config,
         spec=spec,
         checkpoint=checkpoint,
@@ -87,10 +109,23 @@ def make_plan(config: ExportConfig) -> Plan:
         chain_len=chain_len,
         max_seq_len=max_seq_len,
         methods=plan_methods(config, spec, target_config, chain_len, max_seq_len),
+        qlinear=choose_recipe(config, target_headers),
+        draft_qlinear=config.draft_qlinear or "none",
         bos_id=bos_id,
         eos_ids=eos_ids,
         warnings=(*draft.warnings, *_length_warnings(draft, max_seq_len)),
     )
+    BACKENDS[config.backend].load().check(plan)
+    return plan
+
+
+def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
+    """``Plan.qlinear``. Raises ValueError for a recipe that would quantize a second time."""
+    if any(header.quantized for header in headers.values()):
+        if config.qlinear is not None:
+            raise ValueError(f"the checkpoint is quantized already: leave --qlinear {config.qlinear} out")
+        return "checkpoint"
+    return config.qlinear or ("default" if BACKENDS[config.backend].quantizes else "none")
 
 
 def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
@@ -104,7 +139,7 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
 
 def check_flags(config: ExportConfig) -> None:
     """Raise ValueError for a flag that the backend would ignore."""
-    for flag in ("cuda_arch", "qlinear"):
+    for flag in ("cuda_arch", "qlinear", "draft_qlinear"):
         if getattr(config, flag) is not None and flag not in BACKENDS[config.backend].flags:
             name = f"--{flag.replace('_', '-')}"
             raise ValueError(
@@ -160,7 +195,8 @@ def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
     read = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     if getattr(read, "quantization_config", None) is not None:
         raise ValueError(
-            f"{checkpoint} is quantized (quantization_config in config.json): name the original checkpoint"
+            f"{checkpoint} is quantized by transformers (quantization_config in config.json): name the original "
+            "checkpoint, or one that ExecuTorch's quantize_and_save wrote"
         )
     text_config = read.get_text_config()
     if text_config.model_type not in spec.model_types:

@@ -29,7 +29,8 @@ def main(artifact: Path, verify: bool, as_json: bool) -> None:
     """Show what an artifact of eagle3-export holds: its folder or its model.pte.
 
     Files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and memory;
-    where the bytes of the weights are. Shapes are upper bounds. Weights are read only with --verify.
+    of CUDA delegates the architectures, kernels, weights, and symbols that they need from their runtime; where the
+    bytes of the weights are. Shapes are upper bounds. Weights are read only with --verify.
     """
     from eagle3.runner.artifact import open_artifact
     from eagle3.runner.inspection import inspect_program
@@ -102,6 +103,7 @@ def show(found: dict[str, Any]) -> None:
         _metadata_table(found["metadata"]),
         _methods_table(found["methods"]),
         _delegates_table(found["methods"]),
+        *_cuda_tables(found["methods"]),
         _memory_table(found["methods"]),
         _operators_table(found["methods"]),
         _buffers_table(found["mutable_buffers"]),
@@ -157,21 +159,82 @@ def _methods_table(methods: dict[str, dict[str, Any]]):
 
 
 def _delegates_table(methods: dict[str, dict[str, Any]]):
-    """A line for each method and backend; what ``DELEGATE_DETAILS`` adds are columns, extents in bytes."""
+    """A line for each method and backend; the extents that ``DELEGATE_DETAILS`` adds are columns, in bytes."""
     lines = [(name, *pair) for name, method in methods.items() for pair in method["delegates"].items()]
-    details = list(dict.fromkeys(key for *_, facts in lines for key in facts if key not in ("count", "bytes")))
+    extents = [{key: value["bytes"] for key, value in facts.items() if _is_extent(value)} for *_, facts in lines]
+    details = list(dict.fromkeys(key for sizes in extents for key in sizes))
     rows = (
-        (name, backend, facts["count"], facts["bytes"], *(_detail(facts.get(key)) for key in details))
-        for name, backend, facts in lines
+        (name, backend, facts["count"], facts["bytes"], *(sizes.get(key, "-") for key in details))
+        for (name, backend, facts), sizes in zip(lines, extents, strict=True)
     )
     columns = ("method", "backend", "delegates", "bytes", *(key.replace("_", " ") for key in details))
     return _table("Delegates", columns, rows, numbers=columns[2:])
 
 
-def _detail(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value["bytes"]
-    return "-" if value is None else value
+def _is_extent(value: Any) -> bool:
+    return isinstance(value, dict) and "bytes" in value
+
+
+def _cuda_tables(methods: dict[str, dict[str, Any]]) -> list[Any]:
+    cuda = {
+        name: method["delegates"]["CudaBackend"]
+        for name, method in methods.items()
+        if "CudaBackend" in method["delegates"]
+    }
+    linears = {name: method["linears"] for name, method in methods.items() if method["linears"]}
+    tables = [_linears_table(linears)] if linears else []
+    return tables + ([_kernels_table(cuda), _cuda_weights_table(cuda), _symbols_table(cuda)] if cuda else [])
+
+
+def _linears_table(linears: dict[str, dict[str, int]]):
+    kinds = list(next(iter(linears.values())))
+    rows = ((name, *(counts[kind] for kind in kinds)) for name, counts in linears.items())
+    columns = ("method", *(kind.replace("_", " ") for kind in kinds))
+    return _table("Quantized linears by kernel", columns, rows, numbers=columns[1:])
+
+
+def _kernels_table(cuda: dict[str, dict[str, Any]]):
+    kinds = list(next(iter(cuda.values()))["kernels"])
+    rows = (
+        (
+            name,
+            *(_counts(facts["architectures"][form]) for form in ("sass", "ptx")),
+            *(facts["kernels"][kind]["count"] for kind in kinds),
+        )
+        for name, facts in cuda.items()
+    )
+    columns = ("method", "SASS (kernels)", "PTX (kernels)", *(kind.replace("_", " ") for kind in kinds))
+    return _table("CUDA kernels, each once", columns, rows, numbers=columns[3:])
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count:,})" for name, count in counts.items()) or "-"
+
+
+def _cuda_weights_table(cuda: dict[str, dict[str, Any]]):
+    rows = (
+        (name, what, extent["count"], extent["bytes"])
+        for name, facts in cuda.items()
+        for what, extent in (
+            *facts["weights"]["by_dtype"].items(),
+            *((f"shared with {other}", facts["shared_weights"][other]) for other in cuda if other != name),
+        )
+    )
+    return _table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
+
+
+def _symbols_table(cuda: dict[str, dict[str, Any]]):
+    """A line for the symbols of a family that the same methods need."""
+    users: dict[tuple[str, str], list[str]] = {}
+    for name, facts in cuda.items():
+        for family, symbols in facts["symbols"].items():
+            for symbol in symbols:
+                users.setdefault((family, symbol), []).append(name)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for (family, symbol), names in sorted(users.items()):
+        lines.setdefault((family, ", ".join(names)), []).append(symbol)
+    rows = ((*line, ", ".join(symbols)) for line, symbols in lines.items())
+    return _table("Symbols that CUDA libraries need from their runtime", ("family", "needed by", "symbols"), rows)
 
 
 def _memory_table(methods: dict[str, dict[str, Any]]):

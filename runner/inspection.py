@@ -8,12 +8,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.runner import cuda_inspection
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
 from eagle3.runner.contract.console import calm_stderr
+from eagle3.runner.cuda_weights import WEIGHTS_FILE, WeightTable, check_stored, decode_weight_table, read_ptd_index
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
@@ -26,10 +29,13 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
     plans = {name: plans.pop(name) for name in (*METHODS, DECODE) if name in plans} | plans
     rows = row_bounds(metadata)
+    linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
     try:
         return {
             "metadata": constants,
-            "methods": {name: method(pte, plan, rows.get(name)) for name, plan in plans.items()},
+            "methods": {
+                name: method(pte, plan, rows.get(name)) | {"linears": linears.get(name)} for name, plan in plans.items()
+            },
             "mutable_buffers": mutable_buffers(plans.values()),
             "weights": weights(pte),
         }
@@ -58,6 +64,12 @@ class Pte:
         if delegate.processed.location.name == "SEGMENT":
             return self.program.segments[index].size
         return len(self.program.backend_delegate_data[index].data)
+
+    def delegate_blob(self, delegate) -> bytes:
+        index = delegate.processed.index
+        if delegate.processed.location.name == "SEGMENT":
+            return self.segment(index)
+        return bytes(self.program.backend_delegate_data[index].data)
 
 
 def read_pte(path: Path) -> Pte:
@@ -151,12 +163,12 @@ def delegates(pte: Pte, plan) -> dict[str, dict[str, Any]]:
         by_backend.setdefault(delegate.id, []).append(delegate)
     return {
         backend: {"count": len(entries), "bytes": sum(pte.delegate_bytes(entry) for entry in entries)}
-        | DELEGATE_DETAILS.get(backend, lambda pte, entries: {})(pte, entries)
+        | DELEGATE_DETAILS.get(backend, lambda pte, plan, entries: {})(pte, plan, entries)
         for backend, entries in by_backend.items()
     }
 
 
-def xnnpack_details(pte: Pte, entries: list[Any]) -> dict[str, Any]:
+def xnnpack_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
     """The named data (packed weights) that the blobs, which are flatbuffers, name; methods may share it."""
     named = {item.key.encode(): item.segment_index for item in pte.program.named_data or ()}
     blobs = (pte.segment(entry.processed.index) for entry in entries if entry.processed.location.name == "SEGMENT")
@@ -164,7 +176,36 @@ def xnnpack_details(pte: Pte, entries: list[Any]) -> dict[str, Any]:
     return {"named_data": _extent([pte.program.segments[index].size for index in segments])}
 
 
-DELEGATE_DETAILS: dict[str, Callable[[Pte, list[Any]], dict[str, Any]]] = {"XnnpackBackend": xnnpack_details}
+def cuda_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
+    """What ``cuda_inspection.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
+    named = {item.key: item.segment_index for item in pte.program.named_data or ()}
+    stored = pte.path.parent / WEIGHTS_FILE
+    tables: dict[str, list[WeightTable]] = {}
+    for other in pte.program.execution_plan:
+        blobs = [pte.delegate_blob(delegate) for delegate in other.delegates if delegate.id == CUDA_BACKEND]
+        if blobs:
+            with _naming(pte, other):
+                tables[other.name] = [decode_weight_table(blob) for blob in blobs]
+    with _naming(pte, plan):
+        if stored.is_file():
+            check_stored(tables[plan.name], read_ptd_index(stored))
+        return cuda_inspection.cuda_details(plan.name, tables, lambda key: pte.segment(named[key]))
+
+
+@contextmanager
+def _naming(pte: Pte, plan) -> Iterator[None]:
+    """A ValueError inside names the file and the method."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{pte.path}, method {plan.name}: {error}") from error
+
+
+CUDA_BACKEND = "CudaBackend"
+DELEGATE_DETAILS: dict[str, Callable[[Pte, Any, list[Any]], dict[str, Any]]] = {
+    "XnnpackBackend": xnnpack_details,
+    CUDA_BACKEND: cuda_details,
+}
 
 
 def _named_buffers(plan) -> Iterator[tuple[int, Any]]:

@@ -8,7 +8,6 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-from executorch.extension.llm.export.load import load_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -63,8 +62,6 @@ def load(
     """Load a Hugging Face folder."""
     bones = skeleton(config, max_seq_len)
     model = bones.model
-    load_checkpoint(str(checkpoint), model, key_map=bones.key_map, tie_map=bones.tie_map, dtype=dtype)
-    if bones.tie_map:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    bones.fill(checkpoint, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # on the host, in float32
     return DecoderLayersTarget(model, max_seq_len, attention, dtype).eval().requires_grad_(False)

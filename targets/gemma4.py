@@ -16,7 +16,6 @@ from executorch.examples.models.gemma4_31b.model import (
     _hf_to_model_key,
     materialize_runtime_buffers,
 )
-from executorch.extension.llm.export.load import load_checkpoint
 from torch import Tensor, nn
 from transformers import Gemma4TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -136,7 +135,8 @@ def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
     with torch.device("meta"):
         model = Gemma4_31B(executorch_config(config, max_seq_len))
     tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
-    return Skeleton(model, _hf_to_model_key, tied)
+    own = set(model.state_dict())  # the names in a checkpoint that ExecuTorch quantized
+    return Skeleton(model, lambda name: name if name in own else _hf_to_model_key(name), tied)
 
 
 def load(
@@ -145,9 +145,7 @@ def load(
     """Load a Hugging Face folder."""
     bones = skeleton(config, max_seq_len)
     model = bones.model
-    load_checkpoint(str(checkpoint), model, key_map=bones.key_map, tie_map=bones.tie_map, dtype=dtype)
-    if bones.tie_map:
-        model.lm_head.weight = model.embed_tokens.weight
+    bones.fill(checkpoint, dtype)
     target = Gemma4TapTarget(model, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     return target.eval().requires_grad_(False)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 SHIPPED = Path(__file__).parent
@@ -46,6 +47,18 @@ class Skeleton:
     key_map: Callable[[str], str | None]
     """Checkpoint name to the model's, None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
+
+    def fill(self, checkpoint: Path, dtype: "torch.dtype") -> None:
+        """Load a Hugging Face folder, or one of ExecuTorch's quantized ones; a tied head is the embedding itself."""
+        import torch
+        from executorch.extension.llm.export.load import load_checkpoint
+
+        load_checkpoint(str(checkpoint), self.model, key_map=self.key_map, tie_map=self.tie_map, dtype=dtype)
+        for embedding, (head, _) in self.tie_map.items():
+            weight, own = self.model.get_parameter(embedding), self.model.get_parameter(head)
+            plain = type(weight.data) is type(own.data) is torch.Tensor
+            if plain and weight.data_ptr() == own.data_ptr():
+                self.model.get_submodule(head.rpartition(".")[0]).weight = weight
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,15 @@ def artifact(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def cuda_artifact(tmp_path_factory):
+    """gemma4-tiny lowered for sm_90 by the command itself, kernels compiled for real: the artifact's folder."""
+    folder = tmp_path_factory.mktemp("export") / "cuda"
+    arch = [] if torch.cuda.is_available() else ["--cuda-arch", "sm_90"]
+    run_command(export_main, "--target-model", "gemma4-tiny", "--output-dir", folder, *arch)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def session(artifact):
     return open_session(open_artifact(artifact))
 

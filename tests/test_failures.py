@@ -52,12 +52,6 @@ def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
     assert all(name in line for name in TARGETS)
 
 
-def test_the_backend_must_be_named(tmp_path):
-    code, line = export_fails(tmp_path, base=("--target-model", "gemma4-tiny"))
-    assert code == 2
-    assert "--backend" in line and "xnnpack" in line
-
-
 def test_a_target_without_shipped_weights_asks_for_its_checkpoint(tmp_path):
     code, line = export_fails(tmp_path, base=("--target-model", "qwen3-4B", "--backend", "xnnpack"))
     assert (code, "--checkpoint" in line) == (1, True)
@@ -241,10 +235,11 @@ def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_p
 
 
 def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
-    import eagle3.export.draft.head
-    import eagle3.targets.gemma4
+    import executorch.extension.llm.export.load
 
-    for module in (eagle3.export.draft.head, eagle3.targets.gemma4):
+    import eagle3.export.draft.head
+
+    for module in (eagle3.export.draft.head, executorch.extension.llm.export.load):
         monkeypatch.setattr(module, "load_checkpoint", None)
     out = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(out.stdout)

@@ -1,11 +1,12 @@
 """The artifact's folder appears whole or not at all, and what was there is never lost."""
 
 import os
+import subprocess
 
 import pytest
 
 from eagle3.export import artifact
-from eagle3.export.artifact import check_output, whole_folder, write_record
+from eagle3.export.artifact import check_output, full_disk_named, whole_folder, write_record
 from eagle3.runner.contract import MODEL_FILE
 
 
@@ -78,3 +79,26 @@ def test_a_linked_folder_stays_a_link(tmp_path):
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real" / MODEL_FILE).read_text() == "new"
     assert names(tmp_path) == ["link", "real"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("through_a_compiler", [False, True])
+def test_a_full_disk_is_named_with_what_is_needed_and_what_is_free(tmp_path, through_a_compiler):
+    def write():
+        if not through_a_compiler:
+            with open("/dev/full", "wb", buffering=0) as file:
+                file.write(b"weights")
+        done = subprocess.run(["cp", "/etc/passwd", "/dev/full"], capture_output=True, text=True)
+        raise RuntimeError(f"C++ compile error: {done.stderr}")
+
+    pattern = r"takes about 19\.0 GB, free for output \(.*\): .* GB, .* --output-dir, or set TMPDIR"
+    with pytest.raises(OSError, match=pattern), whole_folder(tmp_path / "out", False) as partial:
+        (partial / MODEL_FILE).write_text("half")
+        with full_disk_named(tmp_path / "out", int(19e9)):
+            write()
+    assert names(tmp_path) == []
+
+
+def test_other_failures_pass_as_they_are(tmp_path):
+    with pytest.raises(KeyError, match="other"), full_disk_named(tmp_path / "out", 1):
+        raise KeyError("other")

@@ -1,8 +1,13 @@
 """Backends: a record each. A new one is a module here and a line in ``BACKENDS``.
 
-The module has ``DTYPE`` (of activations), ``attention`` (an ``AttentionFactory``), ``tracing(speculator)`` (a context
-manager around each trace) and ``lower(programs, constant_methods) -> ExecutorchProgramManager``; it is imported only
-when it is used.
+The module is imported only when it is used and has, in the order of an export,
+
+- ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
+- ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
+- ``prepare(speculator, plan)``: rewrite the weights that were loaded;
+- ``tracing(speculator, plan)``: a context manager around each trace;
+- ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;
+- ``lower(programs, constant_methods, plan) -> ExecutorchProgramManager``.
 """
 
 import importlib
@@ -16,6 +21,8 @@ class Backend:
 
     summary: str
     module: str
+    quantizes: bool = False
+    """Whether it has kernels for quantized weights: it quantizes a checkpoint, or takes one that is quantized."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
 
@@ -24,5 +31,11 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
+    "cuda": Backend(
+        "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
+        "eagle3.export.lowering.cuda",
+        flags=frozenset({"cuda_arch", "qlinear", "draft_qlinear"}),
+        quantizes=True,
+    ),
     "xnnpack": Backend("the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)", "eagle3.export.lowering.xnnpack"),
 }

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 
 from eagle3.export.lowering.xnnpack_forms import product_rotary, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack_shortcuts import LinearsKept, applicable_passes
+from eagle3.export.plan import Plan
 from eagle3.targets.attention import KVCacheShape
 
 DTYPE = torch.float32
@@ -62,8 +63,20 @@ class LlmOpsAttention(nn.Module):
 attention = LlmOpsAttention
 
 
+def check(plan: Plan) -> None:
+    """Every machine lowers to the CPU."""
+
+
+def prepare(speculator: nn.Module, plan: Plan) -> None:
+    """Weights stay as they are."""
+
+
+def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
+    return {}
+
+
 @contextmanager
-def tracing(speculator: nn.Module) -> Iterator[None]:
+def tracing(speculator: nn.Module, plan: Plan) -> Iterator[None]:
     """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form."""
     use_product_norms(speculator)
     head_dims = {module.k_cache.shape[-1] for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
@@ -71,7 +84,9 @@ def tracing(speculator: nn.Module) -> Iterator[None]:
         yield
 
 
-def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
+def lower(
+    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
+) -> ExecutorchProgramManager:
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
     with applicable_passes():
         lowered = to_edge_transform_and_lower(

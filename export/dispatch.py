@@ -1,0 +1,67 @@
+"""The dispatch of quantized linears, swapped in for the trace of one export.
+
+ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
+and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
+than ``limit`` dequantizes inline as ExecuTorch's does; every other takes the small-M op, whose weights are read once
+for each 16 rows. A quantized embedding dequantizes the rows that it looks up, not the whole table.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what is swapped out)
+import torch
+from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
+from torchao.quantization import IntxUnpackedToInt8Tensor
+
+from eagle3.export.kernels.small_m import int4_small_m, int8_small_m
+
+aten = torch.ops.aten
+Handler = Callable[[Any, Any, Any, Any], Tensor]
+
+
+def _int4(x: Tensor, weight: CudaCoalescedInt4Tensor) -> Tensor:
+    return int4_small_m(x, weight.qdata, weight.scale, weight.scale_step, weight.zero_point, weight.zero_point_step)
+
+
+def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
+    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point)
+
+
+def _linear(small_m: Callable[[Tensor, Any], Tensor], otherwise: Handler, limit: int) -> Handler:
+    def linear(func, types, args, kwargs) -> Tensor:
+        x, weight, *bias = args
+        rows = x.reshape(-1, x.shape[-1])
+        if statically_known_true(rows.shape[0] > limit):
+            return otherwise(func, types, args, kwargs)
+        out = small_m(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
+        return out + bias[0] if bias and bias[0] is not None else out
+
+    return linear
+
+
+def _embedding(func, types, args, kwargs) -> Tensor:
+    """Rows of an INT8 table: [...] int64 -> [..., width]."""
+    ids, table = args[:2]
+    groups = table.scale.shape[1]
+    codes = table.qdata[ids].unflatten(-1, (groups, -1)).to(table.dtype)
+    zeros, scales = (values[ids].to(table.dtype).unsqueeze(-1) for values in (table.zero_point, table.scale))
+    return ((codes - zeros) * scales).flatten(-2)
+
+
+@contextmanager
+def small_m_dispatch(limit: int) -> Iterator[None]:
+    """Within it, ``F.linear`` and ``F.embedding`` of CUDA's quantized tensors go as this module's docstring says."""
+    with ExitStack() as stack:
+        for kind, small_m in ((CudaCoalescedInt4Tensor, _int4), (IntxUnpackedToInt8Tensor, _int8)):
+            functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
+            for table, name in ((functions, F.linear), (operators, aten.linear.default)):
+                stack.enter_context(patch.dict(table, {name: _linear(small_m, table[name], limit)}))
+        for table, name in ((functions, F.embedding), (operators, aten.embedding.default)):
+            stack.enter_context(patch.dict(table, {name: _embedding}))
+        yield

@@ -1,0 +1,71 @@
+"""Which kernel each quantized linear of a traced method takes, and whether the method may hold it.
+
+A verify forward is worth its rows only if each weight is read once for all of them, so a linear that reads its weights
+once a row, or writes a dequantized matrix to memory first, is refused with its name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.export import ExportedProgram
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.runner.contract import PREFILL
+
+SMALL_M, DEQUANTIZE, PER_ROW, GATHER = "small_m", "dequantize", "once a row", "gather"
+_SMALL_M_OPS = ("eagle3::int4_small_m", "eagle3::int8_small_m")
+_PER_ROW_OPS = "executorch_cuda::"
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a quantized weight in a graph; ``rows`` is None where the length of the method is not fixed."""
+
+    layer: str
+    kind: str
+    rows: int | None
+
+
+def quantized_uses(program: ExportedProgram) -> Iterator[Use]:
+    """Every use of a quantized weight, in the order of the graph's inputs."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = program.graph_signature.inputs_to_parameters.get(node.name)
+        if name is None or not isinstance(program.state_dict[name], TorchAOBaseTensor):
+            continue
+        layer = name.removeprefix("speculator.").removesuffix(".weight")
+        payloads = [user for user in node.users if user.args[1:2] == ("qdata",)]
+        for user in (user for payload in payloads for user in payload.users):
+            yield _use(layer, user)
+
+
+def _use(layer: str, node: torch.fx.Node) -> Use:
+    operator = getattr(node.target, "_schema", None)
+    name = operator.name if operator is not None else str(node.target)
+    if name in ("aten::index", "aten::embedding"):
+        return Use(layer, GATHER, None)
+    if name in _SMALL_M_OPS or name.startswith(_PER_ROW_OPS):
+        rows = node.args[0].meta["val"].shape[0]
+        kind = SMALL_M if name in _SMALL_M_OPS else PER_ROW
+        return Use(layer, kind, rows if isinstance(rows, int) else None)
+    return Use(layer, DEQUANTIZE, None)
+
+
+def check_linears(method: str, program: ExportedProgram) -> dict[str, int]:
+    """How many quantized linears take the small-M op and how many dequantize: ``{"small_m", "dequantize"}``.
+
+    Raises ValueError naming a layer whose linear the method must not hold: none reads its weights once a row; in
+    ``prefill`` the small-M op serves what runs over one row, elsewhere no linear dequantizes.
+    """
+    linears: dict[str, set[str]] = {SMALL_M: set(), DEQUANTIZE: set()}
+    for use in quantized_uses(program):
+        if use.kind == GATHER:
+            continue
+        if use.kind == PER_ROW:
+            raise ValueError(f"{method}: {use.layer} would read its weights once a row")
+        if method == PREFILL and use.kind == SMALL_M and use.rows != 1:
+            raise ValueError(f"{method}: {use.layer} would take the small-M kernel for every row of a chunk")
+        if method != PREFILL and use.kind == DEQUANTIZE:
+            raise ValueError(f"{method}: {use.layer} would dequantize its whole matrix")
+        linears[use.kind].add(use.layer)
+    return {kind: len(layers) for kind, layers in linears.items()}

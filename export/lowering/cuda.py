@@ -1,0 +1,203 @@
+"""CUDA: each method whole through AOTInductor, by ExecuTorch's CUDA backend, in bfloat16.
+
+With a GPU at hand kernels are timed on it; without one the GPU is named (``named_gpu``). Weights and caches are shared
+between the methods by qualified name, and go into a file of their own.
+"""
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
+import torch
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.passes import MemoryPlanningPass
+from torch import Tensor
+from torch._inductor import config as inductor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.nn import functional as F
+
+from eagle3.export.config import RECIPES
+from eagle3.export.dispatch import small_m_dispatch
+from eagle3.export.draft.head import DraftHead
+from eagle3.export.graph_check import check_linears
+from eagle3.export.lowering.cuda_shortcuts import analyzed_once
+from eagle3.export.lowering.named_gpu import named_gpu
+from eagle3.export.lowering.named_gpu.versions import check_versions
+from eagle3.export.lowering.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.plan import Plan
+from eagle3.export.quantization import check_int4_headers, check_recipe, fitted_recipe, quantize
+from eagle3.export.speculator import Eagle3Speculator
+from eagle3.targets.attention import EagerAttention
+
+DTYPE = torch.bfloat16
+SPLIT_ROWS = 4  # ExecuTorch's split-K attention takes up to 4 rows of queries
+WINDOW_ROWS = 16  # a verify window is never longer
+OPTIONS = {
+    "coordinate_descent_tuning": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels
+}
+
+
+class BoundedAttention(EagerAttention):
+    """See ``EagerAttention``. ExecuTorch's ``triton::sdpa`` reads the slots written so far and no others.
+
+    A few rows against a long cache fill a GPU only when the cache is split between thread blocks, which the op does for
+    1 to 4 rows, a number that must be static: a verify window is padded to a multiple of 4 and goes in tiles of 4.
+    """
+
+    def rows(self, input_pos: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions [T], mask [1, 1, T or padded, slots], slots written after this forward (a scalar on the device)."""
+        return input_pos, F.pad(mask, (0, 0, 0, padding(input_pos.shape[0]))), input_pos[-1] + 1
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Any, scale: float) -> Tensor:
+        input_pos, mask, written = rows
+        keys, values = self.kv_cache.update(input_pos, key.transpose(1, 2), value.transpose(1, 2))
+        length = query.shape[1]
+        # Padded and cut along the rows where they are the first dimension: elsewhere the shape of memory would depend
+        # on the length, and the trace would be of one length.
+        query = F.pad(query, (0, 0, 0, 0, 0, padding(length))).transpose(1, 2)  # [1, heads, T or padded, head_dim]
+
+        def attend(query: Tensor, mask: Tensor) -> Tensor:
+            return torch.ops.triton.sdpa(query, keys, values, mask, 0.0, False, scale, True, written)
+
+        if bounds(length)[1] > WINDOW_ROWS:
+            return attend(query, mask).transpose(1, 2)[:, :length]
+        tiles = zip(query.split(SPLIT_ROWS, dim=2), mask.split(SPLIT_ROWS, dim=2), strict=True)
+        return torch.cat([attend(*tile).transpose(1, 2) for tile in tiles], dim=1)[:, :length]
+
+
+attention = BoundedAttention
+
+
+def bounds(length: int | torch.SymInt) -> tuple[int, int]:
+    """The least and the greatest that a dimension of a traced tensor may be."""
+    if isinstance(length, int):
+        return length, length
+    span = length.node.shape_env.bound_sympy(length.node.expr)
+    return int(span.lower), int(span.upper)
+
+
+def padding(length: int | torch.SymInt) -> int | torch.SymInt:
+    """Rows that bring a verify window to a multiple of ``SPLIT_ROWS`` not less than the longest one.
+
+    The op asks whether there are more than ``SPLIT_ROWS`` rows. Where some lengths are and some are not it would be
+    compiled for the one that is traced, so that those get ``SPLIT_ROWS`` rows more, which attend to nothing.
+    """
+    least, longest = bounds(length)
+    if longest == 1:
+        return 0
+    if longest <= WINDOW_ROWS:
+        return -(-longest // SPLIT_ROWS) * SPLIT_ROWS - length
+    return SPLIT_ROWS if least <= SPLIT_ROWS else 0
+
+
+def local_arch() -> str | None:
+    """The architecture of the GPU at hand, such as "sm_90"."""
+    if not torch.cuda.is_available():
+        return None
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
+
+
+def check(plan: Plan) -> None:
+    """Raise ValueError, FileNotFoundError or ValueError for what cannot be lowered here, saying what to type."""
+    arch, local = plan.config.cuda_arch, local_arch()
+    if local is None:
+        if arch is None:
+            raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
+        check_versions()
+    elif arch not in (None, local):
+        raise ValueError(
+            f"--cuda-arch {arch}, but the GPU at hand is {local} and kernels are tuned on it: leave the flag out, or "
+            "set CUDA_VISIBLE_DEVICES= to lower without the GPU"
+        )
+    cuda_home()
+    cpp_compiler()
+    if plan.qlinear == "checkpoint":
+        check_int4_headers(plan.target_headers)
+    if plan.qlinear in RECIPES[1:]:
+        target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model
+        check_recipe("--qlinear", plan.qlinear, target, plan.target_config)
+    if plan.draft_qlinear in RECIPES[1:]:
+        with torch.device("meta"):
+            draft = DraftHead(plan.draft, max_seq_len=1)
+        check_recipe("--draft-qlinear", plan.draft_qlinear, draft, plan.draft.layer)
+
+
+def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
+    """Quantize what the plan says and lay the weights out for their kernels; the model stays on the host."""
+    if plan.qlinear in RECIPES[1:]:
+        quantize(speculator.target, fitted_recipe(plan.qlinear, plan.target_config))
+    if plan.draft_qlinear in RECIPES[1:]:
+        recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
+        quantize(speculator.draft, recipe, spare=speculator.target.parameters())
+    convert_quantized_tensors_for_cuda(speculator)
+
+
+@contextmanager
+def tracing(speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
+    with small_m_dispatch(plan.small_m_limit):
+        yield
+
+
+def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
+    """The architecture, how kernels are chosen, and what the quantized linears of each method take."""
+    local = local_arch()
+    return {
+        "cuda_arch": local or plan.config.cuda_arch,
+        "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "first choice of Inductor's heuristics",
+        "linears": {name: check_linears(name, program) for name, program in programs.items()},
+        "toolchain": {"triton": importlib.metadata.version("triton"), "nvcc": nvcc_version()},
+    }
+
+
+def lower(
+    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
+) -> ExecutorchProgramManager:
+    """One program whose methods are a delegate each; weights and caches are its tensor data, by name."""
+    partitioners = {
+        name: [
+            CudaPartitioner(
+                [CudaBackend.generate_method_name_compile_spec(name), CompileSpec("low_memory_mode", b"ON")]
+            )
+        ]
+        for name in programs
+    }
+    lengths = {name: ranges(program) for name, program in programs.items()}
+    for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
+    with for_gpu, inductor.patch(OPTIONS), analyzed_once():
+        lowered = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner=partitioners,
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=dict(constant_methods),
+        )
+        for name, program in programs.items():
+            if ranges(program) != lengths[name]:
+                raise ValueError(f"{name} was compiled for {ranges(program)} of its lengths {lengths[name]} alone")
+        return lowered.to_executorch(
+            ExecutorchBackendConfig(
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True
+            )
+        )
+
+
+def ranges(program: ExportedProgram) -> dict[str, str]:
+    """What the compiler takes each dynamic dimension of a program to be. Code that holds for some of the lengths alone
+    narrows it."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    shapes = next(value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor))
+    return {str(symbol): str(span) for symbol, span in shapes.var_to_range.items()} | {
+        str(symbol): str(value) for symbol, value in shapes.replacements.items()
+    }

@@ -1,0 +1,40 @@
+"""Lowering to CUDA for a GPU that is named instead of present: no GPU, no driver, no CUDA toolkit.
+
+AOTInductor asks the GPU at hand what it is, compiles for it, times kernels on it, keeps weights on it, and links with
+its driver. Five parts answer in its place, each a context manager in a file of its own:
+
+1. ``answers``    what PyTorch says of the GPU
+2. ``compiling``  Triton compiles for the named architecture; nothing is loaded or launched
+3. ``choices``    nothing is timed: kernels are the first choice of Inductor's heuristics that fits the GPU
+4. ``weights``    weights are fake CUDA tensors that remember where their data lies on the host
+5. ``toolchain``  nvcc from pip packages, a stub of the driver's library to link with
+
+They reach into private parts of PyTorch, Triton and ExecuTorch, so they are refused outside the versions that they were
+tested with. Where there is a GPU nothing here is used.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from eagle3.export.lowering.named_gpu.gpus import GPUS
+from eagle3.export.lowering.named_gpu.versions import check_versions
+
+
+@contextmanager
+def named_gpu(arch: str) -> Iterator[None]:
+    """Within it, ExecuTorch's CUDA backend lowers for ``arch`` (a key of ``GPUS``, such as "sm_90").
+
+    Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
+    """
+    check_versions()
+    from eagle3.export.lowering.named_gpu.answers import answers
+    from eagle3.export.lowering.named_gpu.choices import choices
+    from eagle3.export.lowering.named_gpu.compiling import compiling
+    from eagle3.export.lowering.named_gpu.weights import weights_on_host
+    from eagle3.export.lowering.toolchain import toolchain
+
+    gpu = GPUS[arch]
+    with ExitStack() as parts:
+        for part in (toolchain(), answers(gpu), compiling(gpu), choices(), weights_on_host()):
+            parts.enter_context(part)
+        yield

@@ -1,0 +1,113 @@
+"""Part 1: PyTorch and Inductor ask about the GPU; the named one answers."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.device_interface import CudaInterface
+
+from eagle3.export.lowering.named_gpu.gpus import Gpu
+
+CACHING = (
+    "torch.utils._triton",
+    "torch._inductor.utils",
+    "torch._inductor.runtime.hints",
+    "torch._inductor.codegen.cuda.cuda_env",
+    "torch._inductor.codegen.cuda.compile_utils",
+)
+CUDA_VERSION = "13.0"  # of the toolchain in the extra "cuda"; the CPU build of torch has none of its own
+
+
+class DeviceProperties:
+    """What ``torch.cuda.get_device_properties`` would return."""
+
+    def __init__(self, gpu: Gpu):
+        self.name, self.gcnArchName = gpu.name, ""
+        self.major, self.minor = gpu.capability
+        self.multi_processor_count = gpu.multiprocessors
+        self.shared_memory_per_block = 48 << 10
+        self.shared_memory_per_block_optin = gpu.shared_memory_per_block
+        self.shared_memory_per_multiprocessor = gpu.shared_memory_per_multiprocessor
+        self.regs_per_multiprocessor = 65536
+        self.max_threads_per_multi_processor = gpu.threads_per_multiprocessor
+        self.max_threads_per_block = 1024
+        self.warp_size = 32
+        self.total_memory = gpu.memory
+        self.L2_cache_size = gpu.l2_cache
+
+
+def _always(value):
+    return lambda *args, **kwargs: value
+
+
+@contextmanager
+def answers(gpu: Gpu) -> Iterator[None]:
+    """Within it, ``torch.cuda`` and Inductor's device interface describe ``gpu``; streams and devices are number 0."""
+    properties = DeviceProperties(gpu)
+    index_zero = (
+        "_exchange_device",
+        "_maybe_exchange_device",
+        "_cuda_exchangeDevice",
+        "_cuda_maybeExchangeDevice",
+        "_cuda_getCurrentRawStream",
+    )
+    of_cuda = {
+        "_is_compiled": True,
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "_lazy_init": None,
+        "empty_cache": None,
+        "get_device_properties": properties,
+        "get_device_capability": gpu.capability,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }
+    of_interface = {
+        "get_compute_capability": gpu.arch,
+        "is_available": True,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+        "get_device_properties": properties,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "get_raw_stream": 0,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+    }
+    of_worker = {"get_device_properties": properties, "current_device": 0}
+    with ExitStack() as stack:
+
+        def replace(owner, name, value):
+            stack.enter_context(patch.object(owner, name, value, create=True))
+
+        replace(torch.version, "cuda", torch.version.cuda or CUDA_VERSION)
+        replace(torch.accelerator, "is_available", _always(False))  # it would ask the driver for streams
+        for owner in (torch.cuda, torch._C):
+            for name in index_zero:
+                replace(owner, name, _always(0))
+        for name, value in of_cuda.items():
+            replace(torch.cuda, name, _always(value))
+        for name, value in of_interface.items():
+            replace(CudaInterface, name, staticmethod(_always(value)))
+        for name, value in of_worker.items():
+            replace(CudaInterface.Worker, name, staticmethod(_always(value)))
+        forget_answers()
+        stack.callback(forget_answers)
+        yield
+
+
+def forget_answers() -> None:
+    """Empty the caches that hold what was answered before: there is no GPU, or another one is named."""
+    owners = [importlib.import_module(name) for name in CACHING]
+    owners += [kind for owner in owners for kind in vars(owner).values() if isinstance(kind, type)]
+    for owner in owners:
+        for name in list(vars(owner)):
+            clear = getattr(getattr(owner, name, None), "cache_clear", None)
+            if clear is not None:
+                clear()

@@ -1,0 +1,102 @@
+"""Part 2: Triton compiles for the named GPU; nothing is loaded on a GPU or launched.
+
+Code is kept to what later architectures run as well. Triton would compile for sm_90a, whose PTX is for that one
+architecture (NVIDIA's PTX ISA, ".target"); here it compiles for sm_90, and a configuration that needs more (wgmma,
+tcgen05) is passed over for the next one.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch._inductor.codegen.cuda import compile_utils
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, StaticTritonCompileResult
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
+from triton.runtime import driver
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from eagle3.export.lowering.named_gpu.gpus import Gpu
+
+
+class NamedDriver:
+    """Stands where Triton's CUDA driver would: it names the target and has no device to offer."""
+
+    def __init__(self, gpu: Gpu):
+        properties = {
+            "max_shared_mem": gpu.shared_memory_per_block,
+            "multiprocessor_count": gpu.multiprocessors,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
+        self.target = GPUTarget("cuda", gpu.arch, 32)
+        self.utils = type("utils", (), {"get_device_properties": staticmethod(lambda device: properties)})
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device=None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@contextmanager
+def compiling(gpu: Gpu) -> Iterator[None]:
+    """Within it, each kernel is compiled with the first of its configurations that fits ``gpu``, and kept."""
+
+    def compile_first_that_fits(self: CachingAutotuner) -> None:
+        if self.compile_results:
+            return
+        refusals = []
+        for config in self.configs:
+            try:
+                result = self._precompile_config(config)
+            except (OutOfResources, PTXASError) as error:
+                refusals.append(str(error))
+                continue
+            shared = result.kernel.metadata.shared
+            if shared <= gpu.shared_memory_per_block:
+                self.compile_results, self.configs = [result], None
+                return
+            refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
+        raise ValueError(f"no configuration of the kernel {self.fn.__name__} fits sm_{gpu.arch}: {refusals[-1]}")
+
+    def make_launchers(self: CachingAutotuner) -> None:
+        if not self.launchers:
+            (result,) = self.compile_results
+            result.kernel._init_handles = lambda: None  # it would load the kernel on the GPU
+            self.launchers = [result.make_launcher()]
+
+    def keep_instead_of_launch(self: CachingAutotuner, *args, stream, **kwargs) -> None:
+        if not self.launchers:
+            self.precompile()
+        self.save_gpu_kernel(stream, self.launchers[0])
+
+    earlier = driver._active
+    driver.set_active(NamedDriver(gpu))
+    try:
+        with (
+            # Triton's cache does not know of the plain architecture, so that what is compiled here is kept apart.
+            patch.dict(os.environ, {"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
+            patch.object(compiler, "sm_arch_from_capability", lambda capability: f"sm_{capability}"),
+            patch.object(compile_utils, "_nvcc_arch_as_compile_option", lambda: str(gpu.arch)),
+            patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+            patch.object(CachingAutotuner, "_precompile_worker", compile_first_that_fits),
+            patch.object(CachingAutotuner, "_make_launchers", make_launchers),
+            patch.object(CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),  # asks for occupancy
+            patch.object(CachingAutotuner, "run", keep_instead_of_launch),
+            patch.object(StaticTritonCompileResult, "can_statically_launch", staticmethod(lambda *a, **k: None)),
+        ):
+            yield
+    finally:
+        driver._active = earlier

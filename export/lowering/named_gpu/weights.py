@@ -1,0 +1,182 @@
+"""Part 4: weights are fake CUDA tensors; each knows its data on the host, which goes from there into the ``.ptd``.
+
+The data is never copied: a memory-mapped checkpoint is read when its bytes are hashed or written.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.utils._pytree as pytree
+from executorch.backends.cuda import cuda_backend
+from executorch.backends.cuda.cuda_weight_collector import CudaWeightArtifact, CudaWeightCollector, CudaWeightEntry
+from executorch.backends.cuda.cuda_weight_collector import _storage_key as storage_key
+from executorch.exir._serialize._cord import FileBackedData
+from executorch.exir.tensor import scalar_type_enum
+from torch import Tensor
+from torch._inductor import codecache, compile_fx, graph, ir
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+
+DEVICE = torch.device("cuda", 0)
+CHUNK = 8 << 20  # bytes
+
+
+class HostData(FileBackedData):
+    """A tensor's bytes where they lie, for ExecuTorch's serializer: read in chunks, never copied as a whole."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.size = extent * tensor.element_size() if tensor.numel() else 0
+        self.digest: bytes | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _view(self) -> memoryview:
+        return memoryview((ctypes.c_ubyte * self.size).from_address(self.tensor.data_ptr())).cast("B")
+
+    def prefix(self, size: int) -> bytes:
+        return bytes(self._view()[:size])
+
+    def sha256(self) -> bytes:
+        if self.digest is None:
+            self.digest = hashlib.sha256(self._view()).digest()
+        return self.digest
+
+    def to_bytes(self) -> bytes:
+        return bytes(self._view())
+
+    def write_to_file(self, outfile) -> None:
+        view = self._view()
+        for start in range(0, self.size, CHUNK):
+            outfile.write(view[start : start + CHUNK])
+
+    def close(self) -> None:
+        pass
+
+
+def on_named_gpu(program: ExportedProgram) -> ExportedProgram:
+    """Point a program at cuda:0 with fake weights; ``host_value`` of each is the tensor that it stands for."""
+    mode = next(n.meta["val"].fake_mode for n in program.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
+
+    def fake_like(tensor: Tensor, in_mode: FakeTensorMode = mode) -> Tensor:
+        with in_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+
+    def moved(value):
+        if not isinstance(value, Tensor):
+            return value
+        return fake_like(value, value.fake_mode if isinstance(value, FakeTensor) else mode)
+
+    for values in (program._state_dict, program._constants):
+        for name, value in list(values.items()):
+            if not isinstance(value, Tensor):
+                continue
+            fake = fake_like(value)
+            if isinstance(value, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=False)
+            fake.host_value = value.detach()
+            values[name] = fake
+    if program.example_inputs is not None:
+        program._example_inputs = pytree.tree_map(moved, program.example_inputs)
+    for module in program.graph_module.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": DEVICE}
+            if node.target is torch.ops.aten.to.device:
+                node.args = (node.args[0], DEVICE, *node.args[2:])
+            node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
+    program.validate()
+    return program
+
+
+def collect(self: CudaWeightCollector, weights, directory: str, device_type_for_weight) -> CudaWeightArtifact:
+    """``CudaWeightCollector.materialize`` without its copies: each weight is a ``HostData``, made once a collector."""
+    known = self.__dict__.setdefault("host_data", {})  # the methods' weights are the same tensors: hash them once
+    entries, storages = [], {}
+    for name, (tensor, _) in weights.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        data = known.setdefault(place, HostData(tensor))
+        device_type = device_type_for_weight(tensor)
+        key = storage_key(name, device_type)
+        storages[key] = data
+        entries.append(
+            CudaWeightEntry(
+                fqn=name,
+                storage_key=key,
+                storage_nbytes=len(data),
+                dtype=int(scalar_type_enum(tensor.dtype)),
+                device_type=device_type,
+                storage_offset=0,
+                sizes=tuple(tensor.shape),
+                strides=tuple(tensor.stride()),
+            )
+        )
+    return CudaWeightArtifact(entries=entries, storages=storages)
+
+
+@contextmanager
+def _external_weights(target_device: torch.device) -> Iterator[None]:
+    """ExecuTorch's low-memory compilation: constants are CUDA's, and the runtime gives them by name."""
+    guard = cuda_backend._CPU_CLONE_GUARD
+    earlier, guard.active = getattr(guard, "active", False), True
+    try:
+        with patch.object(codecache, "determine_aoti_mmap_flags", lambda consts_size: (True, False)):
+            yield
+    finally:
+        guard.active = earlier
+
+
+@contextmanager
+def weights_on_host() -> Iterator[None]:
+    """Within it, ExecuTorch's CUDA backend leaves weights on the host and Inductor takes fake ones for real."""
+    same, clone, to_list = graph.is_same_tensor, compile_fx.clone_preserve_strides, FakeTensor.tolist
+    original, get_attr = graph.GraphLowering.get_original_value_of_constant, graph.GraphLowering.get_attr
+
+    def same_data(a: Tensor, b: Tensor) -> bool:
+        if not isinstance(a, FakeTensor) and not isinstance(b, FakeTensor):
+            return same(a, b)
+        data_a, data_b = getattr(a, "host_value", None), getattr(b, "host_value", None)
+        return a is b or (data_a is not None and data_b is not None and same(data_a, data_b))
+
+    def clone_with_data(x: Tensor) -> Tensor:
+        copy = clone(x)
+        if hasattr(x, "host_value"):
+            copy.host_value = x.host_value
+        return copy
+
+    def data_of_constant(self, name: str) -> Tensor:
+        value = original(self, name)
+        return getattr(value, "host_value", value)
+
+    def scalar_constant(self, target, args, kwargs):
+        value = graph.getattr_recursive(self.module, target)
+        if isinstance(value, FakeTensor) and value.shape == () and hasattr(value, "host_value"):
+            return ir.Constant(value=value.host_value.item(), dtype=value.dtype, device=value.device)
+        return get_attr(self, target, args, kwargs)
+
+    def list_of_data(self: FakeTensor) -> list:
+        return self.host_value.tolist() if hasattr(self, "host_value") else to_list(self)
+
+    backend = cuda_backend.CudaBackend
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (graph, "is_same_tensor", same_data),
+            (graph.GraphLowering, "get_original_value_of_constant", data_of_constant),
+            (graph.GraphLowering, "get_attr", scalar_constant),
+            (compile_fx, "clone_preserve_strides", clone_with_data),
+            (FakeTensor, "tolist", list_of_data),
+            (backend, "move_program_to_device", classmethod(lambda cls, program, device, specs: on_named_gpu(program))),
+            (backend, "release_moved_tensors", classmethod(lambda cls, program, specs: None)),
+            (cuda_backend, "_compile_time_cpu_clones", _external_weights),
+            (CudaWeightCollector, "materialize", collect),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield

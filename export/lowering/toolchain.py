@@ -1,0 +1,67 @@
+"""Part 5: what compiles and links a CUDA program, and where it is found.
+
+nvcc and CUDA's headers come from the pip packages of the extra ``cuda``; a system's toolkit is used if they are not
+there. The link asks for libcuda, the driver's library: a stub with its name will do, the driver has the real one.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+
+def cuda_home() -> Path:
+    """The folder that holds ``bin/nvcc``. Raises FileNotFoundError saying what to install."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) / "cu13" for place in (spec.submodule_search_locations if spec else ())]
+    folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    on_path = shutil.which("nvcc")
+    folders += [Path(on_path).resolve().parent.parent] if on_path else []
+    folders.append(Path("/usr/local/cuda"))
+    for folder in folders:
+        if (folder / "bin" / "nvcc").is_file():
+            return folder
+    raise FileNotFoundError(
+        "nvcc is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
+        "type pip install 'eagle3-export[cuda]'"
+    )
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor will call. Raises FileNotFoundError saying what to install."""
+    name = os.environ.get("CXX", "g++")
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(
+            f"{name} is not on PATH, and lowering for CUDA compiles C++: install g++ (apt install g++), or set CXX"
+        )
+    return found
+
+
+def nvcc_version() -> str:
+    """Such as "13.0.88"."""
+    printed = subprocess.run([cuda_home() / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True)
+    return re.search(r"V([\d.]+)", printed.stdout)[1]
+
+
+@contextmanager
+def toolchain() -> Iterator[None]:
+    """Within it, ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` name what ``cuda_home`` found and a stub of libcuda."""
+    home, compiler = cuda_home(), cpp_compiler()
+    with tempfile.TemporaryDirectory() as stubs:
+        stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o", f"{stubs}/libcuda.so"]
+        subprocess.run([compiler, *stub], check=True)
+        libraries = [stubs, *filter(None, [os.environ.get("LIBRARY_PATH")])]
+        environment = {
+            "CUDA_HOME": str(home),
+            "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "LIBRARY_PATH": os.pathsep.join(libraries),
+        }
+        with patch.dict(os.environ, environment):
+            yield

@@ -1,0 +1,231 @@
+"""What an export of Gemma 4 31B costs: seconds per stage and peak memory, at any number of its full-width layers.
+
+    python scripts/bench_export.py --layers 12 --cuda-arch sm_90
+
+writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's quantize_and_save, a
+random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a process of its own
+and watches that process: RssAnon is the memory that it holds beyond files mapped into it. Weights are random, so the
+artifact is good for its size and speed alone.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import click
+import torch
+from executorch.extension.llm.export.quant import QuantConfig
+from safetensors.torch import save_file
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import IntxUnpackedToInt8Tensor
+from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
+from transformers import Gemma4TextConfig
+
+from eagle3.export.quantization import fitted_recipe
+from eagle3.targets import gemma4
+
+SAMPLE_SECONDS = 0.1
+DRAFT_VOCABULARY = 32000
+
+
+def gemma4_config(layers: int) -> Gemma4TextConfig:
+    """Gemma 4 31B's widths: every sixth layer attends fully."""
+    return Gemma4TextConfig(
+        vocab_size=262144,
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=262144,
+        sliding_window=1024,
+        max_position_embeddings=131072,
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        dtype="bfloat16",
+    )
+
+
+def random_weight(shape: torch.Size, quantization: QuantConfig | None) -> torch.Tensor:
+    """A weight of the statistics of a trained one, made in the form that it is stored in."""
+    if quantization is None:
+        return torch.randn(shape).mul_(0.02).add_(1.0 if len(shape) == 1 else 0.0).to(torch.bfloat16)
+    rows, columns = shape
+    groups, scale = columns // quantization.group_size, columns**-0.5
+    scales = torch.full((rows, groups), scale / 2 ** (quantization.bits - 2), dtype=torch.bfloat16)
+    if quantization.bits == 4:
+        packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        zeros = torch.full((groups, rows), 8.0, dtype=torch.bfloat16)
+        return Int4Tensor(packed, scales.t().contiguous(), zeros, [1, quantization.group_size], shape)
+    codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
+    zeros = torch.zeros((rows, groups), dtype=torch.int8)
+    block = (1, quantization.group_size)
+    return IntxUnpackedToInt8Tensor(codes, scales, zeros, torch.int8, block, torch.bfloat16, None)
+
+
+def save_target(folder: Path, config: Gemma4TextConfig) -> None:
+    """A shard a layer, so that no more than one is in memory."""
+    recipe = fitted_recipe("default", config)
+    shards: dict[str, dict[str, torch.Size]] = {}
+    for name, value in gemma4.skeleton(config, max_seq_len=1024).model.state_dict().items():
+        parts = name.split(".")
+        shards.setdefault(parts[1] if parts[0] == "layers" else parts[0], {})[name] = value.shape
+    weight_map = {}
+    for key, shapes in shards.items():
+        weights = {name: random_weight(shape, recipe.get_config(name)) for name, shape in shapes.items()}
+        tensors, metadata = flatten_tensor_state_dict(weights)
+        save_file(tensors, folder / f"{key}.safetensors", metadata=metadata)
+        weight_map |= {name: f"{key}.safetensors" for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config.save_pretrained(folder)
+
+
+def save_draft(folder: Path, config: Gemma4TextConfig, aux_layers: list[int]) -> None:
+    """The shape of RedHatAI/gemma-4-31B-it-speculator.eagle3: 2.24 B parameters."""
+    width, inner = config.hidden_size, config.intermediate_size
+    shapes = {
+        "embed_tokens.weight": (config.vocab_size, width),
+        "fc.weight": (width, len(aux_layers) * width),
+        "layers.0.self_attn.q_proj.weight": (32 * 256, 2 * width),
+        "layers.0.self_attn.k_proj.weight": (16 * 256, 2 * width),
+        "layers.0.self_attn.v_proj.weight": (16 * 256, 2 * width),
+        "layers.0.self_attn.o_proj.weight": (width, 32 * 256),
+        "layers.0.mlp.gate_proj.weight": (inner, width),
+        "layers.0.mlp.up_proj.weight": (inner, width),
+        "layers.0.mlp.down_proj.weight": (width, inner),
+        "lm_head.weight": (DRAFT_VOCABULARY, width),
+        "layers.0.input_layernorm.weight": (width,),
+        "layers.0.hidden_norm.weight": (width,),
+        "layers.0.post_attention_layernorm.weight": (width,),
+        "norm.weight": (width,),
+    }
+    tensors = {name: random_weight(torch.Size(shape), None) for name, shape in shapes.items()}
+    tensors["d2t"] = torch.zeros(DRAFT_VOCABULARY, dtype=torch.long)
+    tensors["t2d"] = torch.arange(config.vocab_size) < DRAFT_VOCABULARY
+    save_file(tensors, folder / "model.safetensors")
+    layer = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    described = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "eagle_aux_hidden_state_layer_ids": aux_layers,
+        "norm_before_residual": True,
+        "transformer_layer_config": layer,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [proposal]},
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+def watched(command: list[str]) -> tuple[dict[str, float], float]:
+    """Run a command to success; peak RssAnon and VmHWM of its process in GiB, and its seconds."""
+    peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
+    start = time.monotonic()
+    process = subprocess.Popen(command)
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            try:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+            except OSError:
+                return
+            for line in status.splitlines():
+                key, _, value = line.partition(":")
+                if key in peaks:
+                    peaks[key] = max(peaks[key], int(value.split()[0]) / 2**20)
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    code = process.wait()
+    over.set()
+    watcher.join()
+    if code:
+        raise click.ClickException(f"the export failed with exit code {code}")
+    return peaks, time.monotonic() - start
+
+
+@click.command()
+@click.option("--layers", default="6,12", show_default=True, help="Numbers of layers, each an export of its own.")
+@click.option("--cuda-arch", help="As eagle3-export's.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(layers: str, cuda_arch: str | None, folder: Path | None, as_json: bool) -> None:
+    """Export synthetic Gemma 4 31B checkpoints of a few layers and report what it took.
+
+    \b
+    Example:
+      python scripts/bench_export.py --layers 6,12 --cuda-arch sm_90
+    """
+    results = []
+    with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
+        place = folder or Path(temporary)
+        for count in map(int, layers.split(",")):
+            results.append(measure(count, cuda_arch, place / str(count)))
+            if not as_json:
+                show(results[-1])
+    if as_json:
+        click.echo(json.dumps(results))
+
+
+def measure(layers: int, cuda_arch: str | None, place: Path) -> dict:
+    target, draft, output = place / "target", place / "draft", place / "artifact"
+    if not (target / "config.json").is_file():
+        for path in (target, draft):
+            path.mkdir(parents=True)
+        config = gemma4_config(layers)
+        save_target(target, config)
+        save_draft(draft, config, [1, layers // 2, layers - 1])
+    command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", "gemma4-31B", "--overwrite"]
+    command += ["--checkpoint", str(target), "--draft", str(draft), "--output-dir", str(output)]
+    peaks, seconds = watched(command + (["--cuda-arch", cuda_arch] if cuda_arch else []))
+    record = json.loads((output / "export.json").read_text())
+    weights = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**30 for folder in (target, draft)]
+    return {
+        "layers": layers,
+        "target_gib": round(weights[0], 2),
+        "draft_gib": round(weights[1], 2),
+        "seconds": round(seconds),
+        "peak_anonymous_gib": round(peaks["RssAnon"], 2),
+        "peak_resident_gib": round(peaks["VmHWM"], 2),
+        "artifact_gib": round(sum(entry["bytes"] for entry in record["files"].values()) / 2**30, 2),
+        "stages": {stage["stage"]: stage["seconds"] for stage in record["stages"]},
+        "packages": record["manifest"]["packages"],
+    }
+
+
+def show(result: dict) -> None:
+    click.echo(
+        f"{result['layers']} layers, weights {result['target_gib']} + {result['draft_gib']} GiB: {result['seconds']} s,"
+        f" peak anonymous {result['peak_anonymous_gib']} GiB, resident {result['peak_resident_gib']} GiB"
+    )
+    for stage, seconds in result["stages"].items():
+        click.echo(f"  {stage:<24} {seconds:>8.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Times the kernels of few rows (export/kernels/small_m.py) on a CUDA GPU, on the linears of Gemma 4 31B.
+
+    python scripts/bench_small_m.py                            # checks, then every linear at 1 to 16 rows: minutes
+    python scripts/bench_small_m.py --linear down --sweep      # other block sizes on one linear
+    python scripts/bench_small_m.py --json small_m.json
+
+Without a CUDA GPU it says so, runs nothing and exits with 0. It needs torch, triton and click, and ExecuTorch only for
+the column of its dequantization. Owed: no table from a GPU has been recorded yet; the block sizes are chosen from the
+machine code (registers, shared memory, instructions a weight) and the two goals below are not known to be met.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor
+
+from eagle3.export.kernels import small_m
+
+LINEARS = {  # N, K
+    "sliding_q": (8192, 5376),
+    "sliding_kv": (4096, 5376),
+    "sliding_o": (5376, 8192),
+    "full_q": (16384, 5376),
+    "full_k": (2048, 5376),
+    "full_o": (5376, 16384),
+    "gate_up": (21504, 5376),
+    "down": (5376, 21504),
+    "lm_head": (262144, 5376),
+    "lm_head_int8": (262144, 5376),
+}
+GOAL_LINEAR = "down"
+GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
+INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
+"""ms on an A100, quoted from pytorch/executorch PR 21456: not measured here, and for another GPU than yours."""
+ROTATED = 512 << 20  # bytes of weights that calls go through in turn, so that no L2 holds them
+
+
+@dataclass
+class Timing:
+    """One linear: microseconds by rows, and what they come to."""
+
+    linear: str
+    n: int
+    k: int
+    parts: int
+    weight_bytes: int
+    us: dict[int, float] = field(default_factory=dict)
+    copy_share: dict[int, float] = field(default_factory=dict)
+    dequantize_us: float | None = None
+
+    @property
+    def growth(self) -> float:
+        return self.us[8] / self.us[1]
+
+
+def int4_weight(n: int, k: int) -> tuple[Tensor, ...]:
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+
+    def steps(largest: float) -> Tensor:
+        return (torch.rand(n, k // 256, device="cuda") * largest / 255).half()
+
+    return codes(n, k // 2), codes(n, k // 32), steps(0.1), codes(n, k // 32), steps(15)
+
+
+def int8_weight(n: int, k: int) -> tuple[Tensor, ...]:
+    q = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
+    return q, torch.rand(n, 1, device="cuda").bfloat16() / 100, torch.zeros(n, 1, dtype=torch.int8, device="cuda")
+
+
+def run(x: Tensor, weight: tuple[Tensor, ...], choice: small_m.Blocks | None = None) -> Tensor:
+    if len(weight) == 5:
+        kernels = small_m._int4_small_m_kernel, small_m._small_m_sum_kernel
+        return small_m._launch_int4(*kernels, x, *weight, choice=choice or small_m.INT4)
+    kernels = small_m._int8_small_m_kernel, small_m._small_m_sum_kernel
+    return small_m._launch_int8(*kernels, x, *weight, choice=choice or small_m.INT8)
+
+
+def check(name: str, weight: tuple[Tensor, ...], k: int, choice: small_m.Blocks | None = None) -> None:
+    """Right on the first outputs and the last, and each row the same bits in every call."""
+    x = torch.randn(17, k, device="cuda").bfloat16()
+    reference = small_m.int4_reference if len(weight) == 5 else small_m.int8_reference
+    found = run(x, weight, choice)
+    for some in (slice(0, 1024), slice(-1024, None)):
+        expected = reference(x.float(), *(tensor[some] for tensor in weight))
+        error = ((found[:, some].float() - expected).abs().max() / expected.abs().max()).item()
+        if not error < 2**-8:
+            raise click.ClickException(f"{name}: an error of {error:.2g} of the largest output: the kernel is wrong")
+    for m in (*range(1, 17), 17):
+        if not torch.equal(run(x[:m], weight, choice), found[:m]):
+            raise click.ClickException(f"{name}: the rows of a call of {m} differ from those of a call of 17")
+
+
+def microseconds(calls: list[Callable[[], object]], repeats: int = 30) -> float:
+    """Median of a call, the calls made in turn from a CUDA graph (which leaves out the host's time to launch)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (1e-6 * microseconds([lambda: target.copy_(source)]))
+
+
+def copies(weight: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    count = max(1, -(-ROTATED // sum(tensor.nbytes for tensor in weight)))
+    return [weight, *(tuple(tensor.clone() for tensor in weight) for _ in range(count - 1))]
+
+
+def time_rows(x: Tensor, weights: list[tuple[Tensor, ...]], choice: small_m.Blocks | None = None) -> float:
+    return microseconds([lambda weight=weight: run(x, weight, choice) for weight in weights])
+
+
+def dequantized(x: Tensor, weights: list[tuple[Tensor, ...]]) -> float | None:
+    """ExecuTorch's form for more than 4 rows: the weight in bf16, then a matrix product."""
+    try:
+        from executorch.backends.cuda.quantize_op_dispatch.int4_dispatch import _dequant_matmul
+        from executorch.backends.cuda.quantize_op_dispatch.int8_dispatch import _unit_dq_mm_int8
+    except ImportError:
+        return None
+    compiled = torch.compile(_dequant_matmul if len(weights[0]) == 5 else _unit_dq_mm_int8, dynamic=False)
+    group = x.shape[1] // weights[0][1].shape[1]
+    return microseconds([lambda weight=weight: compiled(x, *weight, group) for weight in weights[:4]])
+
+
+def parts_of(n: int, k: int, choice: small_m.Blocks) -> int:
+    return small_m.grid(1, n, -(-k // 256), choice)[2]
+
+
+def time_linear(name: str, bandwidth: float) -> Timing:
+    n, k = LINEARS[name]
+    int8 = name.endswith("int8")
+    weight = (int8_weight if int8 else int4_weight)(n, k)
+    check(name, weight, k)
+    size = sum(tensor.nbytes for tensor in weight)
+    timing = Timing(name, n, k, parts_of(n, k, small_m.INT8 if int8 else small_m.INT4), size)
+    weights = copies(weight)
+    for m in range(1, 17):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        timing.us[m] = time_rows(x, weights)
+        moved = size + 2 * m * (n + k)
+        timing.copy_share[m] = moved / (1e-6 * timing.us[m]) / bandwidth
+    timing.dequantize_us = dequantized(torch.randn(8, k, device="cuda").bfloat16(), weights)
+    return timing
+
+
+def show(timing: Timing) -> None:
+    times = " ".join(f"{timing.us[m]:.1f}" for m in range(1, 17))
+    dequantize = f"{timing.dequantize_us:.1f} us" if timing.dequantize_us else "ExecuTorch is not installed"
+    click.echo(f"{timing.linear}: {timing.n} x {timing.k}, {timing.weight_bytes / 1e6:.1f} MB, K in {timing.parts}")
+    click.echo(f"  us at 1 to 16 rows: {times}")
+    click.echo(f"  at 8 rows: {timing.copy_share[8]:.0%} of copy bandwidth, {timing.growth:.2f} x the time of 1 row")
+    click.echo(f"  dequantize, then multiply 8 rows: {dequantize}")
+
+
+def show_goals(timing: Timing) -> None:
+    share, growth = timing.copy_share[8], timing.growth
+    for goal, met in (
+        (f"{timing.linear} at 8 rows: {share:.0%} of copy bandwidth, goal {GOAL_SHARE:.0%}", share >= GOAL_SHARE),
+        (f"8 rows in {growth:.2f} x the time of 1, goal {GOAL_GROWTH}", growth <= GOAL_GROWTH),
+    ):
+        click.echo(f"{'met' if met else 'MISSED'}: {goal}")
+
+
+def sweep(name: str, bandwidth: float) -> None:
+    """Other choices of ``Blocks`` on one linear, at 1, 8 and 16 rows."""
+    n, k = LINEARS[name]
+    weight = (int8_weight if name.endswith("int8") else int4_weight)(n, k)
+    weights = copies(weight)
+    inputs = {m: torch.randn(m, k, device="cuda").bfloat16() for m in (1, 8, 16)}
+    click.echo(f"{name}: outputs a program, stages, parts of K: us at 1, 8 and 16 rows, share of copy bandwidth at 8")
+    for choice in (
+        small_m.Blocks(n, s, p) for n in (16, 32, 64, 128) for s in (3, 4, 5, 6) for p in (1, 2, 3, 4, 6, 8)
+    ):
+        try:
+            check(name, weight, k, choice)
+            us = {m: time_rows(x, weights, choice) for m, x in inputs.items()}
+        except Exception as error:  # more shared memory than there is, mostly: Triton has no one class for it
+            click.echo(f"  {choice.n:4} {choice.stages} {choice.parts}: {str(error).splitlines()[0][:80]}")
+            continue
+        share = sum(tensor.nbytes for tensor in weight) / (1e-6 * us[8]) / bandwidth
+        times = " ".join(f"{value:8.1f}" for value in us.values())
+        click.echo(f"  {choice.n:4} {choice.stages} {choice.parts}: {times} {share:6.0%}")
+
+
+@click.command(epilog="Example: python scripts/bench_small_m.py --linear down --linear gate_up --json small_m.json")
+@click.option("--linear", "names", type=click.Choice(list(LINEARS)), multiple=True, help="Only these; may be repeated.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the times here too.")
+@click.option("--sweep", "sweeping", is_flag=True, help=f"Try block sizes, on one --linear ({GOAL_LINEAR}).")
+def main(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None:
+    """Time the kernels of few rows on this machine's CUDA GPU, after checking that they are right."""
+    if not torch.cuda.is_available():
+        click.echo("This needs a CUDA GPU and found none; nothing was run.")
+        return
+    bandwidth = copy_bandwidth()
+    device = torch.cuda.get_device_name()
+    click.echo(f"{device}, torch {torch.__version__}: a copy moves {bandwidth / 1e12:.2f} TB/s")
+    if sweeping:
+        if len(names) > 1:
+            raise click.UsageError(f"--sweep takes one --linear, not {len(names)}")
+        sweep(names[0] if names else GOAL_LINEAR, bandwidth)
+        return
+    timings = []
+    for name in names or LINEARS:
+        timings.append(time_linear(name, bandwidth))
+        show(timings[-1])
+        torch.cuda.empty_cache()
+    quoted = ", ".join(f"{m}: {ms} ms" for m, ms in INT4_PLAIN_MM.items())
+    click.echo(f"ExecuTorch's int4_plain_mm by rows, quoted from pytorch/executorch PR 21456 (A100): {quoted}")
+    for timing in timings:
+        if timing.linear == GOAL_LINEAR:
+            show_goals(timing)
+    if json_file:
+        found = {"device": device, "torch": torch.__version__, "copy_bytes_per_s": bandwidth}
+        json_file.write_text(json.dumps(found | {"linears": [asdict(timing) for timing in timings]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

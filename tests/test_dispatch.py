@@ -1,0 +1,120 @@
+"""The small-M dispatch: what takes which kernel, that the exporter sees it, and that nothing of it stays."""
+
+import pytest
+import torch
+from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+from torchao.quantization import IntxUnpackedToInt8Tensor
+from transformers import LlamaConfig
+
+from eagle3.export.dispatch import small_m_dispatch
+from eagle3.export.graph_check import check_linears, quantized_uses
+from eagle3.export.quantization import fitted_recipe, quantize
+
+KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor)
+
+
+class Model(nn.Module):
+    """An INT8 table, an INT4 linear and an INT4 head that runs over the last row alone."""
+
+    def __init__(self, last: bool):
+        super().__init__()
+        torch.manual_seed(3)
+        self.last = last
+        self.embed_tokens = nn.Embedding(32, 256, dtype=torch.bfloat16)
+        self.proj = nn.Linear(256, 256, bias=True, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(256, 32, bias=False, dtype=torch.bfloat16)
+        self.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.proj(self.embed_tokens(tokens))
+        return self.lm_head(x[:, -1:] if self.last else x)
+
+
+def packed(last: bool = False) -> Model:
+    model = Model(last)
+    quantize(model, fitted_recipe("default", LlamaConfig(hidden_size=256, num_hidden_layers=1)))
+    convert_quantized_tensors_for_cuda(model)
+    assert isinstance(model.proj.weight, CudaCoalescedInt4Tensor) and model.proj.bias is not None
+    assert isinstance(model.embed_tokens.weight, IntxUnpackedToInt8Tensor)
+    return model
+
+
+def traced(model: Model, shortest: int, longest: int):
+    rows = {1: Dim("rows", min=shortest, max=longest)} if shortest < longest else None
+    tokens = torch.zeros(1, longest - 1 | 1, dtype=torch.long)
+    with torch.no_grad():
+        return torch.export.export(model, (tokens,), dynamic_shapes=(rows,), strict=False)
+
+
+def handlers() -> list:
+    tables = [table for kind in KINDS for table in (kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind])]
+    return [dict(table) for table in tables]
+
+
+def test_the_dispatch_is_executorchs_again_after_success_and_after_failure():
+    before = handlers()
+    with small_m_dispatch(8):
+        assert handlers() != before
+    assert handlers() == before
+    with pytest.raises(KeyError), small_m_dispatch(8):
+        raise KeyError
+    assert handlers() == before
+    uses = quantized_uses(traced(packed(), 3, 3))
+    assert {use.kind for use in uses if use.layer == "proj"} == {"once a row"}
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (2, 4), (2, 8), (1, 64)])
+def test_whatever_may_be_short_takes_the_small_m_kernel(shortest, longest):
+    with small_m_dispatch(8):
+        program = traced(packed(), shortest, longest)
+    assert check_linears("target_verify", program) == {"small_m": 2, "dequantize": 0}
+
+
+def test_a_chunk_dequantizes_and_its_one_row_head_does_not():
+    with small_m_dispatch(8):
+        program = traced(packed(last=True), 9, 64)
+    assert check_linears("prefill", program) == {"small_m": 1, "dequantize": 1}
+
+
+def test_the_embedding_gathers_rows_before_it_dequantizes():
+    with small_m_dispatch(8):
+        program = traced(packed(), 2, 4)
+    assert [use.kind for use in quantized_uses(program) if use.layer == "embed_tokens"] == ["gather"]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 17])
+def test_results_are_those_of_the_dequantized_weights(rows):
+    model = packed()
+    tokens = torch.arange(rows)[None]
+    table, proj, head = (m.weight.dequantize().float() for m in (model.embed_tokens, model.proj, model.lm_head))
+    expected = F.linear(F.linear(table[tokens], proj, model.proj.bias.float()), head)
+    with small_m_dispatch(8):
+        torch.testing.assert_close(model(tokens).float(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("method", "limit", "lengths", "last", "complaint"),
+    [
+        ("target_verify", 4, (5, 8), False, "proj would dequantize its whole matrix"),
+        ("decode", 0, (1, 1), False, "proj would read its weights once a row"),
+        ("prefill", 64, (9, 64), True, "proj would take the small-M kernel for every row"),
+    ],
+)
+def test_a_linear_on_the_wrong_side_of_the_limit_is_refused_by_name(method, limit, lengths, last, complaint):
+    with small_m_dispatch(limit):
+        program = traced(packed(last), *lengths)
+    with pytest.raises(ValueError, match=f"{method}: {complaint}"):
+        check_linears(method, program)
+
+
+def test_executorchs_own_dispatch_is_refused_for_verify():
+    with pytest.raises(ValueError, match="target_verify: embed_tokens would dequantize its whole matrix"):
+        check_linears("target_verify", traced(packed(), 3, 3))
+    model = packed()
+    model.embed_tokens = nn.Embedding(32, 256, dtype=torch.bfloat16).requires_grad_(False)
+    with pytest.raises(ValueError, match="target_verify: proj would read its weights once a row"):
+        check_linears("target_verify", traced(model, 3, 3))

@@ -1,0 +1,178 @@
+"""Each part of the substitution for a GPU holds while it is in force, and leaves nothing behind."""
+
+import hashlib
+import importlib.metadata
+import io
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from torch._inductor import compile_fx, config, graph
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from torch.utils._triton import has_triton
+from triton.runtime import driver
+
+from eagle3.export.lowering.named_gpu import named_gpu
+from eagle3.export.lowering.named_gpu.answers import answers
+from eagle3.export.lowering.named_gpu.choices import choices
+from eagle3.export.lowering.named_gpu.compiling import compiling
+from eagle3.export.lowering.named_gpu.gpus import GPUS
+from eagle3.export.lowering.named_gpu.versions import TESTED, check_versions
+from eagle3.export.lowering.named_gpu.weights import HostData, on_named_gpu, weights_on_host
+from eagle3.export.lowering.toolchain import cuda_home, toolchain
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+
+
+@without_gpu
+def test_answers_are_those_of_the_gpu_named_last():
+    assert not has_triton()  # an answer that PyTorch keeps
+    for arch, capability in (("sm_90", (9, 0)), ("sm_86", (8, 6))):
+        with answers(GPUS[arch]):
+            from torch._inductor.codegen.cuda.cuda_env import get_cuda_arch
+
+            assert torch.cuda.is_available() and has_triton()
+            assert torch.cuda.get_device_capability() == capability
+            assert get_cuda_arch() == arch.removeprefix("sm_")
+            memory = torch.cuda.get_device_properties().shared_memory_per_block_optin
+            assert memory == GPUS[arch].shared_memory_per_block
+    assert not torch.cuda.is_available() and not has_triton()
+
+
+@without_gpu
+def test_triton_compiles_for_the_named_gpu_code_that_later_ones_run_too():
+    source = triton.compiler.ASTSource(
+        _copy, signature={"x": "*fp32", "y": "*fp32", "n": "constexpr"}, constexprs={"n": 64}
+    )
+    earlier = driver._active
+    with compiling(GPUS["sm_90"]):
+        compiled = triton.compile(source, target=driver.active.get_current_target())
+    assert driver._active is earlier
+    assert ".target sm_90\n" in compiled.asm["ptx"]  # not sm_90a, whose PTX is for that architecture alone
+
+
+@triton.jit
+def _copy(x, y, n: triton.language.constexpr):
+    place = triton.language.arange(0, n)
+    triton.language.store(y + place, triton.language.load(x + place))
+
+
+def test_the_first_configuration_that_fits_the_gpu_is_compiled():
+    sizes = {"large": 200 << 10, "fits": 64 << 10, "also fits": 1 << 10}
+    compiled = []
+
+    def compile_one(name):
+        compiled.append(name)
+        return SimpleNamespace(kernel=SimpleNamespace(metadata=SimpleNamespace(shared=sizes[name])), config=name)
+
+    def tuner():
+        kernel = SimpleNamespace(__name__="kernel")
+        return SimpleNamespace(compile_results=[], configs=list(sizes), fn=kernel, _precompile_config=compile_one)
+
+    with compiling(GPUS["sm_90"]):
+        large = tuner()
+        CachingAutotuner._precompile_worker(large)
+    with compiling(GPUS["sm_86"]):
+        small = tuner()
+        CachingAutotuner._precompile_worker(small)
+        sizes["fits"] = sizes["also fits"] = 1 << 20
+        with pytest.raises(ValueError, match="no configuration of the kernel kernel fits sm_86"):
+            CachingAutotuner._precompile_worker(tuner())
+    assert [result.config for result in (*large.compile_results, *small.compile_results)] == ["large", "fits"]
+
+
+def test_nothing_is_timed_and_choices_keep_the_order_of_the_heuristics():
+    before = AlgorithmSelectorCache.do_autotuning, config.shape_padding, config.compile_threads
+    with choices():
+        ranked = AlgorithmSelectorCache.do_autotuning(None, "mm", [], None, {}, "key", ["b", "a", "c"], None)
+        assert sorted(ranked, key=ranked.get) == ["b", "a", "c"]
+        assert not config.shape_padding and config.compile_threads == 1
+    assert before == (AlgorithmSelectorCache.do_autotuning, config.shape_padding, config.compile_threads)
+
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(4, 8), requires_grad=False)
+        self.register_buffer("cache", torch.zeros(2, 8))
+
+    def forward(self, x):
+        return self.table[x] + self.cache[0]
+
+
+@without_gpu
+def test_weights_are_fake_on_the_gpu_and_know_their_data_on_the_host():
+    module = Table()
+    program = torch.export.export(module, (torch.tensor([1, 2]),))
+    with answers(GPUS["sm_90"]), weights_on_host():
+        moved = on_named_gpu(program)
+        weight = moved.state_dict["table"]
+        assert weight.device.type == "cuda" and weight.shape == (4, 8)
+        assert weight.host_value.data_ptr() == module.table.data_ptr()  # not a copy
+        assert compile_fx.clone_preserve_strides(weight).host_value is weight.host_value
+        assert not graph.is_same_tensor(weight, moved.state_dict["cache"])
+        assert all(
+            value.device.type == "cuda"
+            for node in moved.graph.nodes
+            for value in [node.meta["val"]]
+            if value is not None
+        )
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[1:], lambda t: t[:, 2], lambda t: t[:0]])
+def test_host_data_are_the_bytes_of_the_tensor_in_memory(view):
+    tensor = view(torch.arange(64, dtype=torch.int16).reshape(8, 8))
+    data = HostData(tensor)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((extent,), (1,)) if tensor.numel() else tensor
+    expected = flat.numpy().tobytes()
+    written = io.BytesIO()
+    data.write_to_file(written)
+    assert written.getvalue() == data.to_bytes() == expected and len(data) == len(expected)
+    assert data.prefix(3) == expected[:3] and data.sha256() == hashlib.sha256(expected).digest()
+
+
+def test_the_toolchain_is_on_the_path_with_a_stub_of_the_driver():
+    before = dict(os.environ)
+    with toolchain():
+        version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+        assert "Cuda compilation tools" in version
+        (stub,) = (f"{path}/libcuda.so" for path in os.environ["LIBRARY_PATH"].split(":")[:1])
+        dynamic = subprocess.run(["readelf", "-d", stub], capture_output=True, text=True, check=True).stdout
+        assert "libcuda.so.1" in dynamic
+    assert dict(os.environ) == before
+
+
+def test_no_toolchain_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    if not os.path.exists("/usr/local/cuda/bin/nvcc"):
+        with pytest.raises(FileNotFoundError, match=r"pip install 'eagle3-export\[cuda\]'"):
+            cuda_home()
+
+
+@pytest.mark.parametrize("package", TESTED)
+@pytest.mark.parametrize("version", ["2.12.1", "4.0.0"])
+def test_versions_that_were_not_tested_are_refused(monkeypatch, package, version):
+    real = importlib.metadata.version
+    check_versions()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version if name == package else real(name))
+    with pytest.raises(ValueError, match=f"{package} {version}: .* type pip install '{package}=={TESTED[package]}"):
+        check_versions()
+
+
+@without_gpu
+def test_the_whole_leaves_nothing_behind_after_a_failure():
+    def patched():
+        owners = (torch.cuda, torch._C, graph.GraphLowering, CachingAutotuner, AlgorithmSelectorCache)
+        return [dict(vars(owner)) for owner in owners], dict(os.environ), config.get_config_copy()
+
+    before = patched()
+    with pytest.raises(KeyError, match="midway"), named_gpu("sm_90"):
+        raise KeyError("midway")
+    assert patched() == before

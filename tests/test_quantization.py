@@ -1,0 +1,83 @@
+"""ExecuTorch's recipes, fitted: what is quantized to what, and what is refused before any weight is read."""
+
+import pytest
+import torch
+from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
+from executorch.extension.llm.export.int4 import ExportableInt4Tensor
+from torch import nn
+from torchao.quantization import IntxUnpackedToInt8Tensor
+from transformers import Gemma4TextConfig, LlamaConfig
+
+from eagle3.export.quantization import check_recipe, fitted_recipe, quantize
+from eagle3.targets.gemma4 import skeleton
+
+GEMMA4_31B = Gemma4TextConfig(hidden_size=5376, num_hidden_layers=60)
+
+
+@pytest.mark.parametrize("name", ["default", "sensitive"])
+def test_for_gemma4_31b_the_fitted_recipe_is_executorchs_own(name):
+    config = Gemma4TextConfig(
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=30.0,
+    )
+    names = list(skeleton(config, 64).model.state_dict())
+    fitted = fitted_recipe(name, config)
+    assert {n: fitted.get_config(n) for n in names} == {n: _RECIPES[name].get_config(n) for n in names}
+    assert fitted.get_config("model.embed_tokens.weight") == fitted.get_config("embed_tokens.weight")
+
+
+def test_sensitive_layers_are_the_first_and_last_quarter_of_any_depth():
+    recipe = fitted_recipe("sensitive", LlamaConfig(hidden_size=256, num_hidden_layers=8))
+    bits = [recipe.get_config(f"base.layers.{layer}.mlp.down_proj.weight").bits for layer in range(8)]
+    assert bits == [8, 8, 4, 4, 4, 4, 8, 8]
+
+
+class Tied(nn.Module):
+    def __init__(self, embedding: nn.Embedding | None = None):
+        super().__init__()
+        self.embed_tokens = embedding or nn.Embedding(8, 256, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(256, 8, bias=False, dtype=torch.bfloat16)
+        self.fc_norm = nn.ModuleList([nn.RMSNorm(256, dtype=torch.bfloat16)])
+
+
+def recipe():
+    return fitted_recipe("default", LlamaConfig(hidden_size=256, num_hidden_layers=1))
+
+
+def test_a_tied_head_is_quantized_apart_from_the_embedding():
+    model = Tied()
+    model.lm_head.weight = model.embed_tokens.weight
+    quantize(model, recipe())
+    assert isinstance(model.lm_head.weight, ExportableInt4Tensor)
+    assert isinstance(model.embed_tokens.weight, IntxUnpackedToInt8Tensor)
+    assert type(model.fc_norm[0].weight.data) is torch.Tensor  # no matrix, whatever its name
+
+
+def test_what_another_model_owns_stays_as_it_is():
+    target = Tied()
+    draft = Tied(target.embed_tokens)
+    quantize(draft, recipe(), spare=target.parameters())
+    assert draft.embed_tokens is target.embed_tokens and type(target.embed_tokens.weight.data) is torch.Tensor
+    assert isinstance(draft.lm_head.weight, ExportableInt4Tensor)
+
+
+def test_a_width_that_int4_has_no_layout_for_is_refused_by_name():
+    model = Tied()
+    model.lm_head = nn.Linear(320, 8, device="meta")
+    with pytest.raises(ValueError, match="lm_head takes 320 inputs, .* multiple of 256: type --qlinear none"):
+        check_recipe("--qlinear", "default", model, LlamaConfig(hidden_size=320, num_hidden_layers=1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to quantize on")
+def test_hqq_without_a_gpu_says_what_to_type():
+    with pytest.raises(ValueError, match="--draft-qlinear sensitive quantizes by HQQ, .* type --draft-qlinear default"):
+        check_recipe("--draft-qlinear", "sensitive", Tied(), LlamaConfig(hidden_size=256, num_hidden_layers=1))

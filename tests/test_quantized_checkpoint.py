@@ -1,0 +1,130 @@
+"""A checkpoint that ExecuTorch's ``quantize_and_save`` wrote loads as it is."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail_command
+from executorch.examples.models.gemma4_31b.model import _hf_to_model_key
+from executorch.extension.llm.export.load import iter_checkpoint
+from executorch.extension.llm.export.quant import identity, quantize_stream
+from safetensors.torch import save_file
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from transformers import AutoConfig
+
+from eagle3.export.cli import main as export_main
+from eagle3.export.config import ExportConfig
+from eagle3.export.lowering import cuda
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.plan import make_plan
+from eagle3.export.quantization import fitted_recipe
+from eagle3.export.safetensors_folder import read_headers
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+TINY = TARGETS["gemma4-tiny"]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory) -> Path:
+    """gemma4-tiny's target, quantized and written as ExecuTorch's script does."""
+    folder = tmp_path_factory.mktemp("quantized")
+    tied = {"embed_tokens.weight": ("lm_head.weight", True)}
+    pairs = iter_checkpoint(str(TINY.checkpoint), key_map=_hf_to_model_key, convert=identity, tie_map=tied)
+    recipe = fitted_recipe("default", AutoConfig.from_pretrained(TINY.checkpoint))
+    tensors, metadata = flatten_tensor_state_dict(dict(quantize_stream(pairs, recipe, dtype=torch.bfloat16)))
+    save_file(tensors, folder / "model.safetensors", metadata=metadata)
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        if (TINY.checkpoint / name).is_file():
+            shutil.copy(TINY.checkpoint / name, folder)
+    return folder
+
+
+def prepared(checkpoint: Path | None):
+    arch = None if torch.cuda.is_available() else "sm_90"
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=checkpoint, cuda_arch=arch))
+    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE)
+    cuda.prepare(speculator, plan)
+    return plan, speculator
+
+
+def test_its_weights_are_those_that_quantizing_at_export_makes(quantized):
+    plan, loaded = prepared(quantized)
+    here, made = prepared(None)
+    assert (plan.qlinear, here.qlinear) == ("checkpoint", "default")
+    expected = made.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, value in loaded.state_dict().items():
+        assert type(value) is type(expected[name]), name
+        parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        for a, b in [(getattr(value, p), getattr(expected[name], p)) for p in parts] or [(value, expected[name])]:
+            assert torch.equal(a, b), name
+
+
+def test_its_weights_stay_memory_mapped(quantized):
+    _, speculator = prepared(quantized)
+    codes = speculator.target.model.layers[0].mlp.up_proj.weight.qdata
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(edge, 16) for edge in line.split()[0].split("-")] for line in maps if str(quantized) in line]
+    assert any(start <= codes.data_ptr() < end for start, end in spans)
+
+
+def test_headers_give_each_weight_its_own_shape_and_size(quantized):
+    headers = read_headers(quantized)
+    head = headers["lm_head.weight"]
+    assert (head.shape, head.dtype, head.quantized) == ((2048, 256), "Int4Tensor", True)
+    assert head.bytes == 2048 * 256 // 2 + 2 * 2 * 2048 * 256 // 32  # codes, bf16 scales and zeros per 32
+    assert headers["embed_tokens.weight"].dtype == "IntxUnpackedToInt8Tensor"
+    assert not headers["norm.weight"].quantized
+
+
+def fails(tmp_path, *args) -> str:
+    output = ("--target-model", "gemma4-tiny", "--output-dir", tmp_path / "out")
+    code, line = fail_command(export_main, *output, *args)
+    assert code == 1 and not (tmp_path / "out").exists()
+    return line
+
+
+CUDA = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
+
+
+def test_it_is_not_quantized_twice(quantized, tmp_path):
+    line = fails(tmp_path, "--checkpoint", quantized, "--qlinear", "default", *CUDA)
+    assert "quantized already: leave --qlinear default out" in line
+
+
+def test_the_cpu_takes_none(quantized, tmp_path):
+    line = fails(tmp_path, "--checkpoint", quantized, "--backend", "xnnpack")
+    assert "Tensor, quantized: name the original checkpoint" in line
+
+
+def test_a_missing_part_is_named(quantized, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    broken = Path(shutil.copytree(quantized, tmp_path / "broken"))
+    with safe_open(broken / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["lm_head._weight_scale"]
+    save_file(tensors, broken / "model.safetensors", metadata=metadata)
+    assert "lm_head._weight_scale" in fails(tmp_path, "--checkpoint", broken, *CUDA)
+
+
+def test_a_width_without_a_layout_is_refused_before_weights_load(quantized, tmp_path):
+    narrow = Path(shutil.copytree(TINY.checkpoint, tmp_path / "narrow"))
+    config = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps(config | {"intermediate_size": 704}))
+    from safetensors.torch import load_file
+
+    tensors = load_file(narrow / "model.safetensors")
+    for name, value in tensors.items():
+        if "gate_proj" in name or "up_proj" in name:
+            tensors[name] = value[:704].contiguous()
+        elif "down_proj" in name:
+            tensors[name] = value[:, :704].contiguous()
+    save_file(tensors, narrow / "model.safetensors")
+    line = fails(tmp_path, "--checkpoint", narrow, *CUDA)
+    assert "down_proj takes 704 inputs" in line and "type --qlinear none" in line

@@ -1,0 +1,347 @@
+"""The kernels of few rows against plain PyTorch, run by Triton's interpreter; what they compile to, with no GPU."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+from eagle3.export.kernels import small_m
+
+GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_head: N over 1024)
+    "sliding_q": (390, 256),
+    "sliding_kv": (195, 256),
+    "sliding_o": (256, 512),
+    "full_q": (780, 256),
+    "full_k": (98, 256),
+    "full_o": (256, 768),
+    "gate_up": (1024, 256),
+    "down": (256, 1024),
+    "lm_head": (256, 256),
+}
+
+
+def _widen(handle: TensorHandle) -> np.ndarray:
+    return (handle.data.astype(np.uint32) << 16).view(np.float32) if handle.dtype.scalar == tl.bfloat16 else handle.data
+
+
+def _dot(self, a, b, d, *_) -> TensorHandle:
+    return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
+
+
+_cast = InterpreterBuilder.cast_impl
+
+
+def _round_to_bf16(self, src, dst_type) -> TensorHandle:
+    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+        data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16).numpy()
+        return TensorHandle(data, tl.bfloat16)
+    return _cast(self, src, dst_type)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """The module's kernels on host tensors. As it comes the interpreter multiplies bf16's bits and truncates to it."""
+    kernels = {name: value for name, value in vars(small_m).items() if isinstance(value, JITFunction)}
+    with (
+        mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16),
+        mock.patch.multiple(small_m, **{name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}),
+    ):
+        yield
+
+
+def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
+    with interpreted():
+        kernels, choice = (
+            (small_m._int4_small_m_kernel, small_m._small_m_sum_kernel),
+            replace(small_m.INT4, parts=parts),
+        )
+        return small_m._launch_int4(*kernels, x, *weight, choice=choice)
+
+
+def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
+    with interpreted():
+        kernels, choice = (
+            (small_m._int8_small_m_kernel, small_m._small_m_sum_kernel),
+            replace(small_m.INT8, parts=parts),
+        )
+        return small_m._launch_int8(*kernels, x, *weight, choice=choice)
+
+
+def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:
+    """qdata, scale, scale_step, zero, zero_step; zero points of 0 to 15."""
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+    def steps(largest: float) -> Tensor:
+        return (torch.rand(n, k // 256) * largest / 255).half()
+
+    return codes(n, k // 2), codes(n, k // group), steps(0.1), codes(n, k // group), steps(15)
+
+
+def int8_weight(n: int, k: int, group: int) -> tuple[Tensor, ...]:
+    """qdata, scale, zero; zero points of both signs."""
+    q, zero = (torch.randint(-128, 128, (n, size), dtype=torch.int8) for size in (k, k // group))
+    return q, torch.rand(n, k // group).bfloat16() / 100, zero
+
+
+def activations(m: int, k: int) -> Tensor:
+    return torch.randn(m, k).bfloat16()
+
+
+def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
+    """Within a rounding to bf16 and the errors of float32, which go with |x| and the full range of a row's codes."""
+    if len(weight) == 5:
+        expected = small_m.int4_reference(x.float(), *weight)
+        span = 15 * (weight[1].float().amax(1) * weight[2].float().amax(1))  # [N]
+    else:
+        expected = small_m.int8_reference(x.float(), *weight)
+        span = 255 * weight[1].float().amax(1)
+    dtype, atol, rtol = torch.bfloat16, 1e-6, 2**-8
+    assert found.dtype == dtype and found.shape == expected.shape
+    room = atol * x.float().abs().sum(1)[:, None] * span + rtol * expected.abs()
+    worst = ((found.float() - expected).abs() / room.clamp_min(1e-30)).max()
+    assert worst <= 1, f"{worst:.3g} times what rounding explains"
+
+
+@pytest.mark.parametrize("m", [*range(1, 17), 17, 40])
+def test_every_number_of_rows_is_right(m):
+    x = activations(m, 512)
+    for op, weight in ((int4, int4_weight(33, 512)), (int8, int8_weight(33, 512, 32))):
+        assert_right(op(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize("n", [1, 7, 33, 63, 64, 65, 129])
+def test_any_number_of_outputs_is_right(n):
+    x = activations(3, 256)
+    for op, weight in ((int4, int4_weight(n, 256)), (int8, int8_weight(n, 256, 64))):
+        assert_right(op(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize("shape", GEMMA_LINEARS.values(), ids=GEMMA_LINEARS)
+def test_gemma_linears_are_right(shape):
+    x, weight = activations(5, shape[1]), int4_weight(*shape)
+    assert_right(int4(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_any_division_of_k_is_right(parts):
+    x = activations(3, 1280)
+    for op, weight in ((int4, int4_weight(20, 1280)), (int8, int8_weight(20, 1280, 32))):
+        assert_right(op(x, *weight, parts=parts), x, weight)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_int4_groups_are_right(group):
+    x, weight = activations(2, 768), int4_weight(40, 768, group)
+    assert_right(int4(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize(
+    ("k", "group"), [(256, 32), (512, 512), (768, 256), (384, 128), (288, 96), (96, 48), (80, 16), (5376, 5376)]
+)
+def test_int8_groups_and_ends_of_k_are_right(k, group):
+    for m in (3, 12):
+        x, weight = activations(m, k), int8_weight(20, k, group)
+        assert_right(int8(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize("q", [0x00, 0xFF, 0x0F, 0xF0])
+@pytest.mark.parametrize("zero", [0, 255])
+@pytest.mark.parametrize("scale", [0, 255])
+def test_int4_codes_at_their_ends_are_right(q, zero, scale):
+    x, weight = activations(9, 256), int4_weight(8, 256)
+    for tensor, value in zip((weight[0], weight[1], weight[3]), (q, scale, zero), strict=True):
+        tensor.fill_(value)
+    assert_right(int4(x, *weight), x, weight)
+    if not scale:
+        assert not int4(x, *weight).any()
+
+
+@pytest.mark.parametrize("q", [-128, 127])
+@pytest.mark.parametrize("zero", [-128, 0, 127])
+def test_int8_codes_at_their_ends_are_right(q, zero):
+    x, weight = activations(9, 256), int8_weight(8, 256, 32)
+    weight[0].fill_(q)
+    weight[2].fill_(zero)
+    assert_right(int8(x, *weight), x, weight)
+
+
+def test_int4_is_executorchs_own_weight():
+    from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+
+    weight = int4_weight(24, 512)
+    tensor = CudaCoalescedInt4Tensor(*weight, [1, 32], torch.Size([24, 512]))
+    torch.testing.assert_close(small_m.int4_reference(torch.eye(512), *weight).T, tensor.dequantize(torch.float32))
+
+
+def test_int8_is_torchaos_own_weight():
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    tensor = IntxUnpackedToInt8Tensor.from_hp(torch.randn(24, 512).bfloat16(), (1, 32), torch.int8)
+    weight = tensor.qdata, tensor.scale, tensor.zero_point
+    found = small_m.int8_reference(torch.eye(512), *weight).T
+    torch.testing.assert_close(found.bfloat16(), tensor.dequantize(), atol=1e-2, rtol=2**-8)
+
+
+class Kept:
+    """A kernel that keeps what it was last given to write to."""
+
+    def __init__(self, kernel):
+        self.kernel, self.out = kernel, None
+
+    def __getitem__(self, programs):
+        def run(*args, **options) -> None:
+            self.out = args[-2]  # before M
+            self.kernel[programs](*args, **options)
+
+        return run
+
+
+def sums(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
+    with interpreted():
+        if len(weight) == 5:
+            kernel, launch, choice = Kept(small_m._int4_small_m_kernel), small_m._launch_int4, small_m.INT4
+        else:
+            kernel, launch, choice = Kept(small_m._int8_small_m_kernel), small_m._launch_int8, small_m.INT8
+        return launch(kernel, small_m._small_m_sum_kernel, x, *weight, choice=replace(choice, parts=2)), kernel.out
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [int4_weight(20, 1024), int8_weight(20, 1024, 32), int8_weight(20, 768, 768)],
+    ids=["int4", "int8", "int8_per_row"],
+)
+def test_a_row_has_the_same_bits_in_every_call(weight):
+    # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
+    k = weight[0].shape[1] * (2 if len(weight) == 5 else 1)
+    x = torch.randint(-32, 33, (18, k)).bfloat16() / 8
+    alone = [torch.cat(rows, dim=-2) for rows in zip(*(sums(row[None], weight) for row in x), strict=True)]
+    for m in range(2, 19):
+        for found, expected in zip(sums(x[:m], weight), alone, strict=True):
+            assert torch.equal(found, expected[..., :m, :]), f"{m} rows"
+
+
+def test_each_weight_word_is_read_once_for_up_to_16_rows(monkeypatch):
+    read = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(self, ptrs, mask, other, *options):
+        if ptrs.get_element_ty() == tl.uint32:
+            read.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
+        return load(self, ptrs, mask, other, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    for op, weight, k in ((int4, int4_weight(128, 1024), 1024), (int8, int8_weight(128, 1024, 32), 1024)):
+        for m in (1, 8, 9, 16):
+            read.clear()
+            op(activations(m, k), *weight)
+            addresses = np.concatenate(read)
+            assert len(addresses) == len(np.unique(addresses)) == weight[0].numel() // 4
+
+
+def test_the_grid_has_one_row_tile_for_up_to_16_rows_and_splits_by_the_weight_alone():
+    for blocks, choice in ((21, small_m.INT4), (84, small_m.INT4), (21, small_m.INT8)):
+        grids = {small_m.grid(m, 5376, blocks, choice) for m in range(1, 17)}
+        assert grids == {(5376 // choice.n, 1, small_m.splits(5376, blocks, choice.n))}
+        assert small_m.grid(17, 5376, blocks, choice)[1] == 2
+        assert small_m.grid(48, 5376, blocks, choice)[1] == 3
+
+
+def test_few_outputs_are_split_along_k_and_a_vocabulary_is_not():
+    assert small_m.splits(2048, 21, 64) > 1
+    assert small_m.splits(5376, 84, 64) > 1
+    assert small_m.splits(262144, 21, 64) == 1
+
+
+class Linears(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.int4 = torch.nn.ParameterList([torch.nn.Parameter(t, False) for t in int4_weight(48, 512)])
+        self.int8 = torch.nn.ParameterList([torch.nn.Parameter(t, False) for t in int8_weight(48, 512, 32)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return small_m.int4_small_m(x, *self.int4) + small_m.int8_small_m(x, *self.int8)
+
+
+def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
+    model = Linears()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    program = torch.export.export(model, (activations(4, 512),), dynamic_shapes=({0: rows},))
+    for each in (program, program.run_decompositions({})):
+        targets = [str(node.target) for node in each.graph.nodes if node.op == "call_function"]
+        assert targets.count("eagle3.int4_small_m.default") == targets.count("eagle3.int8_small_m.default") == 1
+        assert len(targets) == 3  # and the sum
+        for m in (1, 2, 16, 33):
+            x = activations(m, 512)
+            assert torch.equal(each.module()(x), model(x))
+
+
+def test_on_the_host_the_ops_are_the_references():
+    x, four, eight = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 256)
+    assert torch.equal(small_m.int4_small_m(x, *four), small_m.int4_reference(x, *four))
+    assert torch.equal(small_m.int8_small_m(x, *eight), small_m.int8_reference(x, *eight))
+
+
+def test_shapes_that_do_not_agree_are_named():
+    x, four, eight = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 32)
+    with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
+        small_m.int4_small_m(x[:, :128], *four)
+    with pytest.raises(ValueError, match=r"scale is \(8, 7\).* has 8 x 8 of each"):
+        small_m.int4_small_m(x, four[0], four[1][:, :7], *four[2:])
+    with pytest.raises(ValueError, match=r"zero_step \(7, 1\).* has 8 x 1 of each"):
+        small_m.int4_small_m(x, *four[:4], four[4][:7])
+    with pytest.raises(ValueError, match=r"scale is \(8, 3\)"):
+        small_m.int8_small_m(x, eight[0], eight[1][:, :3], eight[2][:, :3])
+    with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
+        int4(x.float(), *four)
+    with pytest.raises(ValueError, match="group size is 8: the kernel takes multiples of 16"):
+        int8(x, *int8_weight(8, 256, 8))
+    with pytest.raises(ValueError, match=r"strides \(1, 8\): not contiguous"):
+        int8(x, eight[0], eight[1].T.contiguous().T, eight[2])
+
+
+SIGNATURES = {
+    "_int4_small_m_kernel": ["*bf16", "*u8", "*u8", "*fp16", "*u8", "*fp16", "*fp32", "i32"],
+    "_int8_small_m_kernel": ["*bf16", "*i8", "*bf16", "*i8", "*fp32", "i32"],
+}
+INT4_DOWN = {"N": 5376, "K": 21504, "G": 32, "SPLITS": 6, "BLOCK_N": small_m.INT4.n, "STAGES": small_m.INT4.stages}
+INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "CHUNK": 32, "SPLITS": 1}
+INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize(
+    ("name", "constants"), [("_int4_small_m_kernel", INT4_DOWN), ("_int8_small_m_kernel", INT8_HEAD)]
+)
+def test_two_programs_fit_on_a_multiprocessor(name, constants, arch, tmp_path):
+    kernel, types = getattr(small_m, name), SIGNATURES[name]
+    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": small_m._WARPS})
+    assert compiled.metadata.shared <= 99 * 1024  # what a program may have on sm_86, sm_89 and sm_120
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
+    assert registers <= 128  # of 65,536 for 2 x 256 threads
+    assert stack <= 8
+    assert "mma.sync" in compiled.asm["ptx"]
+    assert compiled.asm["ptx"].count("cp.async.cg.shared.global") > 0
