@@ -1,5 +1,11 @@
 """Fixtures: random checkpoints of every family, and the shipped one exported for real."""
 
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from commands import run_command
@@ -49,12 +55,33 @@ def artifact(tmp_path_factory):
     return folder
 
 
+CUDA_EXPORT = pytest.StashKey[tuple[subprocess.Popen, Path]]()
+
+
+def pytest_collection_finish(session):
+    """Lowering for CUDA takes minutes on one core: it begins with the first test, beside the others."""
+    if session.config.option.collectonly or not any("cuda_artifact" in item.fixturenames for item in session.items):
+        return
+    folder = Path(tempfile.mkdtemp()) / "cuda"
+    command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", "gemma4-tiny", "--output-dir", str(folder)]
+    command += [] if torch.cuda.is_available() else ["--cuda-arch", "sm_90"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    session.config.stash[CUDA_EXPORT] = started, folder
+
+
+def pytest_sessionfinish(session):
+    started, folder = session.config.stash.get(CUDA_EXPORT, (None, None))
+    if started is not None:
+        started.kill()
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
-def cuda_artifact(tmp_path_factory):
+def cuda_artifact(request):
     """gemma4-tiny lowered for sm_90 by the command itself, kernels compiled for real: the artifact's folder."""
-    folder = tmp_path_factory.mktemp("export") / "cuda"
-    arch = [] if torch.cuda.is_available() else ["--cuda-arch", "sm_90"]
-    run_command(export_main, "--target-model", "gemma4-tiny", "--output-dir", folder, *arch)
+    started, folder = request.config.stash[CUDA_EXPORT]
+    printed, _ = started.communicate()
+    assert started.returncode == 0, printed
     return folder
 
 

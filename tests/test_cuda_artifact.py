@@ -1,0 +1,116 @@
+"""gemma4-tiny lowered to CUDA by the command itself: what the artifact says, and that its weights are as packed."""
+
+import json
+
+import pytest
+import torch
+from commands import fail_command, run_command
+
+from eagle3.export.cli import main as export_main
+from eagle3.export.config import ExportConfig
+from eagle3.export.lowering import cuda
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.plan import make_plan
+from eagle3.runner.contract import METHODS, MODEL_FILE
+from eagle3.runner.cuda_weights import WEIGHTS_FILE, read_ptd_index
+from eagle3.runner.inspect_cli import main as inspect_main
+from eagle3.targets.attention import EagerAttention
+
+ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
+EXPORT = ("--target-model", "gemma4-tiny")
+
+
+@pytest.fixture(scope="module")
+def found(cuda_artifact):
+    return json.loads(run_command(inspect_main, cuda_artifact, "--json", "--verify").stdout)
+
+
+def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_dequantizes(found):
+    linears = {name: method["linears"] for name, method in found["methods"].items()}
+    # Five sliding layers of 7 linears, a full one of 6 (keys are values), and the head.
+    assert linears["target_verify"] == {"small_m": 42, "dequantize": 0}
+    assert linears["prefill"] == {"small_m": 1, "dequantize": 41}
+    assert linears["draft_decode"] == {"small_m": 0, "dequantize": 0}  # a draft in bfloat16
+    assert found["metadata"]["get_min_prefill_chunk"] == 9
+
+
+def test_the_manifest_says_for_what_and_how_kernels_were_made(found):
+    manifest = found["metadata"]["get_manifest"]
+    assert manifest["qlinear"] == "default" and manifest["draft_qlinear"] == "none"
+    if not torch.cuda.is_available():
+        assert manifest["cuda_arch"] == "sm_90"
+        assert manifest["kernels"] == "first choice of Inductor's heuristics"
+        for name in METHODS:  # plain targets: their PTX runs on later architectures
+            architectures = found["methods"][name]["delegates"]["CudaBackend"]["architectures"]
+            assert [set(codes) for codes in architectures.values()] == [{"sm_90"}, {"sm_90"}]
+
+
+def test_the_artifact_is_complete_and_as_recorded(found):
+    assert {MODEL_FILE, WEIGHTS_FILE, "tokenizer.json"} <= {entry["name"] for entry in found["files"]}
+    assert all(entry["matches_record"] is not False for entry in found["files"])
+
+
+def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact):
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=ARCH[1] if ARCH else None))
+    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE)
+    cuda.prepare(speculator, plan)
+    index = read_ptd_index(cuda_artifact / WEIGHTS_FILE)
+    stored = (cuda_artifact / WEIGHTS_FILE).read_bytes()
+    prefix, compared = "cuda_fqn_weight:cuda:speculator.", 0
+    for name, value in speculator.named_parameters():
+        parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        module = name.removesuffix(".weight")
+        for number, part in enumerate(parts):
+            extent = index[f"{prefix}{module}.parametrizations.weight.original{number}"]
+            expected = getattr(value, part).contiguous().view(torch.uint8).numpy().tobytes()
+            assert stored[extent.offset : extent.offset + extent.size] == expected, (name, part)
+            compared += 1
+        if not parts:
+            extent = index[prefix + name]
+            assert stored[extent.offset : extent.offset + extent.size] == value.view(torch.uint8).numpy().tobytes()
+            compared += 1
+    assert compared > 200
+
+
+def fails(tmp_path, *args) -> tuple[int, str]:
+    outcome = fail_command(export_main, *EXPORT, "--output-dir", tmp_path / "place" / "out", *args)
+    assert not (tmp_path / "place").exists()
+    return outcome
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to take the architecture from")
+def test_without_a_gpu_the_architecture_must_be_named(tmp_path):
+    code, line = fails(tmp_path)
+    assert code == 1 and "no GPU" in line and "type --cuda-arch sm_90" in line
+
+
+def test_an_unknown_architecture_is_a_usage_error_that_lists_the_known(tmp_path):
+    code, line = fails(tmp_path, "--cuda-arch", "sm_91")
+    assert code == 2 and all(arch in line for arch in ("sm_80", "sm_90", "sm_120"))
+
+
+def test_a_chain_beyond_the_kernel_is_refused(tmp_path):
+    code, line = fails(tmp_path, *ARCH, "--chain-len", "16")
+    assert code == 2 and "16" in line
+
+
+def test_another_triton_is_refused_before_anything_loads(tmp_path, monkeypatch):
+    import importlib.metadata
+
+    real = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0" if name == "triton" else real(name))
+    if not torch.cuda.is_available():
+        code, line = fails(tmp_path, *ARCH)
+        assert code == 1 and "triton 3.6.0" in line and "pip install 'triton==3.7.*'" in line
+
+
+def test_a_missing_compiler_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, line = fails(tmp_path, *ARCH)
+    assert code == 1 and "no-such-compiler is not on PATH" in line and "install g++" in line
+
+
+def test_flags_that_only_cuda_knows_are_refused_elsewhere(tmp_path):
+    for flag in ("--qlinear", "--draft-qlinear"):
+        _, line = fails(tmp_path, "--backend", "xnnpack", flag, "default")
+        assert f"{flag} default means nothing to --backend xnnpack" in line
