@@ -1,0 +1,82 @@
+"""Every target family quantizes, takes the small-M kernels on the way to CUDA."""
+
+import pytest
+import torch
+from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+from random_checkpoints import FAMILIES, random_model, save_random_draft
+from torch import nn
+from torch.nn import functional as F
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.graph_check import check_linears
+from eagle3.export.lowering import cuda
+from eagle3.export.pipeline import load_speculator, trace
+from eagle3.export.plan import make_plan
+from eagle3.targets.attention import EagerAttention
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def plan(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = random_model(request.param, **WIDE)
+    model.to(torch.bfloat16).save_pretrained(folder / "target")
+    draft = save_random_draft(folder / "draft", model.config, aux_layers=(1, 2, 3))
+    given = ExportConfig(
+        request.param,
+        output_dir=None,
+        checkpoint=folder / "target",
+        draft=draft,
+        cuda_arch=None if torch.cuda.is_available() else "sm_90",
+        draft_qlinear="default",
+        max_seq_len=64,
+        with_decode=True,
+    )
+    return make_plan(given)
+
+
+def prepared(plan, attention):
+    speculator = load_speculator(plan, attention, cuda.DTYPE)
+    cuda.prepare(speculator, plan)
+    return speculator
+
+
+def test_verify_decode_and_draft_take_the_small_m_kernels_in_every_linear(plan):
+    speculator, counts = prepared(plan, cuda.attention), {}
+    for name in ("target_verify", "decode", "draft_decode"):  # prefill: tests/test_cuda_artifact.py
+        with cuda.tracing(speculator, plan):
+            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.DTYPE)
+        counts[name] = check_linears(name, program)
+    quantized = sum(isinstance(module, nn.Linear) for module in speculator.target.modules()) + 1  # and the draft's fc
+    assert counts["target_verify"] == counts["decode"] == {"small_m": quantized, "dequantize": 0}
+    assert counts["draft_decode"] == {"small_m": 8, "dequantize": 0}  # seven in the layer and the head
+
+
+def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
+    speculator, compared = prepared(plan, EagerAttention), 0
+    torch.manual_seed(5)
+    for name, module in speculator.named_modules():
+        if not isinstance(module, nn.Linear) or not isinstance(module.weight, TorchAOBaseTensor):
+            continue
+        x = torch.randn(1, 4, module.in_features, dtype=cuda.DTYPE)
+        weight = dequantized(module.weight)
+        with cuda.tracing(speculator, plan):
+            found = module(x).float()
+        bound = F.linear(x.float().abs(), weight.abs()) * 2**-8 + 2**-9  # bf16 of the result; no weight is rounded
+        assert ((found - F.linear(x.float(), weight)).abs() <= bound).all(), name
+        compared += 1
+    assert compared > 4 * 6 + 8
+
+
+def dequantized(weight) -> torch.Tensor:
+    if isinstance(weight, CudaCoalescedInt4Tensor):
+        return weight.dequantize(torch.float32)
+    groups = weight.scale.shape[1]
+    codes, zeros, scales = (
+        weight.qdata.unflatten(-1, (groups, -1)),
+        weight.zero_point[..., None],
+        weight.scale[..., None],
+    )
+    return ((codes.float() - zeros.float()) * scales.float()).flatten(-2)
