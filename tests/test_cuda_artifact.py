@@ -1,5 +1,7 @@
 """gemma4-tiny lowered to CUDA by the command itself: what the artifact says, and that its weights are as packed."""
 
+import importlib.metadata
+import importlib.util
 import json
 
 import pytest
@@ -95,13 +97,18 @@ def test_a_chain_beyond_the_kernel_is_refused(tmp_path):
 
 
 def test_another_triton_is_refused_before_anything_loads(tmp_path, monkeypatch):
-    import importlib.metadata
-
     real = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0" if name == "triton" else real(name))
     if not torch.cuda.is_available():
         code, line = fails(tmp_path, *ARCH)
         assert code == 1 and "triton 3.6.0" in line and "pip install 'triton==3.7.*'" in line
+
+
+def test_a_missing_triton_says_what_to_install(tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else real(name))
+    code, line = fails(tmp_path, *ARCH)
+    assert code == 1 and "--backend cuda needs triton: type pip install 'eagle3-export[cuda]'" in line
 
 
 def test_a_missing_compiler_says_what_to_install(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ The module is imported only when it is used and has, in the order of an export,
 """
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -26,7 +27,15 @@ class Backend:
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
 
+    packages: tuple[str, ...] = ()
+    """Packages that the extra of the backend's name installs."""
+
     def load(self) -> ModuleType:
+        """Raises ValueError for a package that is not installed."""
+        for package in self.packages:
+            if importlib.util.find_spec(package) is None:
+                (name,) = (name for name, backend in BACKENDS.items() if backend is self)
+                raise ValueError(f"--backend {name} needs {package}: type pip install 'eagle3-export[{name}]'")
         return importlib.import_module(self.module)
 
 
@@ -36,6 +45,7 @@ BACKENDS: dict[str, Backend] = {
         "eagle3.export.lowering.cuda",
         flags=frozenset({"cuda_arch", "qlinear", "draft_qlinear"}),
         quantizes=True,
+        packages=("triton",),
     ),
     "xnnpack": Backend("the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)", "eagle3.export.lowering.xnnpack"),
 }

@@ -111,7 +111,7 @@ def local_arch() -> str | None:
 
 
 def check(plan: Plan) -> None:
-    """Raise ValueError, FileNotFoundError or ValueError for what cannot be lowered here, saying what to type."""
+    """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
     arch, local = plan.config.cuda_arch, local_arch()
     if local is None:
         if arch is None:
