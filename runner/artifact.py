@@ -1,13 +1,17 @@
-"""Open an artifact: find its files, check that it is one, load its methods."""
+"""Open an artifact: find its files, check that it is one, choose what runs it, load its methods."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3.runner.contract import METHODS, MODEL_FILE, Metadata
+from eagle3.runner.contract import METHODS, MODEL_FILE, RUNTIMES, Metadata
 from eagle3.runner.contract.console import calm_stderr
+from eagle3.runner.cuda_weights import WEIGHTS_FILE
+from eagle3.runner.inspection import CUDA_BACKEND
 from eagle3.runner.runtime import load_runtime
-from eagle3.runner.session import ExecuTorchSession
+from eagle3.runner.session import ExecuTorchSession, TorchSession
+
+EXECUTORCH, TORCH, AUTO = RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,59 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(model.parent, model, program, metadata)
 
 
-def open_session(artifact: Artifact) -> ExecuTorchSession:
-    """Load the methods. Raises ValueError where the file ends early or needs what this runtime lacks."""
+def open_session(artifact: Artifact, runtime: str = AUTO) -> ExecuTorchSession | TorchSession:
+    """Load the methods. ``runtime`` is one of RUNTIMES.
+
+    Raises FileNotFoundError or ValueError where a file ends early or is missing, the artifact needs what this machine
+    or the runtime lacks, or the runtime does not run such artifacts.
+    """
+    if choose_runtime(artifact, runtime) == TORCH:
+        with calm_stderr():  # reading a program imports ExecuTorch's compiler: seconds, for CUDA artifacts alone
+            from eagle3.runner.torch_host import open_torch_session
+
+            return open_torch_session(artifact.model, _weights(artifact), artifact.metadata)
     with calm_stderr():
         try:
-            return ExecuTorchSession(artifact.program, artifact.metadata)
+            program = artifact.program
+            if is_cuda(artifact):
+                program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
+            return ExecuTorchSession(program, artifact.metadata)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{artifact.model}: a method does not load ({reason}): export it again") from error
+            advice = "it needs an NVIDIA GPU with memory free" if is_cuda(artifact) else "export it again"
+            raise ValueError(f"{artifact.model}: a method does not load ({reason}): {advice}") from error
+
+
+def _weights(artifact: Artifact) -> Path:
+    """The file of a CUDA artifact's weights. Raises FileNotFoundError."""
+    stored = artifact.folder / WEIGHTS_FILE
+    if not stored.is_file():
+        raise FileNotFoundError(f"{stored} is missing: it holds the artifact's weights, copy or export it again")
+    return stored
+
+
+def is_cuda(artifact: Artifact) -> bool:
+    return artifact.metadata.manifest.get("backend") == "cuda"
+
+
+def choose_runtime(artifact: Artifact, asked: str) -> str:
+    """EXECUTORCH or TORCH. ExecuTorch goes first where it registers the artifact's backend.
+
+    Raises ValueError for a runtime that cannot run such an artifact.
+    """
+    if not is_cuda(artifact):
+        if asked == TORCH:
+            made_for = artifact.metadata.manifest.get("backend")
+            raise ValueError(
+                f"--runtime torch runs CUDA artifacts, {artifact.model} is for {made_for}: leave --runtime out"
+            )
+        return EXECUTORCH
+    registry = load_runtime().backend_registry
+    registered = registry.is_available(CUDA_BACKEND)
+    if asked == EXECUTORCH and not registered:
+        has = ", ".join(sorted(registry.registered_backend_names))
+        raise ValueError(
+            f"{artifact.model} needs {CUDA_BACKEND}, this ExecuTorch has {has}: type --runtime torch, or install "
+            "ExecuTorch's CUDA build"
+        )
+    return EXECUTORCH if registered and asked != TORCH else TORCH

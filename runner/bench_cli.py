@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from eagle3.runner.contract import RUNTIMES
 from eagle3.runner.contract.console import OneLineFailures
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
@@ -27,9 +28,18 @@ Examples:
 @click.option(
     "--checkpoint", type=click.Path(path_type=Path), help="The target's folder: compare with transformers too."
 )
+@click.option(
+    "--runtime",
+    type=click.Choice(RUNTIMES),
+    default="auto",
+    show_default=True,
+    help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.version_option(package_name="eagle3-export")
-def main(artifact: Path, prompts: Path, max_new_tokens: int, checkpoint: Path | None, as_json: bool) -> None:
+def main(
+    artifact: Path, prompts: Path, max_new_tokens: int, checkpoint: Path | None, runtime: str, as_json: bool
+) -> None:
     """Measure an artifact of eagle3-export.
 
     Reports acceptance under vLLM's names and tokens per second; against decoding without speculation where the artifact
@@ -41,7 +51,7 @@ def main(artifact: Path, prompts: Path, max_new_tokens: int, checkpoint: Path | 
 
     opened = open_artifact(artifact)
     ids = read_prompts(prompts, opened.folder)
-    report = measure(open_session(opened), ids, max_new_tokens, checkpoint)
+    report = measure(open_session(opened, runtime), ids, max_new_tokens, checkpoint)
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from eagle3.runner.contract import RUNTIMES
 from eagle3.runner.contract.console import OneLineFailures
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
@@ -41,9 +42,16 @@ def read_prompt(file: Path) -> str:
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--chain-len", type=click.IntRange(1), help="Draft tokens a round. Default: the artifact's.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@click.option(
+    "--runtime",
+    type=click.Choice(RUNTIMES),
+    default="auto",
+    show_default=True,
+    help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.version_option(package_name="eagle3-export")
-def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len, chat, as_json) -> None:
+def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len, chat, runtime, as_json) -> None:
     """Generate from an artifact of eagle3-export: its folder or its model.pte.
 
     Text goes to stdout as it is accepted, statistics to stderr. The tokens are exactly greedy decoding's.
@@ -70,7 +78,8 @@ def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len
     elif opened.tokenizer_file.is_file():
         text = Text(opened.folder)
     check_request(opened.metadata, prompt_tokens, max_new_tokens, chain_len)  # before the methods load
-    result, seconds = _generate(opened, open_session(opened), prompt_tokens, text, as_json, max_new_tokens, chain_len)
+    session = open_session(opened, runtime)
+    result, seconds = _generate(opened, session, prompt_tokens, text, as_json, max_new_tokens, chain_len)
     if as_json:
         record = {
             "token_ids": result.token_ids,

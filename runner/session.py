@@ -5,6 +5,7 @@ Whatever runs the methods, ``loop.py`` sees the same four calls. A session has o
 
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,7 +15,8 @@ from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGE
 
 
 class Session(Protocol):
-    """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size."""
+    """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size. Ids and positions are on the host; a
+    feature is where the session keeps it, and goes back as it came, whole or cut to its first rows."""
 
     metadata: Metadata
     positions: Tensor
@@ -29,6 +31,9 @@ class Session(Protocol):
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
     def decode(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def close(self) -> None:
+        """Give back what the session holds; it cannot be used after that."""
 
 
 class _TimedSession:
@@ -61,6 +66,9 @@ class _TimedSession:
     def decode(self, tokens, input_pos):
         return self._timed(DECODE, tokens, input_pos)
 
+    def close(self) -> None:
+        pass
+
 
 class ExecuTorchSession(_TimedSession):
     """Methods of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on the host."""
@@ -87,6 +95,49 @@ class ExecuTorchSession(_TimedSession):
             most = declared.input_tensor_meta(slot)
             pairs.append(f"slot {slot}: fed {value.dtype} {list(value.shape)}, declared up to {list(most.sizes())}")
         return f"{name} failed: {' '.join(str(error).split())} ({'; '.join(pairs)})"
+
+
+class TorchSession(_TimedSession):
+    """Methods that PyTorch hosts on ``device``. Features stay there; ids come to the host, which waits for the method,
+    so that ``seconds`` are those of the device."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Callable[[list[Tensor]], list[Tensor]]],
+        rows: Mapping[str, tuple[int, int]],
+        device: torch.device,
+        metadata: Metadata,
+        free: Callable[[], None],
+    ):
+        """``rows``: the fewest and the most of each method, which compiled code does not check by itself; ``free``
+        gives back the memory of the weights."""
+        super().__init__(metadata)
+        self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
+        self.has_decode = DECODE in methods
+
+    def _call(self, name, *inputs):
+        if name not in self._methods:
+            why = "is closed" if not self._methods else f"has no method {name}: export it with --with-decode"
+            raise ValueError(f"the artifact {why}")
+        rows, (least, most) = inputs[0].shape[1], self._rows[name]
+        if not least <= rows <= most:
+            raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")
+        try:
+            ids, feature = self._methods[name]([self._fitting(value) for value in inputs])
+            return ids.cpu(), feature
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise RuntimeError(f"{name} of {rows} rows failed on {self._device} ({reason})") from error
+
+    def _fitting(self, value: Tensor) -> Tensor:
+        """As compiled code takes it for granted: on the device, contiguous, at the start of its memory."""
+        value = value.to(self._device).contiguous()
+        return value.clone() if value.storage_offset() else value
+
+    def close(self) -> None:
+        if self._methods:
+            self._methods.clear()
+            self._free()
 
 
 class EagerSession(_TimedSession):

@@ -25,6 +25,9 @@ METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 FORMAT_VERSION = 1
 
+RUNTIMES = ("executorch", "torch", "auto")
+"""What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
+
 
 class MissingMetadata(Exception):
     """A ``.pte`` without one of our constant methods; the message names it."""

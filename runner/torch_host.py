@@ -1,0 +1,230 @@
+"""PyTorch as the host of a CUDA artifact: no ExecuTorch delegate is needed, only PyTorch's AOTInductor container.
+
+1. Methods: ExecuTorch's own reader gives each method's delegate: a library, a weight table, the order of its inputs.
+2. Weights: the ``.ptd`` is memory-mapped and each storage goes to the device once, so a cache is one tensor to all
+   methods that name it.
+3. Libraries: each is loaded through ``torch._C._aoti``, its constants are views of those storages.
+
+Nothing here knows the device but by its name; what a GPU must bring is asked in ``torch_host_checks.py``.
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.runner import torch_host_checks as checks
+from eagle3.runner.contract import DECODE, METHODS, Metadata
+from eagle3.runner.cuda_inspection import Library, read_library
+from eagle3.runner.cuda_weights import (
+    CudaWeight,
+    Extent,
+    WeightTable,
+    check_stored,
+    decode_weight_table,
+    read_ptd_index,
+)
+from eagle3.runner.inspection import CUDA_BACKEND, Pte, read_pte, row_bounds
+from eagle3.runner.session import TorchSession
+
+
+def open_torch_session(model: Path, stored: Path, metadata: Metadata) -> TorchSession:
+    """Load the methods of a ``.pte`` whose weights the ``.ptd`` file ``stored`` holds: on the current GPU, or on the
+    CPU if they are made for it.
+
+    Raises ValueError, one line each, for what cannot run here; before anything loads where that can be known.
+    """
+    methods = read_methods(read_pte(model))
+    device = torch.device("cpu" if made_for_cpu(methods) else "cuda")
+    if device.type == "cuda":
+        checks.check_gpu(metadata.manifest)
+        device = torch.device("cuda", torch.cuda.current_device())
+        libraries = {method.name: method.parsed for method in methods}
+        capability = torch.cuda.get_device_capability(device)
+        checks.check_architectures(libraries, capability, metadata.manifest.get("cuda_arch"))
+    export_host_symbols(device)
+    checks.check_symbols({method.name: method.parsed.needs for method in methods})
+    index, needed = read_ptd_index(stored), storages(methods)
+    check_stored([method.table for method in methods], index)
+    if device.type == "cuda":
+        on_device = sum(weight.storage_bytes for weight in needed.values() if weight.device == device.type)
+        checks.check_memory(on_device, *torch.cuda.mem_get_info(device))
+    placed = place_storages(stored, index, needed, device)
+    loaded = {method.name: load_method(method, placed, device) for method in methods}
+    return TorchSession(loaded, row_bounds(metadata), device, metadata, lambda: free(placed.values()))
+
+
+# --- 1. Methods
+
+
+@dataclass(frozen=True)
+class HostMethod:
+    """A method that is one delegate. ``inputs``: the method's input in each place of the library's; ``outputs``: the
+    library's output in each place of the method's."""
+
+    name: str
+    table: WeightTable
+    library: bytes
+    parsed: Library
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def read_methods(pte: Pte) -> list[HostMethod]:
+    """The contract's methods. Raises ValueError for a damaged program and one that runs more than its delegates."""
+    named = {item.key: item.segment_index for item in pte.program.named_data or ()}
+    plans = {plan.name: plan for plan in pte.program.execution_plan}
+    try:
+        return [_method(pte, plans[name], named) for name in (*METHODS, DECODE) if name in plans]
+    except LookupError as error:
+        raise ValueError(f"{pte.path} is damaged (it points outside itself: {error}): export it again") from error
+    except ValueError as error:
+        raise ValueError(f"{pte.path}: {error}") from error
+
+
+def _method(pte: Pte, plan: Any, named: dict[str, int]) -> HostMethod:
+    found = [delegate.id for delegate in plan.delegates]
+    if found != [CUDA_BACKEND]:
+        raise ValueError(f"method {plan.name} has the delegates {found}, PyTorch runs one {CUDA_BACKEND}")
+    table = decode_weight_table(pte.delegate_blob(plan.delegates[0]))
+    library = pte.segment(named[table.library_key])
+    return HostMethod(plan.name, table, library, read_library(library), *_wiring(plan))
+
+
+DEVICE_COPIES = ("et_copy::_h2d_copy", "et_copy::_d2h_copy")
+
+
+def _wiring(plan: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Follow the values of a plan through its delegate. Its order is not the method's, and ExecuTorch's copies to and
+    from the device stand between: those are the host's business here."""
+    inputs = {value: place for place, value in enumerate(plan.inputs)}
+    results: dict[int, int] = {}
+    taken: tuple[int, ...] = ()
+    for instruction in (instruction.instr_args for chain in plan.chains for instruction in chain.instructions):
+        kind = type(instruction).__name__
+        operator = plan.operators[instruction.op_index].name if kind == "KernelCall" else kind
+        if operator == "DelegateCall":
+            taken = tuple(inputs[value] for value in instruction.args if value in inputs)
+            made = [value for value in instruction.args if value not in inputs]
+            results = {value: place for place, value in enumerate(made)}
+        elif operator in DEVICE_COPIES:
+            source, target = instruction.args[0], instruction.args[-1]
+            known = inputs if source in inputs else results
+            known[target] = known[source]
+        elif operator != "FreeCall":
+            raise ValueError(f"method {plan.name} runs {operator} outside of its delegate: PyTorch cannot host it")
+    return taken, tuple(results[value] for value in plan.outputs)
+
+
+def made_for_cpu(methods: Iterable[HostMethod]) -> bool:
+    """Whether every weight is the CPU's: then so is the code."""
+    return {weight.device for method in methods for weight in method.table.weights} == {"cpu"}
+
+
+# --- 2. Weights
+
+
+def storages(methods: Iterable[HostMethod]) -> dict[str, CudaWeight]:
+    """Storage key to a weight that lies in it, each storage once for all methods."""
+    return {key: weight for method in methods for key, weight in method.table.storages().items()}
+
+
+def place_storages(
+    stored: Path, index: dict[str, Extent], needed: dict[str, CudaWeight], device: torch.device
+) -> dict[str, Tensor]:
+    """Storage key to its bytes, uint8 [size], on the device (or on the host where the weight is the host's).
+
+    ``needed`` has a weight of each storage, ``index`` its place in the file. The file is mapped: its pages are read as
+    they are copied, and are the system's to drop.
+    """
+    with stored.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {key: _place(mapped, index[key], weight, device) for key, weight in needed.items()}
+
+
+def _place(mapped: mmap.mmap, extent: Extent, weight: CudaWeight, device: torch.device) -> Tensor:
+    target = device if weight.device == device.type else torch.device("cpu")
+    if not extent.size:
+        return torch.empty(0, dtype=torch.uint8, device=target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mapping cannot be written, and is not
+        host = torch.frombuffer(mapped, dtype=torch.uint8, count=extent.size, offset=extent.offset)
+    return host.to(target, copy=True)
+
+
+def view(storage: Tensor, weight: CudaWeight) -> Tensor:
+    """A weight, over the bytes that others may share."""
+    whole = torch.empty(0, dtype=weight.dtype, device=storage.device)
+    return whole.set_(storage.untyped_storage(), weight.offset, weight.shape, weight.stride)
+
+
+def free(placed: Iterable[Tensor]) -> None:
+    """Give the memory back. The container keeps a reference to each of its constants for good, so that dropping ours
+    is not enough."""
+    for storage in placed:
+        storage.untyped_storage().resize_(0)
+
+
+# --- 3. Libraries
+
+
+def load_method(
+    method: HostMethod, placed: dict[str, Tensor], device: torch.device
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """A method as a function of its inputs on the device. Raises ValueError where the library does not load, or needs a
+    constant that the table lacks."""
+    constants = {weight.name: view(placed[weight.storage_key], weight) for weight in method.table.weights}
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:  # the loader needs a path, the library loaded none
+        path = Path(folder) / f"{method.name}.so"
+        path.write_bytes(method.library)
+        try:
+            # The library looks into itself before it looks into PyTorch: both have instances of libstdc++'s templates,
+            # std::regex among them, and another compiler's do not mix. PyTorch's own loading finds it loaded.
+            ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
+            container = _container(str(path), device)
+        except (OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the library of {method.name} does not load ({reason}): export it again") from error
+    names = container.get_constant_names_to_original_fqns()
+    lacking = sorted(name for name in names.values() if name and name not in constants)
+    if lacking:
+        raise ValueError(f"the library of {method.name} needs {lacking[0]!r}, the table lacks it: export it again")
+    given = {name: constants[original] for name, original in names.items() if original}
+    container.update_constant_buffer(given, False, True, True)  # active buffer, all of them, ours to keep
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        results = container.run([inputs[place] for place in method.inputs])
+        return [results[place] for place in method.outputs]
+
+    return run
+
+
+def _container(path: str, device: torch.device) -> Any:
+    """PyTorch's container with one instance of the library."""
+    if device.type == "cpu":
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
+    return torch._C._aoti.AOTIModelContainerRunnerCuda(path, 1, str(device))
+
+
+def export_host_symbols(device: torch.device) -> None:
+    """Let libraries see PyTorch's symbols and the driver's: the artifact's name none that they depend on, and Python
+    loads PyTorch's for itself alone.
+
+    Raises ValueError where the driver's is missing.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libc10.so", "libtorch_cpu.so", *(("libc10_cuda.so", "libtorch_cuda.so") * (device.type == "cuda"))):
+        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    if device.type == "cuda":
+        try:
+            ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise ValueError(f"the NVIDIA driver's libcuda.so.1 does not load ({error}): install the driver") from error

@@ -1,0 +1,68 @@
+"""gemma4-tiny as a CUDA artifact is packed, but compiled by AOTInductor for the CPU: what the PyTorch host can run
+without a GPU.
+
+ExecuTorch's CUDA backend does the packing: library, weight table, one store of weights and caches for all methods. What
+is of a GPU in it (moving weights, Triton kernels, compile options) is taken out.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+from eagle3.export.artifact import copy_tokenizer
+from eagle3.export.config import ExportConfig
+from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
+from eagle3.export.plan import make_plan
+from eagle3.runner.contract import MODEL_FILE
+from eagle3.targets.attention import EagerAttention
+
+OPTIONS = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+    "aot_inductor.link_libtorch": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "cpp.threads": 1,  # the model is too small for more
+}
+
+
+def write_host_artifact(folder: Path) -> None:
+    """Write ``model.pte``, the ``.ptd`` and the tokenizer into ``folder``: float32, plain attention."""
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch="sm_90"))
+    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    size = plan.draft.hidden_size
+    programs = {method.name: trace(speculator, method, size, torch.float32) for method in plan.methods}
+    manifest = make_manifest(plan) | {"cuda_arch": None}
+    partitioners = {name: [CudaPartitioner([CudaBackend.generate_method_name_compile_spec(name)])] for name in programs}
+    with _for_the_cpu():
+        program = to_edge_transform_and_lower(
+            programs,
+            partitioner=partitioners,
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=make_metadata(plan, manifest).constant_methods(),
+        ).to_executorch()
+    with (folder / MODEL_FILE).open("wb") as file:
+        program.write_to_file(file)
+    program.write_tensor_data_to_file(str(folder))
+    copy_tokenizer(plan.checkpoint, folder)
+
+
+@contextlib.contextmanager
+def _for_the_cpu() -> Iterator[None]:
+    replaced = {
+        "move_program_to_device": lambda cls, program, device, specs: program,
+        "get_custom_passes": lambda cls, specs: [],
+        "get_aoti_compile_options": lambda cls, specs: OPTIONS,
+        "get_extra_aoti_compile_context_manager": lambda cls, specs: contextlib.nullcontext(),
+        "collect_unsupported_fallback_kernels": lambda cls, missing: contextlib.nullcontext(),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(CudaBackend, name, classmethod(value)))
+        yield

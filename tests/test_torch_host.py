@@ -1,0 +1,367 @@
+"""PyTorch as the host of a CUDA artifact: the whole of it on the CPU, everything up to the launch for CUDA."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail_command, run_command
+from host_artifact import write_host_artifact
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.plan import make_plan
+from eagle3.runner import artifact as opening
+from eagle3.runner import torch_host, torch_host_checks
+from eagle3.runner.artifact import choose_runtime, open_artifact, open_session
+from eagle3.runner.bench_cli import main as bench_main
+from eagle3.runner.cli import main as run_main
+from eagle3.runner.contract import METHODS, MODEL_FILE
+from eagle3.runner.cuda_inspection import Library
+from eagle3.runner.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
+from eagle3.runner.inspection import read_pte, row_bounds
+from eagle3.runner.loop import complete
+from eagle3.runner.session import EagerSession, TorchSession
+from eagle3.targets.attention import EagerAttention
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+PROMPT = "5,6,7,8,9,10,11,12,13,14,15"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small multiplications: a second thread mostly waits, spinning, and on a busy machine for very long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """gemma4-tiny packed as for CUDA and compiled for the CPU: the artifact's folder."""
+    folder = tmp_path_factory.mktemp("host")
+    write_host_artifact(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosted(packed):
+    session = open_session(open_artifact(packed))
+    assert isinstance(session, TorchSession)
+    return session
+
+
+@pytest.fixture(scope="module")
+def eager(hosted):
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch="sm_90"))
+    return EagerSession(load_speculator(plan, EagerAttention, torch.float32), hosted.metadata)
+
+
+@pytest.fixture
+def copied(packed, tmp_path):
+    """The packed artifact, to spoil."""
+    return Path(shutil.copytree(packed, tmp_path / "copied"))
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * i + 3) % 2000 + 5 for i in range(length)]
+
+
+# --- on the CPU, end to end
+
+
+# Alone, below the least prefill, at it, a whole chunk, one more, chunks and a rest that goes through verify windows.
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
+def test_the_tokens_are_those_of_greedy_decoding_by_transformers(length, hosted, reference):
+    prompt = prompt_of(length)
+    given = torch.tensor([prompt])
+    greedy = reference.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False, repetition_penalty=1.0
+    )[0, length:].tolist()
+    for chain_len in range(1, hosted.metadata.chain_len + 1):
+        assert complete(hosted, prompt, max_new_tokens=24, chain_len=chain_len).token_ids == greedy
+
+
+def test_every_length_gives_what_eager_gives(hosted, eager):
+    width = eager.target_verify(torch.ones(1, 2, dtype=torch.long), torch.arange(2))[1].shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    for name in METHODS:
+        position = 0  # of both caches: verify writes prefill's slots again
+        least, most = row_bounds(hosted.metadata)[name]
+        for rows in sorted({*range(least, min(most, least + 8) + 1), most}):
+            tokens = torch.randint(5, 2000, (1, rows), generator=generator)
+            feature = [torch.randn(1, rows, width, generator=generator)] if name == "draft_decode" else []
+            at = hosted.positions[position : position + rows]
+            position += rows
+            ids, made = getattr(hosted, name)(tokens, *feature, at)
+            expected, expected_feature = getattr(eager, name)(tokens, *feature, at)
+            assert torch.equal(ids, expected), (name, rows)
+            torch.testing.assert_close(made, expected_feature, rtol=1e-3, atol=1e-3)
+
+
+def test_a_length_that_a_method_was_not_compiled_for_is_refused(hosted):
+    for rows in (1, hosted.metadata.chain_len + 2):
+        with pytest.raises(ValueError, match=f"target_verify takes 2 to 4 rows, fed {rows}"):
+            hosted.target_verify(torch.ones(1, rows, dtype=torch.long), hosted.positions[:rows])
+    with pytest.raises(ValueError, match="no method decode: export it with --with-decode"):
+        hosted.decode(torch.ones(1, 1, dtype=torch.long), hosted.positions[:1])
+
+
+def test_a_storage_is_placed_once_for_all_methods(packed):
+    methods = torch_host.read_methods(read_pte(packed / MODEL_FILE))
+    needed = torch_host.storages(methods)
+    placed = torch_host.place_storages(
+        packed / WEIGHTS_FILE, read_ptd_index(packed / WEIGHTS_FILE), needed, torch.device("cpu")
+    )
+    users = Counter(key for method in methods for key in method.table.storages())
+    caches = {weight.storage_key for method in methods for weight in method.table.weights if "cache" in weight.name}
+    assert sum(count == 2 for key, count in users.items() if key in caches) >= 12  # keys and values of six layers
+    assert len({storage.data_ptr() for storage in placed.values()}) == len(placed) == len(users)
+
+
+def test_a_closed_session_gives_its_memory_back_and_says_that_it_is_closed(packed):
+    session = open_session(open_artifact(packed), "torch")
+    complete(session, [5, 6, 7], max_new_tokens=4)
+    session.close()
+    session.close()
+    with pytest.raises(ValueError, match="is closed"):
+        complete(session, [5, 6, 7], max_new_tokens=4)
+
+
+def test_the_commands_take_it(packed, hosted, tmp_path):
+    expected = complete(hosted, [int(token) for token in PROMPT.split(",")], max_new_tokens=12).token_ids
+    for runtime in ("auto", "torch"):
+        args = ("--prompt-tokens", PROMPT, "--max-new-tokens", 12, "--runtime", runtime, "--json")
+        assert json.loads(run_command(run_main, packed, *args).stdout)["token_ids"] == expected
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_tokens": expected}))
+    report = json.loads(run_command(bench_main, packed, "--prompts", prompts, "--max-new-tokens", 8, "--json").stdout)
+    assert report["speculation"]["tokens"] == 8 and "target_verify" in report["step_ms"]
+
+
+# --- which runtime
+
+
+class Registry:
+    def __init__(self, *names: str):
+        self.registered_backend_names = list(names)
+        self.is_available = self.registered_backend_names.__contains__
+
+
+class Runtime:
+    """Of ``executorch.runtime``, what is asked and what is loaded."""
+
+    def __init__(self, *names: str):
+        self.backend_registry, self.loaded = Registry(*names), []
+
+    def load_program(self, model, data_path):
+        self.loaded.append((model, data_path))
+        raise RuntimeError("no device")
+
+
+def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(packed, monkeypatch):
+    opened, runtime = open_artifact(packed), Runtime("XnnpackBackend", "CudaBackend")
+    monkeypatch.setattr(opening, "load_runtime", lambda: runtime)
+    assert [choose_runtime(opened, asked) for asked in ("auto", "executorch", "torch")] == [
+        "executorch",
+        "executorch",
+        "torch",
+    ]
+    with pytest.raises(ValueError, match="no device.*needs an NVIDIA GPU"):
+        open_session(opened)
+    assert runtime.loaded == [(packed / MODEL_FILE, packed / WEIGHTS_FILE)]
+
+
+def test_an_executorch_without_the_backend_leaves_it_to_pytorch(packed, monkeypatch):
+    opened = open_artifact(packed)
+    monkeypatch.setattr(opening, "load_runtime", lambda: Runtime("XnnpackBackend"))
+    assert choose_runtime(opened, "auto") == "torch"
+    with pytest.raises(ValueError, match="needs CudaBackend, this ExecuTorch has XnnpackBackend: type --runtime torch"):
+        open_session(opened, "executorch")
+
+
+def test_an_artifact_of_another_backend_is_not_hosted(packed, artifact):
+    opened = open_artifact(artifact)
+    assert [choose_runtime(opened, asked) for asked in ("auto", "executorch")] == ["executorch"] * 2
+    code, line = fail_command(run_main, artifact, "--prompt-tokens", PROMPT, "--runtime", "torch")
+    assert code == 1 and "runs CUDA artifacts" in line and "is for xnnpack" in line
+
+
+# --- refusals
+
+
+def run_fails(folder: Path) -> str:
+    code, line = fail_command(run_main, folder, "--prompt-tokens", PROMPT, "--runtime", "torch")
+    assert code == 1
+    return line
+
+
+def test_another_version_of_the_weight_table(copied):
+    model = copied / MODEL_FILE
+    model.write_bytes(model.read_bytes().replace(TABLE_MAGIC, TABLE_FAMILY + b"4"))
+    line = run_fails(copied)
+    assert str(model) in line and "ETCUDAFQN4" in line and "ETCUDAFQN3" in line and "another version" in line
+
+
+def test_weights_that_are_missing_cut_short_or_of_another_export(copied, cuda_artifact):
+    stored = copied / WEIGHTS_FILE
+    with stored.open("r+b") as file:
+        file.truncate(stored.stat().st_size // 2)
+    assert "ends early" in run_fails(copied)
+    shutil.copy(cuda_artifact / WEIGHTS_FILE, stored)  # the same names, on another device
+    assert "lacks it" in run_fails(copied) and "different exports" in run_fails(copied)
+    stored.unlink()
+    assert f"{stored} is missing" in run_fails(copied)
+
+
+def test_a_symbol_that_the_host_lacks_is_named_before_anything_loads(copied, monkeypatch):
+    model = copied / MODEL_FILE
+    spoiled = model.read_bytes().replace(b"\0aoti_torch_empty_strided\0", b"\0aoti_torch_empty_striped\0")
+    model.write_bytes(spoiled)
+    monkeypatch.setattr(torch_host, "place_storages", None)
+    line = run_fails(copied)
+    assert "need aoti_torch_empty_striped, which PyTorch" in line and "prefill, target_verify, draft_decode" in line
+
+
+def test_a_library_that_does_not_load(copied, monkeypatch):
+    monkeypatch.setattr(torch_host, "_container", lambda path, device: (_ for _ in ()).throw(RuntimeError("no\nroom")))
+    assert "the library of prefill does not load (no room)" in run_fails(copied)
+
+
+def test_a_program_that_runs_more_than_its_delegates(packed):
+    pte = read_pte(packed / MODEL_FILE)
+    plan = next(plan for plan in pte.program.execution_plan if plan.name == "prefill")
+    plan.operators[0].name = "aten::add"
+    with pytest.raises(ValueError, match="prefill runs aten::add outside of its delegate"):
+        torch_host.read_methods(pte)
+
+
+# --- for CUDA, up to the launch
+
+
+@pytest.fixture(scope="module")
+def cuda_methods(cuda_artifact):
+    return torch_host.read_methods(read_pte(cuda_artifact / MODEL_FILE))
+
+
+def test_the_methods_of_a_cuda_artifact_are_read_with_the_order_of_their_inputs(cuda_methods):
+    assert [method.name for method in cuda_methods] == list(METHODS)
+    for method in cuda_methods:
+        assert sorted(method.inputs) == list(range(3 if method.name == "draft_decode" else 2))
+        assert sorted(method.outputs) == [0, 1]
+        assert {weight.device for weight in method.table.weights} == {"cuda"}
+    assert not torch_host.made_for_cpu(cuda_methods)
+
+
+def test_weights_are_views_of_the_mapped_file(cuda_methods, cuda_artifact):
+    stored = cuda_artifact / WEIGHTS_FILE
+    index, needed = read_ptd_index(stored), torch_host.storages(cuda_methods)
+    on_host = {key: replace(weight, device="cpu") for key, weight in needed.items()}
+    placed = torch_host.place_storages(stored, index, on_host, torch.device("cpu"))
+    whole = torch.frombuffer(bytearray(stored.read_bytes()), dtype=torch.uint8)
+    for weight in {weight for method in cuda_methods for weight in method.table.weights}:
+        value = torch_host.view(placed[weight.storage_key], weight)
+        assert (value.dtype, value.shape, value.stride()) == (weight.dtype, weight.shape, weight.stride)
+        extent = index[weight.storage_key]
+        assert value.data_ptr() == placed[weight.storage_key].data_ptr() + weight.offset * weight.dtype.itemsize
+        assert torch.equal(placed[weight.storage_key], whole[extent.offset : extent.offset + extent.size])
+
+
+@WITHOUT_GPU
+def test_a_cuda_artifact_without_a_gpu_says_what_it_needs(cuda_artifact, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_tokens": [5, 6]}))
+    for runtime in ("auto", "torch"):
+        for command, *args in ((run_main, "--prompt-tokens", PROMPT), (bench_main, "--prompts", prompts)):
+            code, line = fail_command(command, cuda_artifact, *args, "--runtime", runtime)
+            assert code == 1 and "NVIDIA GPUs (sm_90)" in line
+            if torch.version.cuda is None:
+                assert "not a CUDA build" in line and "install PyTorch's CUDA build" in line
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has CUDA's symbols")
+def test_a_cpu_build_lacks_the_symbols_of_cuda_and_no_others(cuda_methods):
+    torch_host.export_host_symbols(torch.device("cpu"))
+    needs = {symbol for method in cuda_methods for symbol in method.parsed.needs}
+    missing = torch_host_checks.missing_symbols(needs)
+    assert {"cuLaunchKernel", "cudaMalloc", "aoti_torch_create_cuda_stream_guard"} <= set(missing)
+    assert all(re.match(r"cu[A-Z]|cuda[A-Z]|aoti_torch_\w*cuda", symbol) for symbol in missing)
+    assert "aoti_torch_empty_strided" not in missing
+
+
+def test_only_the_architectures_that_run_the_kernels_are_taken(cuda_methods):
+    libraries = {method.name: method.parsed for method in cuda_methods}
+    for capability in ((9, 0), (10, 0), (12, 0)):  # its own; later ones by PTX
+        torch_host_checks.check_architectures(libraries, capability, None)
+    with pytest.raises(
+        ValueError, match="the GPU is sm_80, kernel .* of prefill is made for .*sm_90.*--cuda-arch sm_80"
+    ):
+        torch_host_checks.check_architectures(libraries, (8, 0), None)
+
+
+@pytest.mark.parametrize(
+    ("form", "arch", "runs", "fails"),
+    [
+        ("sass", "sm_86", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
+        ("ptx", "sm_86", [(8, 6), (8, 9), (9, 0), (12, 0)], [(8, 0), (7, 5)]),
+        ("sass", "sm_90a", [(9, 0)], [(8, 9), (10, 0)]),
+        ("ptx", "sm_90a", [(9, 0)], [(10, 0)]),
+        ("sass", "sm_100f", [(10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("ptx", "sm_100f", [(10, 0), (10, 3)], [(12, 0)]),
+    ],
+)
+def test_code_runs_where_nvidia_says(form, arch, runs, fails):
+    assert all(torch_host_checks.runs_on(form, arch, capability) for capability in runs)
+    assert not any(torch_host_checks.runs_on(form, arch, capability) for capability in fails)
+
+
+def test_kernels_that_are_no_fatbins_are_taken_as_the_manifest_says_or_refused():
+    bare = {"prefill": Library({"triton_poi_0": b"\x7fELF" + bytes(60)}, [])}
+    torch_host_checks.check_architectures(bare, (9, 0), "sm_90")
+    with pytest.raises(ValueError, match="made for SASS sm_90"):
+        torch_host_checks.check_architectures(bare, (10, 0), "sm_90")
+    damaged = {"prefill": Library({"triton_poi_0": b"PTX?" + bytes(60)}, [])}
+    with pytest.raises(ValueError, match="kernel triton_poi_0 of prefill is no fatbin"):
+        torch_host_checks.check_architectures(damaged, (9, 0), "sm_90")
+
+
+def test_too_little_memory_says_how_much_before_allocating(cuda_methods):
+    needed = sum(weight.storage_bytes for weight in torch_host.storages(cuda_methods).values())
+    torch_host_checks.check_memory(needed, needed, 2 * needed)
+    with pytest.raises(ValueError, match=r"weights and caches take 18.60 GiB, 14.00 of 16.00 GiB are free"):
+        torch_host_checks.check_memory(round(18.6 * 2**30), 14 << 30, 16 << 30)
+
+
+def test_an_old_driver_is_refused(monkeypatch):
+    torch_host_checks.check_driver(13000, "13.0.88")
+    torch_host_checks.check_driver(13020, "12.9.1")
+    torch_host_checks.check_driver(12080, None)
+    with pytest.raises(ValueError, match="it runs CUDA 12.8, the artifact's kernels are of CUDA 13.0.88"):
+        torch_host_checks.check_driver(12080, "13.0.88")
+
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update ...")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    with pytest.raises(ValueError, match=r"\(sm_90\) and PyTorch .* \(CUDA 13.0\).*too old \(found version 11040\)$"):
+        torch_host_checks.check_gpu({"cuda_arch": "sm_90"})
+
+
+# --- with a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_cuda_artifact_runs_and_its_features_stay_on_the_device(cuda_artifact):
+    session = open_session(open_artifact(cuda_artifact), "torch")
+    ids, feature = session.prefill(torch.tensor([prompt_of(20)]), session.positions[:20])
+    assert ids.device.type == "cpu" and feature.device.type == "cuda"
+    results = [complete(session, prompt_of(70), max_new_tokens=64, chain_len=length) for length in (1, 2, 3)]
+    assert results[0].token_ids == results[1].token_ids == results[2].token_ids
+    assert results[2].stats.mean_acceptance_length > 1.3  # a draft that sees the wrong features gets about 1.0
+    session.close()
