@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from eagle3.runner.contract import RUNTIMES
-from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.contract.console import OneLineFailures, runtime_option
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
@@ -28,13 +27,7 @@ Examples:
 @click.option(
     "--checkpoint", type=click.Path(path_type=Path), help="The target's folder: compare with transformers too."
 )
-@click.option(
-    "--runtime",
-    type=click.Choice(RUNTIMES),
-    default="auto",
-    show_default=True,
-    help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
-)
+@runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.version_option(package_name="eagle3-export")
 def main(

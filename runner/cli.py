@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from eagle3.runner.contract import RUNTIMES
-from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.contract.console import OneLineFailures, runtime_option
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
@@ -42,13 +41,7 @@ def read_prompt(file: Path) -> str:
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--chain-len", type=click.IntRange(1), help="Draft tokens a round. Default: the artifact's.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@click.option(
-    "--runtime",
-    type=click.Choice(RUNTIMES),
-    default="auto",
-    show_default=True,
-    help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
-)
+@runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.version_option(package_name="eagle3-export")
 def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len, chat, runtime, as_json) -> None:

@@ -2,33 +2,20 @@
 
 import pytest
 import torch
+from bench_export import gemma4_config
 from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
 from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from torch import nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
-from transformers import Gemma4TextConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from eagle3.export.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.targets.gemma4 import skeleton
 
-GEMMA4_31B = Gemma4TextConfig(hidden_size=5376, num_hidden_layers=60)
-
 
 @pytest.mark.parametrize("name", ["default", "sensitive"])
 def test_for_gemma4_31b_the_fitted_recipe_is_executorchs_own(name):
-    config = Gemma4TextConfig(
-        hidden_size=5376,
-        intermediate_size=21504,
-        num_hidden_layers=60,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        head_dim=256,
-        global_head_dim=512,
-        num_global_key_value_heads=4,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-    )
+    config = gemma4_config(60)
     names = list(skeleton(config, 64).model.state_dict())
     fitted = fitted_recipe(name, config)
     assert {n: fitted.get_config(n) for n in names} == {n: _RECIPES[name].get_config(n) for n in names}

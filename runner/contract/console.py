@@ -14,7 +14,17 @@ from contextlib import contextmanager, redirect_stderr
 
 import click
 
+from eagle3.runner.contract import RUNTIMES
+
 LONGEST_LINE = 600  # characters of a message; a library's can be pages
+
+runtime_option = click.option(
+    "--runtime",
+    type=click.Choice(RUNTIMES),
+    default="auto",
+    show_default=True,
+    help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
+)
 
 
 class OneLineFailures(click.Command):
