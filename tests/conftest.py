@@ -1,13 +1,8 @@
 """Fixtures: random checkpoints of every family, and the shipped one exported for real."""
 
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
+from beforehand import COMMANDS, Beforehand
 from commands import run_command
 from random_checkpoints import random_model
 from transformers import Gemma4ForCausalLM
@@ -55,34 +50,30 @@ def artifact(tmp_path_factory):
     return folder
 
 
-CUDA_EXPORT = pytest.StashKey[tuple[subprocess.Popen, Path]]()
+BEFOREHAND = pytest.StashKey[Beforehand]()
 
 
 def pytest_collection_finish(session):
-    """Lowering for CUDA takes minutes on one core: it begins with the first test, beside the others."""
-    if session.config.option.collectonly or not any("cuda_artifact" in item.fixturenames for item in session.items):
-        return
-    folder = Path(tempfile.mkdtemp()) / "cuda"
-    command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", "gemma4-tiny", "--output-dir", str(folder)]
-    command += [] if torch.cuda.is_available() else ["--cuda-arch", "sm_90"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    session.config.stash[CUDA_EXPORT] = started, folder
+    wanted = {name for item in session.items for name in item.fixturenames}
+    if not session.config.option.collectonly:
+        session.config.stash[BEFOREHAND] = Beforehand(name for name in COMMANDS if name in wanted)
 
 
 def pytest_sessionfinish(session):
-    started, folder = session.config.stash.get(CUDA_EXPORT, (None, None))
-    if started is not None:
-        started.kill()
-        shutil.rmtree(folder.parent, ignore_errors=True)
+    if BEFOREHAND in session.config.stash:
+        session.config.stash[BEFOREHAND].stop()
 
 
 @pytest.fixture(scope="session")
 def cuda_artifact(request):
     """gemma4-tiny lowered for sm_90 by the command itself, kernels compiled for real: the artifact's folder."""
-    started, folder = request.config.stash[CUDA_EXPORT]
-    printed, _ = started.communicate()
-    assert started.returncode == 0, printed
-    return folder
+    return request.config.stash[BEFOREHAND]["cuda_artifact"]
+
+
+@pytest.fixture(scope="session")
+def host_artifact(request):
+    """gemma4-tiny packed as for CUDA and compiled for the CPU (``host_artifact.py``): the artifact's folder."""
+    return request.config.stash[BEFOREHAND]["host_artifact"]
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ is of a GPU in it (moving weights, Triton kernels, compile options) is taken out
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -33,8 +34,9 @@ OPTIONS = {
 
 
 def write_host_artifact(folder: Path) -> None:
-    """Write ``model.pte``, the ``.ptd`` and the tokenizer into ``folder``: float32, plain attention."""
-    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch="sm_90"))
+    """Write ``model.pte``, the ``.ptd`` and the tokenizer into a new ``folder``: float32, plain attention."""
+    arch = None if torch.cuda.is_available() else "sm_90"
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
     speculator = load_speculator(plan, EagerAttention, torch.float32)
     size = plan.draft.hidden_size
     programs = {method.name: trace(speculator, method, size, torch.float32) for method in plan.methods}
@@ -47,6 +49,7 @@ def write_host_artifact(folder: Path) -> None:
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=make_metadata(plan, manifest).constant_methods(),
         ).to_executorch()
+    folder.mkdir()
     with (folder / MODEL_FILE).open("wb") as file:
         program.write_to_file(file)
     program.write_tensor_data_to_file(str(folder))
@@ -66,3 +69,7 @@ def _for_the_cpu() -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(patch.object(CudaBackend, name, classmethod(value)))
         yield
+
+
+if __name__ == "__main__":
+    write_host_artifact(Path(sys.argv[1]))

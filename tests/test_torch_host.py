@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from commands import fail_command, run_command
-from host_artifact import write_host_artifact
 
 from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
@@ -42,16 +41,8 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """gemma4-tiny packed as for CUDA and compiled for the CPU: the artifact's folder."""
-    folder = tmp_path_factory.mktemp("host")
-    write_host_artifact(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def hosted(packed):
-    session = open_session(open_artifact(packed))
+def hosted(host_artifact):
+    session = open_session(open_artifact(host_artifact))
     assert isinstance(session, TorchSession)
     return session
 
@@ -63,9 +54,9 @@ def eager(hosted):
 
 
 @pytest.fixture
-def copied(packed, tmp_path):
-    """The packed artifact, to spoil."""
-    return Path(shutil.copytree(packed, tmp_path / "copied"))
+def copied(host_artifact, tmp_path):
+    """A copy of the artifact, to spoil."""
+    return Path(shutil.copytree(host_artifact, tmp_path / "copied"))
 
 
 def prompt_of(length: int) -> list[int]:
@@ -112,11 +103,11 @@ def test_a_length_that_a_method_was_not_compiled_for_is_refused(hosted):
         hosted.decode(torch.ones(1, 1, dtype=torch.long), hosted.positions[:1])
 
 
-def test_a_storage_is_placed_once_for_all_methods(packed):
-    methods = torch_host.read_methods(read_pte(packed / MODEL_FILE))
+def test_a_storage_is_placed_once_for_all_methods(host_artifact):
+    methods = torch_host.read_methods(read_pte(host_artifact / MODEL_FILE))
     needed = torch_host.storages(methods)
     placed = torch_host.place_storages(
-        packed / WEIGHTS_FILE, read_ptd_index(packed / WEIGHTS_FILE), needed, torch.device("cpu")
+        host_artifact / WEIGHTS_FILE, read_ptd_index(host_artifact / WEIGHTS_FILE), needed, torch.device("cpu")
     )
     users = Counter(key for method in methods for key in method.table.storages())
     caches = {weight.storage_key for method in methods for weight in method.table.weights if "cache" in weight.name}
@@ -124,8 +115,8 @@ def test_a_storage_is_placed_once_for_all_methods(packed):
     assert len({storage.data_ptr() for storage in placed.values()}) == len(placed) == len(users)
 
 
-def test_a_closed_session_gives_its_memory_back_and_says_that_it_is_closed(packed):
-    session = open_session(open_artifact(packed), "torch")
+def test_a_closed_session_gives_its_memory_back_and_says_that_it_is_closed(host_artifact):
+    session = open_session(open_artifact(host_artifact), "torch")
     complete(session, [5, 6, 7], max_new_tokens=4)
     session.close()
     session.close()
@@ -133,14 +124,16 @@ def test_a_closed_session_gives_its_memory_back_and_says_that_it_is_closed(packe
         complete(session, [5, 6, 7], max_new_tokens=4)
 
 
-def test_the_commands_take_it(packed, hosted, tmp_path):
+def test_the_commands_take_it(host_artifact, hosted, tmp_path):
     expected = complete(hosted, [int(token) for token in PROMPT.split(",")], max_new_tokens=12).token_ids
     for runtime in ("auto", "torch"):
         args = ("--prompt-tokens", PROMPT, "--max-new-tokens", 12, "--runtime", runtime, "--json")
-        assert json.loads(run_command(run_main, packed, *args).stdout)["token_ids"] == expected
+        assert json.loads(run_command(run_main, host_artifact, *args).stdout)["token_ids"] == expected
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_tokens": expected}))
-    report = json.loads(run_command(bench_main, packed, "--prompts", prompts, "--max-new-tokens", 8, "--json").stdout)
+    report = json.loads(
+        run_command(bench_main, host_artifact, "--prompts", prompts, "--max-new-tokens", 8, "--json").stdout
+    )
     assert report["speculation"]["tokens"] == 8 and "target_verify" in report["step_ms"]
 
 
@@ -164,8 +157,8 @@ class Runtime:
         raise RuntimeError("no device")
 
 
-def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(packed, monkeypatch):
-    opened, runtime = open_artifact(packed), Runtime("XnnpackBackend", "CudaBackend")
+def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(host_artifact, monkeypatch):
+    opened, runtime = open_artifact(host_artifact), Runtime("XnnpackBackend", "CudaBackend")
     monkeypatch.setattr(opening, "load_runtime", lambda: runtime)
     assert [choose_runtime(opened, asked) for asked in ("auto", "executorch", "torch")] == [
         "executorch",
@@ -174,18 +167,18 @@ def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(pac
     ]
     with pytest.raises(ValueError, match="no device.*needs an NVIDIA GPU"):
         open_session(opened)
-    assert runtime.loaded == [(packed / MODEL_FILE, packed / WEIGHTS_FILE)]
+    assert runtime.loaded == [(host_artifact / MODEL_FILE, host_artifact / WEIGHTS_FILE)]
 
 
-def test_an_executorch_without_the_backend_leaves_it_to_pytorch(packed, monkeypatch):
-    opened = open_artifact(packed)
+def test_an_executorch_without_the_backend_leaves_it_to_pytorch(host_artifact, monkeypatch):
+    opened = open_artifact(host_artifact)
     monkeypatch.setattr(opening, "load_runtime", lambda: Runtime("XnnpackBackend"))
     assert choose_runtime(opened, "auto") == "torch"
     with pytest.raises(ValueError, match="needs CudaBackend, this ExecuTorch has XnnpackBackend: type --runtime torch"):
         open_session(opened, "executorch")
 
 
-def test_an_artifact_of_another_backend_is_not_hosted(packed, artifact):
+def test_an_artifact_of_another_backend_is_not_hosted(host_artifact, artifact):
     opened = open_artifact(artifact)
     assert [choose_runtime(opened, asked) for asked in ("auto", "executorch")] == ["executorch"] * 2
     code, line = fail_command(run_main, artifact, "--prompt-tokens", PROMPT, "--runtime", "torch")
@@ -233,8 +226,8 @@ def test_a_library_that_does_not_load(copied, monkeypatch):
     assert "the library of prefill does not load (no room)" in run_fails(copied)
 
 
-def test_a_program_that_runs_more_than_its_delegates(packed):
-    pte = read_pte(packed / MODEL_FILE)
+def test_a_program_that_runs_more_than_its_delegates(host_artifact):
+    pte = read_pte(host_artifact / MODEL_FILE)
     plan = next(plan for plan in pte.program.execution_plan if plan.name == "prefill")
     plan.operators[0].name = "aten::add"
     with pytest.raises(ValueError, match="prefill runs aten::add outside of its delegate"):
