@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
+from eagle3.export.backends import BACKENDS
 from eagle3.export.config import RECIPES, ExportConfig
-from eagle3.export.lowering import BACKENDS
-from eagle3.export.lowering.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.runner.contract.console import OneLineFailures
 from eagle3.targets import TARGETS
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from eagle3.export.checkpoints.safetensors_folder import TensorHeader, shard_paths
 from eagle3.export.draft import DraftDescription
-from eagle3.export.safetensors_folder import TensorHeader, shard_paths
 from eagle3.targets.spec import Skeleton
 
 QUANTIZED = ("Int4Tensor", "IntxUnpackedToInt8Tensor")

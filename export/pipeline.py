@@ -14,11 +14,11 @@ from eagle3.export.artifact import (
     whole_folder,
     write_record,
 )
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checkpoints.safetensors_folder import shard_paths
 from eagle3.export.draft.head import load_draft
-from eagle3.export.lowering import BACKENDS
 from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
-from eagle3.export.safetensors_folder import shard_paths
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PREFILL, Metadata
 from eagle3.targets.attention import AttentionFactory

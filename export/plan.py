@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checkpoints.safetensors_folder import TensorHeader, read_headers
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import DraftDescription, read_draft
-from eagle3.export.lowering import BACKENDS
 from eagle3.export.pairing import check_pair, check_target, choose_taps
-from eagle3.export.safetensors_folder import TensorHeader, read_headers
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec
 from eagle3.targets.spec import sliding_window
 
+WINDOW_ROWS = 16  # a verify window is never longer: what the small-M kernel takes at one reading of the weights
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
 
 
@@ -77,7 +78,7 @@ class Plan:
 
 def small_m_limit(chain_len: int) -> int:
     """Rows that the small-M kernel takes: 8, or 16 for a verify window longer than that."""
-    return 16 if chain_len + 1 > 8 else 8
+    return WINDOW_ROWS if chain_len + 1 > 8 else 8
 
 
 def make_plan(config: ExportConfig) -> Plan:
@@ -158,10 +159,11 @@ def plan_methods(
             f"{target_config.max_position_embeddings}: type --max-seq-len {target_config.max_position_embeddings}"
         )
     window = chain_len + 1
-    if not max(2, shortest) <= window <= min(16, longest):
+    fewest_rows, most_rows = max(2, shortest), min(WINDOW_ROWS, longest)
+    if not fewest_rows <= window <= most_rows:
         raise ValueError(
             f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and the small-M kernel "
-            f"take {max(2, shortest)} to {min(16, longest)}: type --chain-len {min(16, longest) - 1} or less"
+            f"take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
         )
     min_prefill = max(shortest, small_m_limit(chain_len) + 1)
     most = min(longest, max_seq_len - 1)

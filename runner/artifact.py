@@ -6,10 +6,10 @@ from pathlib import Path
 
 from eagle3.runner.contract import METHODS, MODEL_FILE, RUNTIMES, Metadata
 from eagle3.runner.contract.console import calm_stderr
-from eagle3.runner.cuda_weights import WEIGHTS_FILE
-from eagle3.runner.inspection import CUDA_BACKEND
-from eagle3.runner.runtime import load_runtime
-from eagle3.runner.session import ExecuTorchSession, TorchSession
+from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
+from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE
+from eagle3.runner.inspect.program import CUDA_BACKEND
+from eagle3.runner.session import Session
 
 EXECUTORCH, TORCH, AUTO = RUNTIMES
 
@@ -59,7 +59,7 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(model.parent, model, program, metadata)
 
 
-def open_session(artifact: Artifact, runtime: str = AUTO) -> ExecuTorchSession | TorchSession:
+def open_session(artifact: Artifact, runtime: str = AUTO) -> Session:
     """Load the methods. ``runtime`` is one of RUNTIMES.
 
     Raises FileNotFoundError or ValueError where a file ends early or is missing, the artifact needs what this machine
@@ -67,7 +67,7 @@ def open_session(artifact: Artifact, runtime: str = AUTO) -> ExecuTorchSession |
     """
     if choose_runtime(artifact, runtime) == TORCH:
         with calm_stderr():  # reading a program imports ExecuTorch's compiler: seconds, for CUDA artifacts alone
-            from eagle3.runner.torch_host import open_torch_session
+            from eagle3.runner.hosts.torch_host import open_torch_session
 
             return open_torch_session(artifact.model, _weights(artifact), artifact.metadata)
     with calm_stderr():

@@ -5,13 +5,12 @@ Whatever runs the methods, ``loop.py`` sees the same four calls. A session has o
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY, Metadata
 
 
 class Session(Protocol):
@@ -36,7 +35,7 @@ class Session(Protocol):
         """Give back what the session holds; it cannot be used after that."""
 
 
-class _TimedSession:
+class TimedSession:
     """The four methods over one ``_call``, each call counted and timed."""
 
     def __init__(self, metadata: Metadata):
@@ -70,77 +69,7 @@ class _TimedSession:
         pass
 
 
-class ExecuTorchSession(_TimedSession):
-    """Methods of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on the host."""
-
-    def __init__(self, program, metadata: Metadata):
-        super().__init__(metadata)
-        names = [name for name in (*METHODS, DECODE) if name in program.method_names]
-        self._methods = {name: program.load_method(name) for name in names}
-        self.has_decode = DECODE in names
-
-    def _call(self, name, *inputs):
-        try:
-            return self._methods[name].execute(inputs)
-        except KeyError:
-            raise ValueError(f"the artifact has no method {name}: export it with --with-decode") from None
-        except RuntimeError as error:
-            raise RuntimeError(self._explain(name, inputs, error)) from error
-
-    def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:
-        """ExecuTorch's errors are bare codes: put what was fed beside what the method declares."""
-        declared = self._methods[name].metadata
-        pairs = []
-        for slot, value in enumerate(inputs):
-            most = declared.input_tensor_meta(slot)
-            pairs.append(f"slot {slot}: fed {value.dtype} {list(value.shape)}, declared up to {list(most.sizes())}")
-        return f"{name} failed: {' '.join(str(error).split())} ({'; '.join(pairs)})"
-
-
-class TorchSession(_TimedSession):
-    """Methods that PyTorch hosts on ``device``. Features stay there; ids come to the host, which waits for the method,
-    so that ``seconds`` are those of the device."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, Callable[[list[Tensor]], list[Tensor]]],
-        rows: Mapping[str, tuple[int, int]],
-        device: torch.device,
-        metadata: Metadata,
-        free: Callable[[], None],
-    ):
-        """``rows``: the fewest and the most of each method, which compiled code does not check by itself; ``free``
-        gives back the memory of the weights."""
-        super().__init__(metadata)
-        self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
-        self.has_decode = DECODE in methods
-
-    def _call(self, name, *inputs):
-        if name not in self._methods:
-            why = "is closed" if not self._methods else f"has no method {name}: export it with --with-decode"
-            raise ValueError(f"the artifact {why}")
-        rows, (least, most) = inputs[0].shape[1], self._rows[name]
-        if not least <= rows <= most:
-            raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")
-        try:
-            ids, feature = self._methods[name]([self._fitting(value) for value in inputs])
-            return ids.cpu(), feature
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise RuntimeError(f"{name} of {rows} rows failed on {self._device} ({reason})") from error
-
-    def _fitting(self, value: Tensor) -> Tensor:
-        """As compiled code takes it for granted: on the device, contiguous, at the start of its memory."""
-        value = value.to(self._device).contiguous()
-        return value.clone() if value.storage_offset() else value
-
-    def close(self) -> None:
-        if self._methods:
-            self._methods.clear()
-            self._free()
-
-
-class EagerSession(_TimedSession):
+class EagerSession(TimedSession):
     """The same methods of a PyTorch module, to hold an artifact against."""
 
     has_decode = True

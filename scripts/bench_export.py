@@ -25,7 +25,7 @@ from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from transformers import Gemma4TextConfig
 
-from eagle3.export.quantization import fitted_recipe
+from eagle3.export.lowering.cuda.quantization import fitted_recipe
 from eagle3.targets import gemma4
 
 SAMPLE_SECONDS = 0.1

@@ -1,4 +1,4 @@
-"""Times the kernels of few rows (export/kernels/small_m.py) on a CUDA GPU, on the linears of Gemma 4 31B.
+"""Times the kernels of few rows (export/lowering/cuda/kernels/small_m.py) on a CUDA GPU, on the linears of Gemma 4 31B.
 
     python scripts/bench_small_m.py                            # checks, then every linear at 1 to 16 rows: minutes
     python scripts/bench_small_m.py --linear down --sweep      # other block sizes on one linear
@@ -19,7 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from eagle3.export.kernels import small_m
+from eagle3.export.lowering.cuda.kernels import small_m
 
 LINEARS = {  # N, K
     "sliding_q": (8192, 5376),

@@ -33,18 +33,17 @@ from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.config import ExportConfig
-from eagle3.export.dispatch import small_m_dispatch
-from eagle3.export.lowering import cuda
+from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import Plan, make_plan
 from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.bench import step_milliseconds
+from eagle3.runner.bench.measure import step_milliseconds
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, TARGET_VERIFY
-from eagle3.runner.inspection import read_pte
+from eagle3.runner.hosts.torch_host import TorchSession, read_methods
+from eagle3.runner.inspect.program import read_pte
 from eagle3.runner.loop import complete
-from eagle3.runner.session import TorchSession
 from eagle3.runner.text import Text
-from eagle3.runner.torch_host import read_methods
 from eagle3.targets.attention import EagerAttention
 
 BUDGET = 8 * 60  # seconds

@@ -9,7 +9,7 @@ from commands import run_command
 from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
-from eagle3.runner.bench import first_divergence
+from eagle3.runner.bench.measure import first_divergence
 from eagle3.runner.cli import main as run_main
 from eagle3.runner.loop import complete
 from eagle3.runner.session import EagerSession

@@ -6,8 +6,8 @@ import pytest
 from commands import fail_command, run_command
 
 from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.bench import first_divergence
-from eagle3.runner.bench_cli import main, measure, read_prompts
+from eagle3.runner.bench.cli import main, measure, read_prompts
+from eagle3.runner.bench.measure import first_divergence
 from eagle3.targets import TARGETS
 
 CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint

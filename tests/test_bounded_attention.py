@@ -8,7 +8,8 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda import BoundedAttention, ranges
+from eagle3.export.lowering.cuda.attention import BoundedAttention
+from eagle3.export.lowering.cuda.backend import ranges
 from eagle3.targets.attention import EagerAttention, KVCacheShape, causal_mask
 
 SLOTS, HEADS, DIM = 300, 4, 16  # enough slots for the op's split-K path

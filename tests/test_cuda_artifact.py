@@ -10,12 +10,12 @@ from commands import fail_command, run_command
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
-from eagle3.export.lowering import cuda
+from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
 from eagle3.runner.contract import METHODS, MODEL_FILE
-from eagle3.runner.cuda_weights import WEIGHTS_FILE, read_ptd_index
-from eagle3.runner.inspect_cli import main as inspect_main
+from eagle3.runner.inspect.cli import main as inspect_main
+from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE, read_ptd_index
 from eagle3.targets.attention import EagerAttention
 
 ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.config import ExportConfig
-from eagle3.export.graph_check import check_linears
-from eagle3.export.lowering import cuda
+from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.plan import make_plan
 from eagle3.targets.attention import EagerAttention

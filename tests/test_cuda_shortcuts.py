@@ -8,9 +8,9 @@ import triton.language as tl
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle3.export.lowering.cuda_shortcuts import analyzed_once
-from eagle3.export.lowering.named_gpu.compiling import compiling
-from eagle3.export.lowering.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from transformers import LlamaConfig
 
-from eagle3.export.dispatch import small_m_dispatch
-from eagle3.export.graph_check import check_linears, quantized_uses
-from eagle3.export.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
+from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
 
 KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor)
 

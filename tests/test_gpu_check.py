@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.pipeline import make_metadata
 from eagle3.runner.session import EagerSession
 

@@ -12,7 +12,7 @@ from executorch.exir._serialize._program import deserialize_pte_binary, serializ
 
 from eagle3.runner.artifact import open_artifact
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
-from eagle3.runner.inspect_cli import main
+from eagle3.runner.inspect.cli import main
 
 ALL_METHODS = (*METHODS, DECODE)
 TARGET_METHODS = (PREFILL, TARGET_VERIFY, DECODE)
@@ -199,7 +199,7 @@ def test_a_file_that_ends_early_is_one_line_and_exit_1(part, copied):
     model = copied / "model.pte"
     with model.open("r+b") as file:
         file.truncate(int(part * model.stat().st_size))
-    program = "from eagle3.runner.inspect_cli import main; main()"
+    program = "from eagle3.runner.inspect.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program, copied], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
@@ -227,7 +227,7 @@ def test_a_program_that_points_outside_itself_is_one_line(copied):
 
 
 def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
-    """What export/lowering/xnnpack_forms.py is for: delegates end at attention alone."""
+    """What export/lowering/xnnpack/forms.py is for: delegates end at attention alone."""
     for name in TARGET_METHODS:
         method = found["methods"][name]
         assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]

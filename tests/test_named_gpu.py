@@ -16,14 +16,14 @@ from torch._inductor.select_algorithm import AlgorithmSelectorCache
 from torch.utils._triton import has_triton
 from triton.runtime import driver
 
-from eagle3.export.lowering.named_gpu import named_gpu
-from eagle3.export.lowering.named_gpu.answers import answers
-from eagle3.export.lowering.named_gpu.choices import choices
-from eagle3.export.lowering.named_gpu.compiling import compiling
-from eagle3.export.lowering.named_gpu.gpus import GPUS
-from eagle3.export.lowering.named_gpu.versions import TESTED, check_versions
-from eagle3.export.lowering.named_gpu.weights import HostData, on_named_gpu, weights_on_host
-from eagle3.export.lowering.toolchain import cuda_home, toolchain
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.export.lowering.cuda.named_gpu.answers import answers
+from eagle3.export.lowering.cuda.named_gpu.choices import choices
+from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.versions import TESTED, check_versions
+from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
+from eagle3.export.lowering.cuda.toolchain import cuda_home, toolchain
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 

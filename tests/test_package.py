@@ -33,7 +33,7 @@ def test_a_command_answers_help_without_importing_torch(command):
 
 
 def test_the_runner_never_imports_the_exporter_nor_the_compiler():
-    loaded = imported_modules("import eagle3.runner.loop, eagle3.runner.runtime as r; r.load_runtime()")
+    loaded = imported_modules("import eagle3.runner.loop, eagle3.runner.hosts.executorch_host as r; r.load_runtime()")
     assert not [name for name in loaded if name.startswith(("eagle3.export", "eagle3.targets"))]
     assert "torch._dynamo" not in loaded  # comes with executorch.exir: 4 s
     assert "executorch.exir" not in loaded  # what stood in for it is gone
@@ -41,7 +41,7 @@ def test_the_runner_never_imports_the_exporter_nor_the_compiler():
 
 def test_the_compiler_can_be_imported_after_the_runtime():
     loaded = imported_modules(
-        "import eagle3.runner.runtime as r; r.load_runtime(); import executorch.exir as e; e.to_edge"
+        "import eagle3.runner.hosts.executorch_host as r; r.load_runtime(); import executorch.exir as e; e.to_edge"
     )
     assert "executorch.exir.program" in loaded
 

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from transformers import AutoConfig
 
+from eagle3.export.checkpoints.safetensors_folder import read_headers
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
-from eagle3.export.lowering import cuda
+from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.quantization import fitted_recipe
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
-from eagle3.export.quantization import fitted_recipe
-from eagle3.export.safetensors_folder import read_headers
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-from eagle3.export.kernels import small_m
+from eagle3.export.lowering.cuda.kernels import small_m
 
 GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_head: N over 1024)
     "sliding_q": (390, 256),

@@ -15,16 +15,17 @@ from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
 from eagle3.runner import artifact as opening
-from eagle3.runner import torch_host, torch_host_checks
 from eagle3.runner.artifact import choose_runtime, open_artifact, open_session
-from eagle3.runner.bench_cli import main as bench_main
+from eagle3.runner.bench.cli import main as bench_main
 from eagle3.runner.cli import main as run_main
 from eagle3.runner.contract import METHODS, MODEL_FILE
-from eagle3.runner.cuda_inspection import Library
-from eagle3.runner.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
-from eagle3.runner.inspection import read_pte, row_bounds
+from eagle3.runner.hosts import torch_host, torch_host_checks
+from eagle3.runner.hosts.torch_host import TorchSession
+from eagle3.runner.inspect.cuda import Library
+from eagle3.runner.inspect.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
+from eagle3.runner.inspect.program import read_pte, row_bounds
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession, TorchSession
+from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

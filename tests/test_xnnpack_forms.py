@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle3.export.lowering.xnnpack_forms import tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.forms import tanh_gelu, use_product_norms
 
 
 def test_norms_keep_their_own_epsilon_and_weight():

@@ -6,9 +6,9 @@ A format is a module with ``recognizes(config)`` and ``describe(folder, config, 
 import json
 from pathlib import Path
 
+from eagle3.export.checkpoints.safetensors_folder import read_headers
 from eagle3.export.draft import speculators
 from eagle3.export.draft.description import DraftDescription
-from eagle3.export.safetensors_folder import read_headers
 
 FORMATS = (speculators,)
 

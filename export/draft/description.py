@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.export.safetensors_folder import TensorHeader
+from eagle3.export.checkpoints.safetensors_folder import TensorHeader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -6,8 +6,8 @@ Source: speculators 0.9.0 (its configuration class and what its ``save_pretraine
 from pathlib import Path
 from typing import Any
 
+from eagle3.export.checkpoints.safetensors_folder import TensorHeader
 from eagle3.export.draft.description import DraftDescription
-from eagle3.export.safetensors_folder import TensorHeader
 
 ARCHITECTURES = {"Eagle3DraftModel", "Eagle3Speculator"}
 _IGNORED = {"t2d", "mask_hidden", "verifier_lm_head.weight", "verifier_norm.weight"}

@@ -72,7 +72,7 @@ def read_prompts(file: Path, folder: Path) -> list[list[int]]:
 
 def measure(session, prompts: list[list[int]], max_new_tokens: int, checkpoint: Path | None) -> dict[str, Any]:
     """Run the artifact every way it allows, prompt by prompt in turns, then transformers, and compare."""
-    from eagle3.runner.bench import Run, first_divergence, session_steps, step_milliseconds
+    from eagle3.runner.bench.measure import Run, first_divergence, session_steps, step_milliseconds
 
     ways = {"speculation": True} | ({"no_speculation": False} if session.has_decode else {})
     runs = {name: Run() for name in ways}
@@ -112,7 +112,7 @@ def _transformers(checkpoint: Path, prompts: list[list[int]], counts: list[int],
 
     After the artifact's own runs: transformers takes a thread a core, and those keep spinning for a while.
     """
-    from eagle3.runner.bench import TransformersReference, step_milliseconds
+    from eagle3.runner.bench.measure import TransformersReference, step_milliseconds
 
     reference = TransformersReference(checkpoint)
     step = {"step": reference.step(rows, position)}

@@ -5,8 +5,8 @@ between the methods by qualified name, and go into a file of their own.
 """
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
@@ -22,85 +22,31 @@ from executorch.exir import (
 )
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.passes import MemoryPlanningPass
-from torch import Tensor
 from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.nn import functional as F
 
 from eagle3.export.config import RECIPES
-from eagle3.export.dispatch import small_m_dispatch
 from eagle3.export.draft.head import DraftHead
-from eagle3.export.graph_check import check_linears
-from eagle3.export.lowering.cuda_shortcuts import analyzed_once
-from eagle3.export.lowering.named_gpu import named_gpu
-from eagle3.export.lowering.named_gpu.versions import check_versions
-from eagle3.export.lowering.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.lowering.cuda.attention import BoundedAttention
+from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.graph_check import check_linears
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
+from eagle3.export.lowering.cuda.quantization import check_int4_headers, check_recipe, fitted_recipe, quantize
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once
+from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.plan import Plan
-from eagle3.export.quantization import check_int4_headers, check_recipe, fitted_recipe, quantize
 from eagle3.export.speculator import Eagle3Speculator
-from eagle3.targets.attention import EagerAttention
 
 DTYPE = torch.bfloat16
-SPLIT_ROWS = 4  # ExecuTorch's split-K attention takes up to 4 rows of queries
-WINDOW_ROWS = 16  # a verify window is never longer
 OPTIONS = {
     "coordinate_descent_tuning": False,
     "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels
 }
 
 
-class BoundedAttention(EagerAttention):
-    """See ``EagerAttention``. ExecuTorch's ``triton::sdpa`` reads the slots written so far and no others.
-
-    A few rows against a long cache fill a GPU only when the cache is split between thread blocks, which the op does for
-    1 to 4 rows, a number that must be static: a verify window is padded to a multiple of 4 and goes in tiles of 4.
-    """
-
-    def rows(self, input_pos: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions [T], mask [1, 1, T or padded, slots], slots written after this forward (a scalar on the device)."""
-        return input_pos, F.pad(mask, (0, 0, 0, padding(input_pos.shape[0]))), input_pos[-1] + 1
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Any, scale: float) -> Tensor:
-        input_pos, mask, written = rows
-        keys, values = self.kv_cache.update(input_pos, key.transpose(1, 2), value.transpose(1, 2))
-        length = query.shape[1]
-        # Padded and cut along the rows where they are the first dimension: elsewhere the shape of memory would depend
-        # on the length, and the trace would be of one length.
-        query = F.pad(query, (0, 0, 0, 0, 0, padding(length))).transpose(1, 2)  # [1, heads, T or padded, head_dim]
-
-        def attend(query: Tensor, mask: Tensor) -> Tensor:
-            return torch.ops.triton.sdpa(query, keys, values, mask, 0.0, False, scale, True, written)
-
-        if bounds(length)[1] > WINDOW_ROWS:
-            return attend(query, mask).transpose(1, 2)[:, :length]
-        tiles = zip(query.split(SPLIT_ROWS, dim=2), mask.split(SPLIT_ROWS, dim=2), strict=True)
-        return torch.cat([attend(*tile).transpose(1, 2) for tile in tiles], dim=1)[:, :length]
-
-
 attention = BoundedAttention
-
-
-def bounds(length: int | torch.SymInt) -> tuple[int, int]:
-    """The least and the greatest that a dimension of a traced tensor may be."""
-    if isinstance(length, int):
-        return length, length
-    span = length.node.shape_env.bound_sympy(length.node.expr)
-    return int(span.lower), int(span.upper)
-
-
-def padding(length: int | torch.SymInt) -> int | torch.SymInt:
-    """Rows that bring a verify window to a multiple of ``SPLIT_ROWS`` not less than the longest one.
-
-    The op asks whether there are more than ``SPLIT_ROWS`` rows. Where some lengths are and some are not it would be
-    compiled for the one that is traced, so that those get ``SPLIT_ROWS`` rows more, which attend to nothing.
-    """
-    least, longest = bounds(length)
-    if longest == 1:
-        return 0
-    if longest <= WINDOW_ROWS:
-        return -(-longest // SPLIT_ROWS) * SPLIT_ROWS - length
-    return SPLIT_ROWS if least <= SPLIT_ROWS else 0
 
 
 def local_arch() -> str | None:
@@ -145,10 +91,8 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
     convert_quantized_tensors_for_cuda(speculator)
 
 
-@contextmanager
-def tracing(speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
-    with small_m_dispatch(plan.small_m_limit):
-        yield
+def tracing(speculator: Eagle3Speculator, plan: Plan) -> AbstractContextManager[None]:
+    return small_m_dispatch(plan.small_m_limit)
 
 
 def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:

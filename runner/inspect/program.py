@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner import cuda_inspection
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
 from eagle3.runner.contract.console import calm_stderr
-from eagle3.runner.cuda_weights import WEIGHTS_FILE, WeightTable, check_stored, decode_weight_table, read_ptd_index
+from eagle3.runner.inspect import cuda as cuda_inspection
+from eagle3.runner.inspect.cuda_weights import (
+    WEIGHTS_FILE,
+    WeightTable,
+    check_stored,
+    decode_weight_table,
+    read_ptd_index,
+)
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def xnnpack_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
 
 
 def cuda_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
-    """What ``cuda_inspection.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
+    """What ``cuda.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
     named = {item.key: item.segment_index for item in pte.program.named_data or ()}
     stored = pte.path.parent / WEIGHTS_FILE
     tables: dict[str, list[WeightTable]] = {}

@@ -1,4 +1,4 @@
-"""``executorch.runtime`` as a runner wants it: quick to import, with ExecuTorch's LLM ops, silent."""
+"""``executorch.runtime`` as the host of an artifact: quick to import, with ExecuTorch's LLM ops, silent."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,11 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
+from torch import Tensor
+
+from eagle3.runner.contract import DECODE, METHODS, Metadata
 from eagle3.runner.contract.console import calm_stderr
+from eagle3.runner.session import TimedSession
 
 
 def load_runtime():
@@ -49,3 +53,30 @@ def _without_compiler(executorch_folder: Path) -> Iterator[None]:
     finally:
         for module in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
             del sys.modules[module]
+
+
+class ExecuTorchSession(TimedSession):
+    """Methods of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on the host."""
+
+    def __init__(self, program, metadata: Metadata):
+        super().__init__(metadata)
+        names = [name for name in (*METHODS, DECODE) if name in program.method_names]
+        self._methods = {name: program.load_method(name) for name in names}
+        self.has_decode = DECODE in names
+
+    def _call(self, name, *inputs):
+        try:
+            return self._methods[name].execute(inputs)
+        except KeyError:
+            raise ValueError(f"the artifact has no method {name}: export it with --with-decode") from None
+        except RuntimeError as error:
+            raise RuntimeError(self._explain(name, inputs, error)) from error
+
+    def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:
+        """ExecuTorch's errors are bare codes: put what was fed beside what the method declares."""
+        declared = self._methods[name].metadata
+        pairs = []
+        for slot, value in enumerate(inputs):
+            most = declared.input_tensor_meta(slot)
+            pairs.append(f"slot {slot}: fed {value.dtype} {list(value.shape)}, declared up to {list(most.sizes())}")
+        return f"{name} failed: {' '.join(str(error).split())} ({'; '.join(pairs)})"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3.runner.cuda_weights import CudaWeight, WeightTable
+from eagle3.runner.inspect.cuda_weights import CudaWeight, WeightTable
 
 # --- 1. Delegates
 

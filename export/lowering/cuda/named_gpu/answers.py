@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch._dynamo.device_interface import CudaInterface
 
-from eagle3.export.lowering.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
 
 CACHING = (
     "torch.utils._triton",

@@ -1,4 +1,4 @@
-"""``eagle3-inspect``: what an artifact holds, for people and as JSON. ``inspection.py`` looks into the ``.pte``."""
+"""``eagle3-inspect``: what an artifact holds, for people and as JSON. ``program.py`` looks into the ``.pte``."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def main(artifact: Path, verify: bool, as_json: bool) -> None:
     bytes of the weights are. Shapes are upper bounds. Weights are read only with --verify.
     """
     from eagle3.runner.artifact import open_artifact
-    from eagle3.runner.inspection import inspect_program
+    from eagle3.runner.inspect.program import inspect_program
 
     opened = open_artifact(artifact)
     found = {

@@ -13,7 +13,7 @@ import torch
 
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.loop import complete
-from eagle3.runner.session import ExecuTorchSession
+from eagle3.runner.session import Session
 from eagle3.runner.statistics import SpeculationStats
 
 
@@ -27,7 +27,7 @@ class Run:
     method_calls: Counter = field(default_factory=Counter)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
-    def add(self, session: ExecuTorchSession, prompt: list[int], max_new_tokens: int, speculate: bool) -> None:
+    def add(self, session: Session, prompt: list[int], max_new_tokens: int, speculate: bool) -> None:
         session.seconds.clear()
         session.calls.clear()
         start = time.perf_counter()
@@ -76,7 +76,7 @@ def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100
     return {name: 1000 * sorted(taken)[repeats // 2] for name, taken in times.items()}
 
 
-def session_steps(session: ExecuTorchSession, position: int) -> dict[str, Callable[[], Any]]:
+def session_steps(session: Session, position: int) -> dict[str, Callable[[], Any]]:
     """A step at ``position``: ``target_verify`` of a whole window, ``decode`` where it is there."""
     rows = session.metadata.chain_len + 1
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]

@@ -16,8 +16,8 @@ tested with. Where there is a GPU nothing here is used.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from eagle3.export.lowering.named_gpu.gpus import GPUS
-from eagle3.export.lowering.named_gpu.versions import check_versions
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
 
 
 @contextmanager
@@ -27,11 +27,11 @@ def named_gpu(arch: str) -> Iterator[None]:
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """
     check_versions()
-    from eagle3.export.lowering.named_gpu.answers import answers
-    from eagle3.export.lowering.named_gpu.choices import choices
-    from eagle3.export.lowering.named_gpu.compiling import compiling
-    from eagle3.export.lowering.named_gpu.weights import weights_on_host
-    from eagle3.export.lowering.toolchain import toolchain
+    from eagle3.export.lowering.cuda.named_gpu.answers import answers
+    from eagle3.export.lowering.cuda.named_gpu.choices import choices
+    from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+    from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
+    from eagle3.export.lowering.cuda.toolchain import toolchain
 
     gpu = GPUS[arch]
     with ExitStack() as parts:

@@ -21,7 +21,7 @@ from triton.backends.nvidia import compiler
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from eagle3.export.lowering.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
 
 
 class NamedDriver:

@@ -4,6 +4,7 @@
 2. Weights: the ``.ptd`` is memory-mapped and each storage goes to the device once, so a cache is one tensor to all
    methods that name it.
 3. Libraries: each is loaded through ``torch._C._aoti``, its constants are views of those storages.
+4. The session that runs them.
 
 Nothing here knows the device but by its name; what a GPU must bring is asked in ``torch_host_checks.py``.
 """
@@ -13,7 +14,7 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.runner import torch_host_checks as checks
 from eagle3.runner.contract import DECODE, METHODS, Metadata
-from eagle3.runner.cuda_inspection import Library, read_library
-from eagle3.runner.cuda_weights import (
+from eagle3.runner.hosts import torch_host_checks as checks
+from eagle3.runner.inspect.cuda import Library, read_library
+from eagle3.runner.inspect.cuda_weights import (
     CudaWeight,
     Extent,
     WeightTable,
@@ -32,11 +33,11 @@ from eagle3.runner.cuda_weights import (
     decode_weight_table,
     read_ptd_index,
 )
-from eagle3.runner.inspection import CUDA_BACKEND, Pte, read_pte, row_bounds
-from eagle3.runner.session import TorchSession
+from eagle3.runner.inspect.program import CUDA_BACKEND, Pte, read_pte, row_bounds
+from eagle3.runner.session import TimedSession
 
 
-def open_torch_session(model: Path, stored: Path, metadata: Metadata) -> TorchSession:
+def open_torch_session(model: Path, stored: Path, metadata: Metadata) -> "TorchSession":
     """Load the methods of a ``.pte`` whose weights the ``.ptd`` file ``stored`` holds: on the current GPU, or on the
     CPU if they are made for it.
 
@@ -228,3 +229,49 @@ def export_host_symbols(device: torch.device) -> None:
             ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             raise ValueError(f"the NVIDIA driver's libcuda.so.1 does not load ({error}): install the driver") from error
+
+
+# --- 4. The session
+
+
+class TorchSession(TimedSession):
+    """Methods that PyTorch hosts on ``device``. Features stay there; ids come to the host, which waits for the method,
+    so that ``seconds`` are those of the device."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Callable[[list[Tensor]], list[Tensor]]],
+        rows: Mapping[str, tuple[int, int]],
+        device: torch.device,
+        metadata: Metadata,
+        free: Callable[[], None],
+    ):
+        """``rows``: the fewest and the most of each method, which compiled code does not check by itself; ``free``
+        gives back the memory of the weights."""
+        super().__init__(metadata)
+        self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
+        self.has_decode = DECODE in methods
+
+    def _call(self, name, *inputs):
+        if name not in self._methods:
+            why = "is closed" if not self._methods else f"has no method {name}: export it with --with-decode"
+            raise ValueError(f"the artifact {why}")
+        rows, (least, most) = inputs[0].shape[1], self._rows[name]
+        if not least <= rows <= most:
+            raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")
+        try:
+            ids, feature = self._methods[name]([self._fitting(value) for value in inputs])
+            return ids.cpu(), feature
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise RuntimeError(f"{name} of {rows} rows failed on {self._device} ({reason})") from error
+
+    def _fitting(self, value: Tensor) -> Tensor:
+        """As compiled code takes it for granted: on the device, contiguous, at the start of its memory."""
+        value = value.to(self._device).contiguous()
+        return value.clone() if value.storage_offset() else value
+
+    def close(self) -> None:
+        if self._methods:
+            self._methods.clear()
+            self._free()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eagle3.runner.cuda_inspection import Library, fatbin_entries
+from eagle3.runner.inspect.cuda import Library, fatbin_entries
 
 GIB = 1 << 30
 

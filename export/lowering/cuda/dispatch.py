@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from eagle3.export.kernels.small_m import int4_small_m, int8_small_m
+from eagle3.export.lowering.cuda.kernels.small_m import int4_small_m, int8_small_m
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any, Any], Tensor]

@@ -1,0 +1,51 @@
+"""Backends: a record each. A new one is a folder in ``lowering`` and a line in ``BACKENDS``.
+
+The module is imported only when it is used and has, in the order of an export,
+
+- ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
+- ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
+- ``prepare(speculator, plan)``: rewrite the weights that were loaded;
+- ``tracing(speculator, plan)``: a context manager around each trace;
+- ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;
+- ``lower(programs, constant_methods, plan) -> ExecutorchProgramManager``.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``module`` is imported on use: lowering pulls in torch and the delegate's compiler."""
+
+    summary: str
+    module: str
+    quantizes: bool = False
+    """Whether it has kernels for quantized weights: it quantizes a checkpoint, or takes one that is quantized."""
+    flags: frozenset[str] = frozenset()
+    """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
+
+    packages: tuple[str, ...] = ()
+    """Packages that the extra of the backend's name installs."""
+
+    def load(self) -> ModuleType:
+        """Raises ValueError for a package that is not installed."""
+        for package in self.packages:
+            if importlib.util.find_spec(package) is None:
+                (name,) = (name for name, backend in BACKENDS.items() if backend is self)
+                raise ValueError(f"--backend {name} needs {package}: type pip install 'eagle3-export[{name}]'")
+        return importlib.import_module(self.module)
+
+
+BACKENDS: dict[str, Backend] = {
+    "cuda": Backend(
+        "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
+        "eagle3.export.lowering.cuda.backend",
+        flags=frozenset({"cuda_arch", "qlinear", "draft_qlinear"}),
+        quantizes=True,
+        packages=("triton",),
+    ),
+    "xnnpack": Backend("the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)", "eagle3.export.lowering.xnnpack.backend"),
+}

@@ -1,0 +1,69 @@
+"""The CPU: linear algebra through XNNPACK, attention and caches through ExecuTorch's own LLM ops.
+
+Methods are one program whose caches are the same memory in each.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
+from executorch.exir.passes import MemoryPlanningPass
+from torch import nn
+from torch.export import ExportedProgram
+
+from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.plan import Plan
+
+DTYPE = torch.float32
+
+
+attention = LlmOpsAttention
+
+
+def check(plan: Plan) -> None:
+    """Every machine lowers to the CPU."""
+
+
+def prepare(speculator: nn.Module, plan: Plan) -> None:
+    """Weights stay as they are."""
+
+
+def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
+    return {}
+
+
+@contextmanager
+def tracing(speculator: nn.Module, plan: Plan) -> Iterator[None]:
+    """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form."""
+    use_product_norms(speculator)
+    head_dims = {module.k_cache.shape[-1] for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
+    with product_rotary(speculator, head_dims), tanh_gelu(speculator):
+        yield
+
+
+def lower(
+    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
+) -> ExecutorchProgramManager:
+    """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
+    with applicable_passes():
+        lowered = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner=[LinearsKept()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=dict(constant_methods),
+        )
+    return lowered.to_executorch(
+        ExecutorchBackendConfig(
+            memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+            emit_mutable_buffer_names=True,
+        )
+    )
