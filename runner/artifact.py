@@ -1,6 +1,7 @@
-"""Open an artifact: find its files, check that it is one, choose what runs it, load its methods."""
+"""Open an artifact: find its files, check that it is one and undamaged, choose what runs it, load its methods."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
 from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE
 from eagle3.runner.inspect.program import CUDA_BACKEND
+from eagle3.runner.record import compare, silent
 from eagle3.runner.session import Session
 
 EXECUTORCH, TORCH, AUTO = RUNTIMES
@@ -16,12 +18,14 @@ EXECUTORCH, TORCH, AUTO = RUNTIMES
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. ``program`` is ``executorch.runtime``'s; methods load when a session is made."""
+    """An opened artifact. ``program`` is ``executorch.runtime``'s; methods load when a session is made. ``checked``:
+    its files were compared with its ``export.json``; a ``model.pte`` alone has none."""
 
     folder: Path
     model: Path
     program: object
     metadata: Metadata
+    checked: bool
 
     @property
     def tokenizer_file(self) -> Path:
@@ -29,22 +33,45 @@ class Artifact:
 
 
 def find_model(path: Path) -> Path:
-    """The ``model.pte`` of an artifact's folder, or the file itself. Raises FileNotFoundError."""
+    """The ``model.pte`` of an artifact's folder, or the file itself.
+
+    Raises FileNotFoundError, and ValueError for a file that is no ExecuTorch program.
+    """
     model = path / MODEL_FILE if path.is_dir() else path
     if not model.is_file():
         raise FileNotFoundError(
             f"{model} is missing: ARTIFACT is a folder that eagle3-export made, or its {MODEL_FILE}"
         )
+    with model.open("rb") as file:
+        head = file.read(8)
+    if head[4:6] != b"ET" or not head[6:].isdigit():  # ET12, so far; the runtime aborts over what is no number
+        raise ValueError(
+            f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file, copy or "
+            "export it again"
+        )
     return model
 
 
-def open_artifact(path: Path) -> Artifact:
-    """Raises FileNotFoundError, ValueError for a damaged or foreign file, MissingMetadata for a foreign program."""
+def open_artifact(path: Path, verify: bool = False, say: Callable[[str], None] = silent) -> Artifact:
+    """Open an artifact's folder or its ``model.pte``, once its files are as ``export.json`` says (``record.py``).
+
+    Args:
+        verify: read and hash every file, however large
+        say: takes a line for the user before anything is loaded: that there is no record, what is being verified
+
+    Raises:
+        FileNotFoundError: no ``model.pte``
+        ValueError: a damaged or foreign file, a record that is not ours, nothing to verify against
+        MissingMetadata: a foreign program
+    """
     model = find_model(path)
-    with model.open("rb") as file:
-        head = file.read(8)
-    if head[4:6] != b"ET":
-        raise ValueError(f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file")
+    comparison = compare(model, verify, say)
+    comparison.refuse_faults()
+    return load_artifact(model, comparison.recorded)
+
+
+def load_artifact(model: Path, checked: bool) -> Artifact:
+    """Give a program to ExecuTorch, which may end the process over a damaged one. Raises as ``open_artifact``."""
     runtime = load_runtime()
     with calm_stderr():
         try:
@@ -56,7 +83,7 @@ def open_artifact(path: Path) -> Artifact:
     missing = [name for name in METHODS if name not in program.method_names]
     if missing:
         raise ValueError(f"{model} has no method {missing[0]}: export it again")
-    return Artifact(model.parent, model, program, metadata)
+    return Artifact(model.parent, model, program, metadata, checked)
 
 
 def open_session(artifact: Artifact, runtime: str = AUTO) -> Session:

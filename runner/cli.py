@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, runtime_option
+from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
+from eagle3.runner.text import argument_text
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
@@ -26,6 +27,13 @@ def token_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
         raise click.BadParameter(f"{text!r} is no list of token ids such as 1,2,3") from None
 
 
+def utf8(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str | None:
+    try:
+        return None if text is None else argument_text(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 def read_prompt(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -35,16 +43,19 @@ def read_prompt(file: Path) -> str:
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", metavar="TEXT")
+@click.option("--prompt", callback=utf8, metavar="TEXT")
 @click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Text, UTF-8.")
 @click.option("--prompt-tokens", callback=token_ids, metavar="1,2,3", help="Token ids, taken as they are.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--chain-len", type=click.IntRange(1), help="Draft tokens a round. Default: the artifact's.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @runtime_option
+@click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.version_option(package_name="eagle3-export")
-def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len, chat, runtime, as_json) -> None:
+def main(
+    artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len, chat, runtime, verify, as_json
+) -> None:
     """Generate from an artifact of eagle3-export: its folder or its model.pte.
 
     Text goes to stdout as it is accepted, statistics to stderr. The tokens are exactly greedy decoding's.
@@ -60,7 +71,7 @@ def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len
     from eagle3.runner.loop import check_request
     from eagle3.runner.text import Text
 
-    opened = open_artifact(artifact)
+    opened = open_artifact(artifact, verify, say=tell)
     text = None
     if prompt_tokens is None:
         text = Text(opened.folder)
@@ -83,7 +94,7 @@ def main(artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len
         click.echo(json.dumps(record))
     else:
         click.echo()
-        click.echo(_summary(result, seconds), err=True)
+        tell(_summary(result, seconds))
 
 
 def _generate(opened, session, prompt_tokens, text, as_json, max_new_tokens, chain_len):

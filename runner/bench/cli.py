@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, runtime_option
+from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
@@ -42,7 +42,7 @@ def main(
 
     from eagle3.runner.artifact import open_artifact, open_session
 
-    opened = open_artifact(artifact)
+    opened = open_artifact(artifact, say=tell)
     ids = read_prompts(prompts, opened.folder)
     report = measure(open_session(opened, runtime), ids, max_new_tokens, checkpoint)
     click.echo(json.dumps(report) if as_json else as_text(report))

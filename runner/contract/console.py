@@ -1,6 +1,7 @@
 """How every command speaks: failures in one line, and nothing from a library that the user cannot use.
 
-Exit code 2 is a usage error, 1 any other failure; ``--verbose`` prints tracebacks and lets the libraries talk.
+Exit code 2 is a usage error, 1 any other failure; ``--verbose`` prints tracebacks and lets the libraries talk. Whatever
+the standard streams are (closed, ASCII, a pipe whose reader has gone), no text is lost without a word.
 """
 
 import io
@@ -10,7 +11,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import TextIO
 
 import click
 
@@ -35,15 +37,34 @@ class OneLineFailures(click.Command):
         self.params.append(click.Option(["--verbose"], is_flag=True, help="Tracebacks, and what libraries print."))
 
     def main(self, *args, **kwargs):
+        occupy_standard_descriptors()
+        streams = sys.stdout, sys.stderr
+        for stream in streams:
+            _escape_what_it_lacks(stream)
         try:
+            sys.exit(self._exit_code(*args, **kwargs))
+        finally:
+            for stream in streams:
+                _let_go(stream)
+
+    def _exit_code(self, *args, **kwargs) -> int:
+        """Run the command; a failure is told."""
+        try:
+            if sys.stdout is None:
+                raise click.ClickException("stdout is closed, nothing could be printed: type >/dev/null to do without")
             code = super().main(*args, **kwargs | {"standalone_mode": False})
+            sys.stdout.flush()
+            return code if isinstance(code, int) else 0
         except click.ClickException as error:  # click would print the usage before it
-            click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
-            sys.exit(error.exit_code)
+            tell(f"Error: {' '.join(error.format_message().split())}")
+            return error.exit_code
         except (click.Abort, KeyboardInterrupt):
-            click.echo("Interrupted.", err=True)
-            sys.exit(1)
-        sys.exit(code if isinstance(code, int) else 0)
+            tell("Interrupted.")
+        except BrokenPipeError:  # the reader has what it wanted
+            pass
+        except OSError as error:
+            tell(f"Error: stdout: {one_line(error)}")
+        return 1
 
     def invoke(self, ctx: click.Context):
         verbose = ctx.meta["verbose"] = ctx.params.pop("verbose", False)
@@ -51,14 +72,33 @@ class OneLineFailures(click.Command):
             _calm_libraries()
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
-        except BrokenPipeError:
-            sys.exit(1)
         except Exception as error:
             if verbose:
                 traceback.print_exc()
             raise click.ClickException(one_line(error)) from error
+
+
+def tell(line: str) -> None:
+    """A line on stderr. That nobody can read it is no reason to stop."""
+    with suppress(OSError):
+        click.echo(line, file=sys.stderr)  # click's own choice of stream would write UTF-8 to an ASCII terminal
+
+
+def occupy_standard_descriptors() -> None:
+    """Put the null device where stdin, stdout or stderr was closed.
+
+    The next file opened would get that descriptor, and what native libraries print on 2 would end up in it. Python's
+    ``sys.stderr``, None in such a process, is made to swallow; ``sys.stdout`` stays None for the caller to judge.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest that is free: this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
 
 
 def one_line(error: BaseException) -> str:
@@ -80,7 +120,9 @@ def calm_stderr() -> Iterator[None]:
     if ctx is not None and ctx.meta.get("verbose"):
         yield
         return
-    sys.stderr.flush()
+    occupy_standard_descriptors()
+    with suppress(OSError):
+        sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
@@ -90,6 +132,24 @@ def calm_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
+
+
+def _escape_what_it_lacks(stream: TextIO | None) -> None:
+    """A character that the encoding has not, or half a surrogate pair of a path, is printed as ``\\xe9``."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def _let_go(stream: TextIO | None) -> None:
+    """Drop what cannot be written any more: Python would try again at exit, print that it failed, and exit with 120."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):  # ValueError: it was closed meanwhile
+        with suppress(OSError, ValueError):  # it has no descriptor
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def _calm_libraries() -> None:

@@ -1,6 +1,5 @@
 """``eagle3-inspect``: what an artifact holds, for people and as JSON. ``program.py`` looks into the ``.pte``."""
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import click
 
 from eagle3.runner.contract import EXPORT_RECORD
-from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.contract.console import OneLineFailures, tell
+from eagle3.runner.record import Comparison, compare
 
 EPILOG = """
 \b
@@ -30,61 +30,40 @@ def main(artifact: Path, verify: bool, as_json: bool) -> None:
 
     Files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and memory;
     of CUDA delegates the architectures, kernels, weights, and symbols that they need from their runtime; where the
-    bytes of the weights are. Shapes are upper bounds. Weights are read only with --verify.
+    bytes of the weights are. Shapes are upper bounds. Large files are read only with --verify.
     """
-    from eagle3.runner.artifact import open_artifact
+    from eagle3.runner.artifact import find_model, load_artifact
     from eagle3.runner.inspect.program import inspect_program
 
-    opened = open_artifact(artifact)
+    model = find_model(artifact)
+    comparison = compare(model, verify, say=tell)
+    if comparison.program_fault:  # all that follows is read from the program
+        raise ValueError(comparison.program_fault)
+    opened = load_artifact(model, comparison.recorded)
     found = {
-        "model": str(opened.model),
-        "files": files(opened.folder, opened.model, verify),
-        **inspect_program(opened.model, opened.metadata),
+        "model": str(model),
+        "files": files(model, comparison),
+        **inspect_program(model, opened.metadata),
     }
     if as_json:
         click.echo(json.dumps(found))
     else:
         show(found)
     if verify:
-        check_verified(opened.folder, found["files"])
+        comparison.refuse_faults()
+    for fault in comparison.faults:
+        tell(f"Warning: {fault}")
 
 
-def files(folder: Path, model: Path, verify: bool) -> list[dict[str, Any]]:
-    """The artifact's files. ``matches_record``: False where the size or (``verify``) the sha256 is not what
-    ``export.json`` says, True where the sha256 is, None where there was nothing to compare."""
-    recorded = {}
-    names = {model.name}
-    record = folder / EXPORT_RECORD
-    if record.is_file():
-        try:
-            recorded = {
-                name: (entry["bytes"], entry["sha256"])
-                for name, entry in json.loads(record.read_text(encoding="utf-8"))["files"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{record} is not what eagle3-export writes ({error}): export again") from error
-        names |= {*recorded, *(path.name for path in folder.iterdir() if path.is_file())}
-    return [_file(folder / name, recorded.get(name), verify) for name in sorted(names)]
-
-
-def _file(path: Path, recorded: tuple[int, str] | None, verify: bool) -> dict[str, Any]:
-    size = path.stat().st_size if path.is_file() else None
-    matches = None
-    if recorded and size != recorded[0]:
-        matches = False
-    elif recorded and verify:
-        with path.open("rb") as file:
-            matches = hashlib.file_digest(file, "sha256").hexdigest() == recorded[1]
-    return {"name": path.name, "bytes": size, "matches_record": matches}
-
-
-def check_verified(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Raises ValueError where a file differs from the record, or nothing could be compared."""
-    differing = [entry["name"] for entry in entries if entry["matches_record"] is False]
-    if differing:
-        raise ValueError(f"{folder}: {', '.join(differing)} not as {EXPORT_RECORD} says: copy or export it again")
-    if all(entry["matches_record"] is None for entry in entries):
-        raise ValueError(f"{folder} has no {EXPORT_RECORD}: there is nothing to verify against")
+def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
+    """The artifact's files. ``matches_record``: False where the size or the sha256 is not what ``export.json`` says,
+    True where the sha256 is, None where nothing or only the size was compared."""
+    found = {state.name: (state.bytes, state.matches) for state in comparison.files}
+    beside = model.parent.iterdir() if comparison.recorded else [model]
+    for path in beside:
+        if path.is_file():
+            found.setdefault(path.name, (path.stat().st_size, None))
+    return [{"name": name, "bytes": size, "matches_record": matches} for name, (size, matches) in sorted(found.items())]
 
 
 # For people
