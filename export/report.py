@@ -43,7 +43,8 @@ def result_text(plan: Plan, record: dict[str, Any]) -> str:
     output = plan.config.output_dir
     seconds = sum(stage["seconds"] for stage in record["stages"])
     total = sum((output / name).stat().st_size for name in record["files"])
-    return f"{output}: {_mb(total)} in {seconds:.0f} s. Next: eagle3-run {output} --prompt TEXT"
+    prompt = "--prompt TEXT" if "tokenizer.json" in record["files"] else "--prompt-tokens 1,2,3"
+    return f"{output}: {_mb(total)} in {seconds:.0f} s. Next: eagle3-run {output} {prompt}"
 
 
 def _millions(count: int) -> str:

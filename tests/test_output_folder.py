@@ -1,12 +1,21 @@
-"""The artifact's folder appears whole or not at all, and what was there is never lost."""
+"""The artifact's folder appears whole or not at all, what was there is never lost, and one export writes at a time."""
 
+import json
+import logging
 import os
+import signal
 import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from eagle3.export import artifact
-from eagle3.export.artifact import check_output, full_disk_named, whole_folder, write_record
+from eagle3.export import claim, output_folder
+from eagle3.export.artifact import write_record
+from eagle3.export.output_folder import check_output, full_disk_named, whole_folder
+from eagle3.export.report import result_text
 from eagle3.runner.contract import MODEL_FILE
 
 
@@ -51,7 +60,7 @@ def test_a_failure_within_the_swap_brings_the_old_one_back(fails_at, after, tmp_
         if len(calls) == fails_at and after:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(artifact.os, "rename", rename)
+    monkeypatch.setattr(output_folder.os, "rename", rename)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "out", "new", overwrite=True)
     assert names(tmp_path) == ["out"]
@@ -64,12 +73,321 @@ def test_only_an_artifact_is_ever_replaced(tmp_path):
     make(out, "old")
     check_output(out, overwrite=True)
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="notes.txt"):
+    with pytest.raises(
+        FileExistsError, match="notes.txt, which eagle3-export did not write .export.json does not list"
+    ):
         check_output(out, overwrite=True)
     (out / "notes.txt").unlink()
     (out / "export.json").write_text("{}")
     with pytest.raises(FileExistsError, match="did not write"):
         check_output(out, overwrite=True)
+
+
+def forge(out: Path, **files) -> None:
+    """A record that lists whatever is in ``out``; ``files`` are the entries of a truthful one, changed."""
+    listed = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
+        for path in out.iterdir()
+        if path.is_file()
+    }
+    (out / "export.json").write_text(json.dumps({"files": listed | files}))
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({}, "no record"),
+        ({"bytes": 4}, "no record"),
+        ({"bytes": "4", "sha256": ""}, "no record"),
+        ({"bytes": 5, "sha256": sha256(b"mine").hexdigest()}, "4 bytes, but 5 in export.json"),
+        ({"bytes": 4, "sha256": sha256(b"else").hexdigest()}, "sha256"),
+    ],
+)
+def test_a_forged_record_does_not_make_a_file_ours(entry, says, tmp_path):
+    out = tmp_path / "out"
+    make(out, "old")
+    (out / "thesis.txt").write_text("mine")
+    forge(out, **{"thesis.txt": entry})
+    with pytest.raises(FileExistsError, match="did not write") as refused:
+        check_output(out, overwrite=True)
+    assert says in str(refused.value)
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_a_record_cannot_list_what_no_export_writes(kind, tmp_path):
+    out = tmp_path / "out"
+    make(out, "old")
+    (tmp_path / "elsewhere").write_text("mine")
+    make_it = {"folder": Path.mkdir, "link": lambda path: path.symlink_to(tmp_path / "elsewhere"), "pipe": os.mkfifo}
+    make_it[kind](out / "a")
+    forge(out, a={"bytes": 4, "sha256": sha256(b"mine").hexdigest()})
+    with pytest.raises(FileExistsError, match="holds a, which eagle3-export did not write"):
+        check_output(out, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b'{"files": []}', b'{"files": {"a": 1}}', b"[" * 10_000, b"\xff"]
+)
+def test_a_garbled_record_is_none(content, tmp_path):
+    out = tmp_path / "out"
+    make(out, "old")
+    (out / "export.json").write_bytes(content)
+    with pytest.raises(FileExistsError, match="did not write"):
+        check_output(out, overwrite=True)
+
+
+def test_an_artifact_that_changed_during_the_export_is_not_replaced(tmp_path):
+    make(tmp_path / "out", "old")
+    model = tmp_path / "out" / MODEL_FILE
+    with pytest.raises(FileExistsError, match="sha256"), whole_folder(tmp_path / "out", overwrite=True) as partial:
+        (partial / MODEL_FILE).write_text("new")
+        write_record(partial, {})
+        model.write_text("own")
+    assert model.read_text() == "own"
+    assert names(tmp_path) == ["out"]
+
+
+def test_files_are_hashed_once_where_nothing_changed(tmp_path, monkeypatch):
+    make(tmp_path / "out", "old")
+    hashed = []
+    monkeypatch.setattr(output_folder, "sha256", lambda path: hashed.append(path) or sha256(b"old").hexdigest())
+    check_output(tmp_path / "out", overwrite=True)
+    make(tmp_path / "out", "new", overwrite=True)
+    assert hashed == [tmp_path / "out" / MODEL_FILE]
+
+
+def test_an_empty_folder_is_taken_with_its_permissions(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir(mode=0o700)
+    make(out, "new")
+    assert (out / MODEL_FILE).read_text() == "new"
+    assert out.stat().st_mode & 0o777 == 0o700
+    assert names(tmp_path) == ["out"]
+
+
+# --- folders that no export can take the place of
+
+
+@pytest.mark.parametrize("given", [".", "..", "../..", "../here", "{here}/", "{here}/../here/.", "{link}", "/"])
+def test_the_working_folder_and_what_contains_it_are_refused_at_once(given, tmp_path, monkeypatch):
+    here = tmp_path / "above" / "here"
+    here.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    folder = Path(given.format(here=here, link=tmp_path / "link"))
+    with pytest.raises(OSError, match="--output-dir .*NAME") as refused:
+        check_output(folder, overwrite=True)
+    assert "working folder" in str(refused.value) or given == "/"
+    check_output(folder / "NAME", overwrite=False)
+
+
+def test_a_working_folder_that_is_gone_is_no_matter(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    make(tmp_path / "out", "new")
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_mount_point_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(output_folder.os.path, "ismount", lambda path: path == tmp_path / "out")
+    with pytest.raises(OSError, match="mount point.*--output-dir .*/out/NAME"):
+        check_output(tmp_path / "out", overwrite=False)
+    check_output(tmp_path / "out" / "NAME", overwrite=False)
+
+
+MOUNT = ("unshare", "--mount", "--map-root-user")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or subprocess.run([*MOUNT, "true"], capture_output=True).returncode != 0,
+    reason="no mounts here",
+)
+@pytest.mark.parametrize("kind", ["-t tmpfs none", "--bind {0}/of"])
+def test_a_real_mount_is_refused_before_anything_heavy_is_imported(kind, tmp_path):
+    out = tmp_path / "with space"
+    for folder in (out, tmp_path / "of"):
+        folder.mkdir()
+    program = (
+        "import sys; from eagle3.export.cli import main\n"
+        "try: main(['--target-model', 'gemma4-tiny', '--output-dir', sys.argv[1]])\n"
+        "finally: print(sorted({'torch', 'transformers', 'executorch'} & set(sys.modules)))"
+    )
+    script = f'mount {kind.format(tmp_path)} "$1" && exec "$0" -c "$2" "$1"'
+    done = subprocess.run([*MOUNT, "sh", "-c", script, sys.executable, out, program], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1 and f"type --output-dir {out}/NAME" in done.stderr
+    assert done.stdout == "[]\n"
+
+
+def test_a_parent_that_cannot_be_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        with pytest.raises(OSError, match="file is a file, so .* --output-dir"):
+            check_output(folder, overwrite=False)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="--output-dir"):
+        check_output(tmp_path / "loop", overwrite=False)
+    monkeypatch.setattr(output_folder.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(PermissionError, match=f"may not read or write {tmp_path}: .* --output-dir"):
+        check_output(tmp_path / "a" / "out", overwrite=False)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_library_makes_another_error_of_still_interrupts(number, tmp_path, caplog):
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "out", False):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            logging.getLogger("torch").exception("while tracing")
+            raise RuntimeError("while tracing") from error
+    logging.getLogger("torch").error("later")
+    assert [record.message for record in caplog.records] == ["later"]
+    assert names(tmp_path) == []
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with whole_folder(tmp_path / "out", False):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert names(tmp_path) == ["out"]
+
+
+# --- one export at a time
+
+
+def elsewhere(out: Path, *commands: str, overwrite=False) -> subprocess.Popen:
+    """Another process that is writing ``out`` and does ``commands`` there; it has begun when this returns."""
+    program = (
+        "import sys, os, signal\nfrom pathlib import Path\nfrom eagle3.export import output_folder\n"
+        f"with output_folder.whole_folder(Path(sys.argv[1]), {overwrite}) as partial:\n"
+        "    (partial / 'model.pte').write_text('other')\n"
+        "    print('begun', flush=True)\n    sys.stdin.readline()\n" + "".join(f"    {line}\n" for line in commands)
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def test_a_second_export_is_refused_at_its_start_and_the_first_goes_on(tmp_path):
+    out = tmp_path / "out"
+    other = elsewhere(out)
+    with pytest.raises(BlockingIOError, match=f"{out} .process {other.pid}, .*--output-dir"):
+        make(out, "second")
+    make(tmp_path / "beside", "third")
+    other.communicate("go on\n")
+    assert other.returncode == 0
+    assert (out / MODEL_FILE).read_text() == "other"
+    assert names(tmp_path) == ["beside", "out"]
+
+
+def test_within_one_process_as_well(tmp_path):
+    with whole_folder(tmp_path / "out", False), pytest.raises(BlockingIOError):
+        make(tmp_path / "out", "second")
+    assert (tmp_path / "out").is_dir()
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
+    out = tmp_path / "out"
+    other = elsewhere(out)
+    other.send_signal(signal.SIGKILL)
+    other.communicate()
+    (left,) = names(tmp_path)
+    assert left.startswith(".out.partial-")
+    theirs = (".out.partial-mine", ".out.replaced-mine", ".output.partial-1-abcdefgh", "out.partial-1-abcdefgh")
+    for name in theirs:  # not of our naming, or of another folder's export
+        (tmp_path / name).mkdir()
+    make(out, "new")
+    assert names(tmp_path) == sorted([*theirs, "out"])
+
+
+KILL_BETWEEN_THE_RENAMES = (
+    "rename, calls = os.rename, []",
+    "def killed(*names):",
+    "    calls.append(names) or (os.kill(os.getpid(), signal.SIGKILL) if len(calls) > 1 else rename(*names))",
+    "os.rename = killed",
+)
+
+
+@pytest.mark.parametrize("what", [{}, {"overwrite": True}])
+def test_an_artifact_that_a_killed_export_put_aside_comes_back(what, tmp_path):
+    out = tmp_path / "out"
+    make(out, "old")
+    other = elsewhere(out, *KILL_BETWEEN_THE_RENAMES, overwrite=True)
+    other.communicate("go on\n")
+    assert other.returncode == -signal.SIGKILL
+    assert [name.split("-")[0] for name in names(tmp_path)] == [".out.partial", ".out.replaced"]
+    if what:
+        make(out, "new", **what)
+    else:
+        with pytest.raises(FileExistsError, match="--overwrite"):
+            make(out, "new")
+    assert (out / MODEL_FILE).read_text() == ("new" if what else "old")
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("there", ["an empty folder", "a new artifact", "something else"])
+def test_what_was_put_aside_goes_only_where_a_new_artifact_stands(there, tmp_path):
+    out, aside = tmp_path / "out", tmp_path / ".out.replaced-12345-abcdefgh"
+    make(out, "old")
+    out.rename(aside)
+    if there == "a new artifact":
+        make(tmp_path / "other", "new")
+        (tmp_path / "other").rename(out)
+    else:
+        out.mkdir()
+    if there == "something else":
+        (out / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        make(out, "newer")
+    assert aside.exists() == (there == "something else")
+    assert names(out) == (["notes.txt"] if there == "something else" else ["export.json", MODEL_FILE])
+
+
+@pytest.mark.parametrize("how", ["no fcntl", "no locks", "no descriptor"])
+def test_where_there_are_no_locks_nothing_is_refused_and_nothing_removed(how, tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(95, "Operation not supported")
+
+    left = tmp_path / ".out.partial-12345-abcdefgh"
+    left.mkdir()
+    if how == "no fcntl":
+        monkeypatch.setattr(claim, "fcntl", None)
+    elif how == "no locks":
+        monkeypatch.setattr(claim.fcntl, "flock", unsupported)
+    else:
+        monkeypatch.setattr(claim.os, "open", unsupported)
+    with whole_folder(tmp_path / "out", False):
+        make(tmp_path / "out", "second")
+        (tmp_path / "out").rename(tmp_path / "second")
+    assert names(tmp_path) == [left.name, "out", "second"]
+
+
+def test_a_lock_of_someone_elses_on_the_parent_does_not_hold_an_export_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    script = 'flock "$0" sh -c "echo held; read line"'
+    holder = subprocess.Popen(["sh", "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if holder.stdout.readline() != "held\n":
+        pytest.skip("no flock command")
+    make(tmp_path / "out", "new")
+    holder.communicate("\n")
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("files", "says"), [({"tokenizer.json": {}}, "--prompt TEXT"), ({}, "--prompt-tokens 1,2,3")])
+def test_what_comes_next_is_what_the_artifact_can_do(files, says, tmp_path):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    plan = SimpleNamespace(config=SimpleNamespace(output_dir=tmp_path))
+    assert result_text(plan, {"stages": [], "files": files}).endswith(f"Next: eagle3-run {tmp_path} {says}")
 
 
 def test_a_linked_folder_stays_a_link(tmp_path):

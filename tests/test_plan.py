@@ -7,10 +7,11 @@ import pytest
 from random_checkpoints import save_random_draft
 from transformers import Gemma4TextConfig
 
+from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import read_draft
 from eagle3.export.pairing import choose_taps
-from eagle3.export.plan import _special_ids, make_plan, plan_methods
+from eagle3.export.plan import make_plan, plan_methods
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -92,8 +93,8 @@ def test_a_head_that_does_not_say_norm_before_residual_is_warned_of(tmp_path):
 def test_stop_tokens_come_from_the_generation_config_then_the_top_of_a_multimodal_config(tmp_path):
     text = SimpleNamespace(eos_token_id=1, bos_token_id=None)
     (tmp_path / "config.json").write_text('{"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}')
-    assert _special_ids(tmp_path, text) == (-1, (1, 106))
+    assert special_ids(tmp_path, text) == (-1, (1, 106))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert _special_ids(tmp_path, text) == (-1, (1, 106))
+    assert special_ids(tmp_path, text) == (-1, (1, 106))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106, 50]}')
-    assert _special_ids(tmp_path, text) == (-1, (1, 106, 50))
+    assert special_ids(tmp_path, text) == (-1, (1, 106, 50))

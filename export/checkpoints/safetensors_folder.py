@@ -7,6 +7,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from eagle3.export.checkpoints.json_fields import read_object
+
+SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
+"""What a trainer leaves beside the weights."""
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # the others take one byte
 
 
@@ -25,32 +31,65 @@ class TensorHeader:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder, one or sharded. Raises FileNotFoundError naming what is not there."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = [folder / "model.safetensors"]
-    for path in paths:
+    """The files of a checkpoint folder, one or sharded. Raises FileNotFoundError naming what is not there, ValueError
+    for an index that is none."""
+    single = folder / SINGLE_FILE
+    shards = sorted(set(_weight_map(folder).values())) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
+    for path in (folder / shard for shard in shards):
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: {folder} is no complete safetensors checkpoint")
-    return paths
+            raise FileNotFoundError(f"{path} is missing: {_cause_of_a_missing_file(folder)}")
+    if SINGLE_FILE not in shards and single.is_file():
+        raise ValueError(
+            f"{folder} holds two checkpoints, {SINGLE_FILE} and the shards that {INDEX_FILE} names, of which "
+            "transformers reads the first: remove one of them"
+        )
+    return [folder / shard for shard in shards]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name, as the index has it; no file lies outside the folder."""
+    index = folder / INDEX_FILE
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} has no weight_map of tensors to files, so it is no index: copy it again")
+    for tensor, name in names.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).name:
+            raise ValueError(f"{index} puts {tensor} into {name!r}, which is no file of this folder: copy it again")
+    return names
+
+
+def foreign_weights(folder: Path) -> str | None:
+    """Which weights a folder has that are not read, and what to do; None where there are none of a kind we know."""
+    if (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model.*")):
+        return f"{folder} holds a LoRA adapter alone: {MERGE_ADAPTER}"
+    for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled")):
+        found = sorted(path.name for path in folder.glob(pattern) if path.name not in NO_WEIGHTS)
+        if found:
+            return f"{folder} has {kind} weights ({found[0]}), which are not read yet: name a folder of safetensors"
+    return None
+
+
+def _cause_of_a_missing_file(folder: Path) -> str:
+    if (folder / INDEX_FILE).is_file():
+        return f"{INDEX_FILE} names it, so the checkpoint is not complete: copy or download it again"
+    found = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model"))
+    if found:
+        return f"{folder} has {found[0]}, but no {INDEX_FILE} beside it: copy or download that as well"
+    return foreign_weights(folder) or f"{folder} is no complete safetensors checkpoint"
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Tensor name to header; the parts of a weight that torchao quantized count as that weight.
 
-    Raises ValueError for a file that is cut short or no safetensors file.
+    Raises ValueError for a file that is cut short or no safetensors file, and for a tensor that is in the index alone.
     """
     headers: dict[str, TensorHeader] = {}
-    described: dict[str, dict] = {}
+    described: dict[str, tuple[Path, dict]] = {}
     for path in shard_paths(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                for name in json.loads(metadata.get("tensor_names", "[]")):
-                    described[name] = json.loads(metadata[name])
+                for name, description in _descriptions(path, file.metadata() or {}).items():
+                    described[name] = path, description
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     piece = file.get_slice(name)
                     shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
@@ -60,19 +99,47 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             raise ValueError(
                 f"{path} ({size} bytes) is truncated or no safetensors file ({error}): copy or download it again"
             ) from error
-    for name, description in described.items():
-        if "_tensor_data_names" in description:
-            headers[name] = _quantized(name, description, headers)
+    if (folder / INDEX_FILE).is_file():
+        for name, shard in _weight_map(folder).items():
+            if name not in headers and name not in described:
+                raise ValueError(
+                    f"{folder / INDEX_FILE} puts {name} into {shard}, but no file has it: index and files are of "
+                    "different checkpoints, copy or download them again"
+                )
+    for name, (path, description) in described.items():
+        headers[name] = _quantized(path, name, description, headers)
     return headers
 
 
-def _quantized(name: str, description: dict, headers: dict[str, TensorHeader]) -> TensorHeader:
+def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
+    """What torchao's metadata says of each weight that it quantized, by name. Raises ValueError where it is garbled."""
+    found = {}
+    try:
+        for name in json.loads(metadata.get("tensor_names", "[]")):
+            description = json.loads(metadata[name])
+            if "_tensor_data_names" in description:
+                parts, data, kind = (description[key] for key in ("_tensor_data_names", "_data", "_type"))
+                shape = data.get("shape")
+                if not (isinstance(kind, str) and parts and all(isinstance(part, str) for part in parts)):
+                    raise TypeError(f"{name} has parts {parts} of type {kind}")
+                if shape is not None and not all(type(size) is int for size in shape):
+                    raise TypeError(f"{name} has the shape {shape}")
+                found[name] = description
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: its metadata describes no weights that torchao quantized ({error}): copy the file again, or "
+            "quantize with ExecuTorch's quantize_and_save"
+        ) from error
+    return found
+
+
+def _quantized(path: Path, name: str, description: dict, headers: dict[str, TensorHeader]) -> TensorHeader:
     """Take the parts of a quantized weight out of ``headers`` and return the weight's own."""
     module, _, attribute = name.rpartition(".")
     keys = [f"{module}._{attribute}_{part}" for part in description["_tensor_data_names"]]
     missing = [key for key in keys if key not in headers]
     if missing:
-        raise ValueError(f"{name} is quantized, but its part {missing[0]} is not there: is a shard missing?")
+        raise ValueError(f"{path}: {name} is quantized, but its part {missing[0]} is not there: is a shard missing?")
     parts = [headers.pop(key) for key in keys]
     shape = description["_data"].get("shape") or parts[0].shape
     return TensorHeader(tuple(shape), description["_type"], sum(part.bytes for part in parts), quantized=True)

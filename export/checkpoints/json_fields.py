@@ -1,0 +1,65 @@
+"""JSON configurations, read strictly: a field of another kind than its reader expects is refused by name.
+
+A value such as ``"false"`` where ``false`` belongs would load, run and compute something else.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError for anything else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, no UTF-8, or nested without end
+        raise ValueError(f"{file} is not JSON ({error}): copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds {_kind(value)}, a configuration is an object: copy it again")
+    return value
+
+
+def boolean(config: dict[str, Any], key: str, default: bool, where: Any) -> bool:
+    """``where`` names the file in errors. A key that is absent or null has its default."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be true or false: correct it")
+    return value
+
+
+def count(config: dict[str, Any], key: str, default: int | None, where: Any, least: int = 1) -> int | None:
+    """A whole number of ``least`` or more."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{where}: {key} is {json.dumps(value)}, but must be a whole number from {least} on: correct it"
+        )
+    return value
+
+
+def layer_ids(config: dict[str, Any], key: str, where: Any) -> tuple[int, ...] | None:
+    """A list of whole numbers; None where it is absent, null or empty."""
+    value = config.get(key)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a list of layer ids such as [2, 30, 57]")
+    return tuple(value)
+
+
+def nested(config: dict[str, Any], key: str, where: Any) -> dict[str, Any]:
+    """An object, empty where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {key} is {_kind(value)}, but must be an object: correct it")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")

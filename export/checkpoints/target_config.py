@@ -1,0 +1,211 @@
+"""A target's configuration and special ids. Whatever is wrong with the files is one line that names the file, the field
+and its value; what a field means is left to transformers, and to the twin check."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
+from eagle3.targets import TARGETS, TargetSpec
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_global_key_value_heads", "global_head_dim"),  # of Gemma 4
+)
+MOST, MOST_LAYERS = 2**31 - 1, 1000  # more would be built, on the meta device, until memory or patience ends
+BY_LAYER = ("head_dim", "num_key_value_heads")
+"""What single layers may override, as the full layers of Gemma 4 do."""
+SHORT = 16  # tokens: the context of a model that is built to see whether it can be
+DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_vocab_size")
+"""What a draft head's configuration has, whatever its dialect, and a target's has not."""
+
+
+def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
+    """transformers' text configuration of the target ``name``.
+
+    Raises FileNotFoundError for a folder that has none, ValueError for a file that describes no model, or one that the
+    target's loader does not read.
+    """
+    from transformers import AutoConfig
+
+    file = checkpoint / "config.json"
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{checkpoint} has a LoRA adapter ({ADAPTER_CONFIG}), which transformers would add to its base: "
+            f"{MERGE_ADAPTER}; remove {ADAPTER_CONFIG} if the weights here are merged already"
+        )
+    if not file.is_file():
+        cause = foreign_weights(checkpoint) or "--checkpoint wants a Hugging Face folder"
+        raise FileNotFoundError(f"{file} is missing: {cause}")
+    fields = read_object(file)
+    _refuse_what_is_no_target(file, fields)
+    for part in _parts(fields):
+        _check_sizes(file, part)
+    try:
+        read = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise _refusal(file, fields, error, _config_of) from error
+    text_config = read.get_text_config()
+    if any(getattr(config, "quantization_config", None) is not None for config in (read, text_config)):
+        raise ValueError(
+            f"{checkpoint} is quantized by transformers (quantization_config in config.json): name the original "
+            "checkpoint, or one that ExecuTorch's quantize_and_save wrote"
+        )
+    if text_config.model_type not in spec.model_types:
+        fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
+        cure = (
+            f"type --target-model {' or '.join(fitting)}" if fitting else "eagle3-export --list-targets lists what is"
+        )
+        raise ValueError(
+            f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
+        )
+    _check_layers(file, text_config)
+    _check_rope(file, text_config)
+    try:
+        spec.module().skeleton(text_config, SHORT)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise _refusal(
+            file, fields, error, lambda rest: spec.module().skeleton(_config_of(rest).get_text_config(), SHORT)
+        ) from error
+    return text_config
+
+
+def special_ids(checkpoint: Path, target_config: Any) -> tuple[int, tuple[int, ...]]:
+    """The first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them.
+
+    Raises ValueError for an id that is no whole number: it would never stop.
+    """
+    eos, where = None, checkpoint / "config.json"
+    for name in ("generation_config.json", "config.json"):  # a multimodal config.json has them at its top level
+        if eos is None and (checkpoint / name).is_file():
+            eos, where = read_object(checkpoint / name).get("eos_token_id"), checkpoint / name
+    eos = target_config.eos_token_id if eos is None else eos
+    eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    bos = target_config.bos_token_id
+    ids = [("eos_token_id", where, id) for id in eos_ids]
+    ids += [] if bos is None else [("bos_token_id", checkpoint / "config.json", bos)]
+    for field, file, id in ids:
+        if not _whole(id) or not 0 <= id <= MOST:
+            raise ValueError(f"{file}: {field} has {_shown(id)}, which is no token id: write a whole number from 0 on")
+    return (-1 if bos is None else bos), eos_ids
+
+
+def _refuse_what_is_no_target(file: Path, fields: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    own = [field for field in DRAFT_FIELDS if field in fields]
+    if own:
+        raise ValueError(
+            f"{file} is the configuration of a draft head (it has {own[0]}): type --draft {file.parent}, and "
+            "--checkpoint with the folder of its target"
+        )
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ValueError(f"{file}: model_type is {_shown(kind)}, so it describes no model: copy config.json again")
+    if kind in CONFIG_MAPPING:
+        return
+    if "auto_map" in fields:
+        raise ValueError(
+            f"{file}: model_type {kind} comes with Python code of its own (auto_map), which is never run: "
+            "eagle3-export --list-targets lists what is supported"
+        )
+    raise ValueError(
+        f"{file}: transformers {__version__} knows no model_type {kind}: eagle3-export --list-targets lists what is "
+        "supported"
+    )
+
+
+def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configuration, its text part and what single layers override."""
+    for part in (fields, fields.get("text_config")):
+        if isinstance(part, dict):
+            yield part
+            overrides = part.get("per_layer_config")
+            yield from (each for each in (overrides.values() if isinstance(overrides, dict) else ()) if each)
+
+
+def _check_sizes(file: Path, part: Any) -> None:
+    for name in SIZES if isinstance(part, dict) else ():
+        value, most = part.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST
+        if value is not None and not (_whole(value) and 1 <= value <= most):
+            raise ValueError(
+                f"{file}: {name} is {_shown(value)}, but must be a whole number from 1 to {most}: correct it, or copy "
+                "config.json again"
+            )
+
+
+def _config_of(fields: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))
+
+
+def _refusal(
+    file: Path, fields: dict[str, Any], error: Exception, build: Callable[[dict[str, Any]], Any]
+) -> ValueError:
+    """What to raise for an error of transformers: it names the first field without which ``build`` takes the rest."""
+    cause = error.__cause__ if isinstance(error.__cause__, (TypeError, ValueError)) else error
+    reason = " ".join(str(cause).partition(" Errors: ")[0].split()).rstrip(".") or type(cause).__name__
+    reason = re.sub(r"<class '(\w+)'>", r"\1", reason) + (
+        " is missing or unknown" if isinstance(cause, KeyError) else ""
+    )
+    fact = "transformers makes no model of it"
+    for name in fields:
+        try:
+            build({key: value for key, value in fields.items() if key != name})
+        except Exception:  # whatever it raises, this field is not the only cause
+            continue
+        fact = f"{name} is {_shown(fields[name])}, of which transformers makes no model"
+        break
+    return ValueError(f"{file}: {fact} ({reason}): correct it, or copy the file again")
+
+
+def _check_layers(file: Path, config: Any) -> None:
+    """The sizes once more, with the defaults of the class in place, as each layer has them."""
+    strange = sorted((config.per_layer_attributes or set()).difference(BY_LAYER))
+    if strange:
+        raise ValueError(
+            f"{file}: single layers have a {strange[0]} of their own (per_layer_config), but {' and '.join(BY_LAYER)} "
+            "are all that may differ between layers"
+        )
+    for layer in config.per_layer_config:
+        _check_sizes(file, {name: getattr(layer, name, None) for name in SIZES})
+        heads = layer.num_attention_heads
+        shared = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % shared:
+            raise ValueError(
+                f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {shared}: "
+                "correct one of them"
+            )
+
+
+def _check_rope(file: Path, config: Any) -> None:
+    """Either one rope for all layers or one a kind of layer."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    for kind in () if "rope_type" in rope else kinds:
+        if not isinstance(rope.get(kind), dict):
+            raise ValueError(f"{file}: rope_parameters has nothing for {kind}: correct it, or copy config.json again")
+    for part in (rope, *rope.values()):
+        kind = part.get("rope_type", "default") if isinstance(part, dict) else "default"
+        if not isinstance(kind, str):
+            raise ValueError(f"{file}: rope_type is {_shown(kind)}, but must be a name: correct it")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """As the file has it, or what it is where that is long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."

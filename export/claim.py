@@ -1,0 +1,133 @@
+"""One export a folder: a partial folder is locked while its export runs.
+
+A second export into the same folder is refused, and what a killed one left is known as such: the next export removes
+it, or brings back the earlier artifact that it had put aside. Locks are ``flock`` on the folders themselves and go with
+the process; where there are none (another platform, some network file systems) nobody is refused and nothing removed.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from eagle3.runner.contract import EXPORT_RECORD
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None
+
+PARTIAL, REPLACED = "partial", "replaced"
+PATIENCE = 5.0  # seconds that an export waits for others that begin beside it
+
+
+@contextmanager
+def claimed(place: Path) -> Iterator[Path]:
+    """A new folder beside ``place``, locked, to become it. Raises BlockingIOError where another export holds one."""
+    with _alone_in(place.parent):
+        stale = refuse_a_second(place)
+        partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(place, PARTIAL)}{os.getpid()}-", dir=place.parent))
+        lock = _lock(partial, wait=True)
+    try:
+        if lock is not None:
+            _tidy(place, stale)
+        partial.chmod(0o755)
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        _unlock(lock)
+
+
+def refuse_a_second(place: Path) -> list[Path]:
+    """Raise BlockingIOError where an export writes beside ``place``; returns the folders that killed ones left."""
+    stale = []
+    for path, process in _beside(place, PARTIAL):
+        try:
+            lock = _lock(path, shared=True)  # any number may look at once
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"another export is writing {place} (process {process or 'unknown'}, in {path.name}): wait for its "
+                "end, or name another --output-dir"
+            ) from None
+        if lock is not None:
+            stale.append(path)
+            _unlock(lock)
+    return stale
+
+
+def put_aside(partial: Path, place: Path) -> Path:
+    """The name that ``place`` has between two renames."""
+    return partial.with_name(_prefix(place, REPLACED) + partial.name.removeprefix(_prefix(place, PARTIAL)))
+
+
+def _tidy(place: Path, stale: list[Path]) -> None:
+    """Remove what killed exports left; the artifact that one of them had put aside comes back."""
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+    aside = sorted((path for path, _ in _beside(place, REPLACED)), key=lambda path: path.stat().st_ctime_ns)
+    if aside and not (place.is_dir() and any(place.iterdir())):
+        os.rename(aside.pop(), place)
+    if (place / EXPORT_RECORD).is_file():  # a new artifact stands, or the earlier one stands again
+        for path in aside:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix(place: Path, kind: str) -> str:
+    return f".{place.name}.{kind}-"
+
+
+def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
+    """Folders of exports into ``place``, and the process in their names."""
+    pattern = re.compile(re.escape(_prefix(place, kind)) + r"(?:(\d+)-)?[a-z0-9_]{8}")
+    found = []
+    with suppress(FileNotFoundError, PermissionError), os.scandir(place.parent) as entries:
+        for entry in entries:
+            name = pattern.fullmatch(entry.name)
+            if name and entry.is_dir(follow_symlinks=False):
+                found.append((Path(entry.path), name[1]))
+    return found
+
+
+@contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """Exports that begin at once look round one after the other; who waits too long (someone holds the parent's lock
+    for reasons of their own) goes on without."""
+    deadline, lock = time.monotonic() + PATIENCE, None
+    while time.monotonic() < deadline:
+        try:
+            lock = _lock(parent)
+            break
+        except BlockingIOError:
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        _unlock(lock)
+
+
+def _lock(folder: Path, shared: bool = False, wait: bool = False) -> int | None:
+    """Lock a folder until its descriptor is closed or the process ends. None where that cannot be: another platform,
+    a network file system, a folder of someone else's. Raises BlockingIOError where another has it, unless ``wait``."""
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)

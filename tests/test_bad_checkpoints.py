@@ -1,0 +1,334 @@
+"""Whatever is wrong with a checkpoint's files is one line that names the file and what to do, no error of Python's."""
+
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail_command
+from random_checkpoints import save_random_draft
+from safetensors.torch import save_file
+
+from eagle3.export.checkpoints.safetensors_folder import read_headers, shard_paths
+from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
+from eagle3.export.cli import main as export_main
+from eagle3.export.config import ExportConfig
+from eagle3.export.plan import make_plan
+from eagle3.runner.contract.console import one_line
+from eagle3.targets import TARGETS
+
+TINY = TARGETS["gemma4-tiny"]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    """A copy of the shipped target to spoil."""
+    return Path(shutil.copytree(TINY.checkpoint, tmp_path / "target"))
+
+
+def change(folder: Path, **fields) -> Path:
+    """Set fields of a config.json; ``...`` deletes one."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    return file
+
+
+def read(folder: Path, name: str = "gemma4-tiny"):
+    return read_target_config(folder, TARGETS[name], name)
+
+
+def refusal(call, *args) -> str:
+    """The line that a user would see; an error that our checks did not foresee fails."""
+    with pytest.raises((ValueError, OSError)) as refused:
+        call(*args)
+    line = one_line(refused.value)
+    assert len(line) < 600 and "Error:" not in line and "<class" not in line
+    return line
+
+
+# --- the folder of weights
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """Two shards and their index."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    for number in (1, 2):
+        save_file({f"t{number}": torch.zeros(number, 3)}, folder / f"part{number}.safetensors")
+    index(folder, {"weight_map": {"t1": "part1.safetensors", "t2": "part2.safetensors"}})
+    return folder
+
+
+def index(folder: Path, content) -> None:
+    (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_a_whole_checkpoint_is_read(sharded):
+    assert {name: header.shape for name, header in read_headers(sharded).items()} == {"t1": (1, 3), "t2": (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ("", "is not JSON"),
+        ([], "holds a list"),
+        ({}, "no weight_map"),
+        ({"weight_map": {}}, "no weight_map"),
+        ({"weight_map": ["part1.safetensors"]}, "no weight_map"),
+        ({"weight_map": {"t1": 1}}, "no weight_map"),
+        ({"weight_map": {"t1": "../part1.safetensors"}}, "'../part1.safetensors', which is no file of this folder"),
+        ({"weight_map": {"t1": "/etc/passwd"}}, "no file of this folder"),
+        ({"weight_map": {"t1": ""}}, "no file of this folder"),
+    ],
+)
+def test_an_index_that_is_none(content, says, sharded):
+    index(sharded, content)
+    for call in (shard_paths, read_headers):
+        line = refusal(call, sharded)
+        assert str(sharded / INDEX) in line and says in line
+
+
+def test_an_index_and_shards_that_do_not_belong_together(sharded):
+    names = {"t1": "part1.safetensors", "t2": "part2.safetensors"}
+    index(sharded, {"weight_map": names | {"t3": "part2.safetensors"}})
+    assert "puts t3 into part2.safetensors, but no file has it" in refusal(read_headers, sharded)
+    index(sharded, {"weight_map": names | {"t3": "part3.safetensors"}})
+    assert f"{sharded / 'part3.safetensors'} is missing" in refusal(read_headers, sharded)
+    index(sharded, {"weight_map": names})
+    shutil.copy(sharded / "part1.safetensors", sharded / "model.safetensors")
+    assert "two checkpoints" in refusal(read_headers, sharded)
+    (sharded / INDEX).unlink()
+    (sharded / "model.safetensors").unlink()
+    assert f"part1.safetensors, but no {INDEX}" in refusal(read_headers, sharded)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["adapter_model.safetensors", "adapter_config.json"], "merge_and_unload"),
+        (["adapter_config.json"], "merge_and_unload"),
+        (["adapter_model.bin"], "merge_and_unload"),
+        (["training_args.bin", "pytorch_model.bin"], "pickled weights (pytorch_model.bin), which are not read yet"),
+        (["consolidated.00.pth"], "pickled weights"),
+        (["model-Q4_K_M.gguf"], "GGUF weights (model-Q4_K_M.gguf), which are not read yet"),
+        (["training_args.bin"], "no complete safetensors checkpoint"),
+        ([], "no complete safetensors checkpoint"),
+    ],
+)
+def test_a_folder_of_other_weights_says_which_and_what_to_do(names, says, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    line = refusal(read_headers, tmp_path)
+    assert says in line and f"{tmp_path / 'model.safetensors'} is missing" in line
+    line = refusal(read, tmp_path)
+    assert says in line or "wants a Hugging Face folder" in line
+
+
+def test_an_adapter_beside_the_weights_is_not_left_out_silently(target):
+    (target / "adapter_config.json").write_text("{}")
+    assert "merge_and_unload" in refusal(read, target)
+
+
+def with_metadata(folder: Path, **metadata: str) -> Path:
+    file = folder / "model.safetensors"
+    save_file({"layer._weight_qdata": torch.zeros(2, 2), "other": torch.zeros(1)}, file, metadata=metadata)
+    return file
+
+
+QUANTIZED = {"_type": "Int4Tensor", "_data": {}, "_tensor_data_names": ["qdata"]}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tensor_names": "["},
+        {"tensor_names": "7"},
+        {"tensor_names": "[7]"},
+        {"tensor_names": "[[]]"},
+        {"tensor_names": '["layer.weight"]'},
+        {"tensor_names": '["layer.weight"]', "layer.weight": "{"},
+        {"tensor_names": '["layer.weight"]', "layer.weight": "7"},
+        *(
+            {"tensor_names": '["layer.weight"]', "layer.weight": json.dumps(QUANTIZED | broken)}
+            for broken in (
+                {"_tensor_data_names": 7},
+                {"_tensor_data_names": []},
+                {"_tensor_data_names": [7]},
+                {"_data": []},
+                {"_data": {"shape": 7}},
+                {"_data": {"shape": ["2"]}},
+                {"_type": None},
+            )
+        ),
+    ],
+)
+def test_garbled_metadata_of_quantized_weights(metadata, tmp_path):
+    file = with_metadata(tmp_path, **metadata)
+    assert str(file) in refusal(read_headers, tmp_path)
+
+
+def test_quantized_weights_are_read_and_missing_parts_named(tmp_path):
+    described = {"tensor_names": '["layer.weight"]', "layer.weight": json.dumps(QUANTIZED)}
+    with_metadata(tmp_path, **described)
+    assert read_headers(tmp_path)["layer.weight"].quantized
+    described["layer.weight"] = json.dumps(QUANTIZED | {"_tensor_data_names": ["qdata", "scale"]})
+    with_metadata(tmp_path, **described)
+    assert "layer._weight_scale is not there" in refusal(read_headers, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 8, struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"[]", b"version https://git-lfs"],
+)
+def test_a_file_that_is_no_safetensors_file(content, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "no safetensors file" in refusal(read_headers, tmp_path)
+
+
+# --- the target's configuration
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"7", b'"x"', b"", b"{", b"\xff\xfe{}", b"[" * 50_000])
+def test_a_configuration_that_is_none(content, target):
+    (target / "config.json").write_bytes(content)
+    assert str(target / "config.json") in refusal(read, target)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "x", [], {}, True, 10**12])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_that_is_none_is_refused_by_name_with_its_value(size, value, target):
+    file = change(target, **{size: value})
+    line = refusal(read, target)
+    assert f"{file}: {size} is {json.dumps(value)}" in line
+
+
+def test_sizes_within_a_multimodal_configuration_and_of_single_layers(target):
+    file = change(target, per_layer_config={"5": {"head_dim": -128, "num_key_value_heads": 1}})
+    assert f"{file}: head_dim is -128" in refusal(read, target)
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "gemma4", "text_config": config | {"vocab_size": 0}}))
+    assert f"{file}: vocab_size is 0" in refusal(read, target)
+
+
+@pytest.mark.parametrize("heads", [{"num_key_value_heads": 3}, {"per_layer_config": {"5": {"num_key_value_heads": 3}}}])
+def test_heads_that_do_not_divide(heads, target):
+    change(target, **heads)
+    line = refusal(read, target)
+    assert "num_attention_heads 4 is no multiple of num_key_value_heads 3" in line
+
+
+def test_what_may_not_differ_between_layers(target):
+    change(target, per_layer_config={"5": {"sliding_window": 32}})
+    assert "sliding_window" in refusal(read, target)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_type": ...}, "model_type is null"),
+        ({"model_type": 7}, "model_type is 7"),
+        ({"model_type": "gemma9"}, "knows no model_type gemma9"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "auto_map"),
+        ({"model_type": "bert"}, "is a bert"),
+        ({"attention_bias": "false"}, 'attention_bias is "false"'),
+        ({"layer_types": ["sliding_attention"]}, "layer_types is"),
+        ({"dtype": "float17"}, 'dtype is "float17"'),
+        ({"per_layer_config": 7}, "per_layer_config is 7"),
+        ({"rope_parameters": {}}, "rope_parameters has nothing for sliding_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"eagle_config": 1, "draft_vocab_size": 32000}, "type --draft"),
+    ],
+)
+def test_what_a_field_makes_impossible_is_named(fields, says, target):
+    file = change(target, **fields)
+    line = refusal(read, target)
+    assert says in line and (str(file) in line or str(target) in line)
+
+
+def test_a_draft_given_as_the_target_is_told_where_it_belongs(tmp_path):
+    args = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--dry-run")
+    code, line = fail_command(export_main, *args, "--checkpoint", TINY.draft)
+    assert code == 1
+    assert f"type --draft {TINY.draft}" in line
+
+
+# --- special ids
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["1", "</s>", 1.0, -1, True, {"id": 1}, [1, "2"], [[1]], [None], 2**31])
+def test_a_stop_token_that_is_no_id_is_refused_by_name(file, value, target):
+    config = read(target)
+    (target / "generation_config.json").unlink()
+    (target / file).write_text(json.dumps({"eos_token_id": value}))
+    line = refusal(special_ids, target, config)
+    assert str(target / file) in line and "eos_token_id" in line
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{", "7"])
+def test_a_generation_config_that_is_none(content, target):
+    (target / "generation_config.json").write_text(content)
+    assert "generation_config.json" in refusal(special_ids, target, read(target))
+
+
+def test_special_ids_that_are_fine(target):
+    config = read(target)
+    for value, expected in ((3, (3,)), ([3, 4], (3, 4)), ([], ()), (None, (1,))):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert special_ids(target, config) == (2, expected)
+
+
+# --- everything at once
+
+
+def spoiled(config: dict, rng: random.Random, count: int):
+    """Configurations with one field, at any depth, replaced or deleted: (path, value, configuration)."""
+    values = [0, -1, 1.5, "x", None, [], {}, True, 10**12, ...]
+    cases = [(path, value) for path in sorted(_paths(config)) for value in values]
+    for path, value in rng.sample(cases, min(count, len(cases))):
+        changed = json.loads(json.dumps(config))
+        owner = changed
+        for key in path[:-1]:
+            owner = owner[key]
+        if value is ...:
+            del owner[path[-1]]
+        else:
+            owner[path[-1]] = value
+        yield path, value, changed
+
+
+def _paths(config: dict, above: tuple[str, ...] = ()):
+    for key, value in config.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*above, key))
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("gemma4-31B", "target"), ("llama3.1-8B", "target"), ("qwen3-4B", "target"), ("llama3.1-8B", "draft")],
+)
+def test_no_spoiled_field_raises_what_nobody_foresaw(name, which, checkpoints, tmp_path):
+    model, folder = checkpoints(name)
+    folders = {
+        "target": Path(shutil.copytree(folder, tmp_path / "target")),
+        "draft": save_random_draft(tmp_path / "draft", model.config),
+    }
+    flags = ExportConfig(name, tmp_path / "out", folders["target"], folders["draft"], backend="xnnpack")
+    make_plan(flags)
+    file = folders[which] / "config.json"
+    for path, value, config in spoiled(json.loads(file.read_text()), random.Random(5), 25):
+        file.write_text(json.dumps(config))
+        try:
+            make_plan(flags)
+        except (ValueError, OSError) as error:
+            assert len(one_line(error)) < 640, (path, value)
+        except Exception as error:
+            pytest.fail(f"{'.'.join(path)} = {value!r}: {error!r}")
