@@ -1,16 +1,10 @@
 """Whether a draft head fits a target: taps, widths, vocabularies. A wrong pair loads, runs and accepts about 1%."""
 
-from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
-from eagle3.export.checkpoints.safetensors_folder import TensorHeader, shard_paths
 from eagle3.export.draft import DraftDescription
-from eagle3.targets.spec import Skeleton
-
-QUANTIZED = ("Int4Tensor", "IntxUnpackedToInt8Tensor")
-"""The tensor classes of torchao that ExecuTorch's recipes make and its CUDA backend has layouts for."""
+from eagle3.export.draft.vocabulary_map import check_vocabulary_map
+from eagle3.export.tensors import check_draft
 
 
 def choose_taps(
@@ -29,7 +23,8 @@ def choose_taps(
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
         raise ValueError(
             f"aux layers {','.join(map(str, ids))} (convention {convention or 'input'}) must ascend, be unique and lie "
-            f"within the target's {layers} layers: type --aux-layers, or --aux-convention input"
+            f"within the target's {layers} layers: type --aux-layers"
+            + (", or --aux-convention input" if convention == "output" else "")
         )
     return taps
 
@@ -66,76 +61,10 @@ def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...
             f"the draft has no embedding and its hidden size {draft.hidden_size} is not the target's {hidden}, "
             "so it cannot share the target's: the checkpoint lacks embed_tokens.weight"
         )
-    check_shapes(draft)
+    check_draft(draft)
     if draft.maps_vocabulary:
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
             f"the draft speaks {draft.draft_vocab_size} tokens, the target {vocabulary}, and no d2t maps them"
-        )
-
-
-def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton, quantized: bool) -> None:
-    """Every tensor of the target as its configuration has it, by name. Raises ValueError.
-
-    ``quantized``: weights that torchao quantized are welcome.
-    """
-    given = {}
-    for name, header in headers.items():
-        own = skeleton.key_map(name)
-        if own is None:
-            continue
-        if header.dtype not in ("F32", "F16", "BF16", "F64", *(QUANTIZED if quantized else ())):
-            raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
-        given[own] = header
-    expected = {name: tuple(value.shape) for name, value in skeleton.model.state_dict().items()}
-    tied = {to for source, (to, _) in skeleton.tie_map.items() if source in given}
-    for name, shape in expected.items():
-        if name not in given and name not in tied:
-            raise ValueError(f"{checkpoint} lacks {name}, which its config.json implies: is a shard missing?")
-        if name in given and given[name].shape != shape:
-            raise ValueError(
-                f"{checkpoint}: {name} is {list(given[name].shape)}, but config.json implies {list(shape)}"
-            )
-    unread = sorted(set(given) - set(expected))
-    if unread:
-        raise ValueError(f"{checkpoint} has {unread[0]}, which a model of its config.json has no place for")
-
-
-def check_shapes(draft: DraftDescription) -> None:
-    """Every tensor of the head as its configuration has it, by name. Raises ValueError."""
-    import torch
-
-    from eagle3.export.draft.head import DraftHead
-
-    with torch.device("meta"):
-        expected = DraftHead(draft, max_seq_len=1).state_dict()
-    for name, value in expected.items():
-        header = draft.headers.get(name)
-        if header is None:
-            raise ValueError(f"{draft.folder} lacks {name}, which its config.json implies")
-        if header.shape != tuple(value.shape):
-            raise ValueError(
-                f"{draft.folder}: {name} is {list(header.shape)}, but config.json implies {list(value.shape)}"
-            )
-    unread = sorted(set(draft.headers) - set(expected))
-    if unread:
-        raise ValueError(f"{draft.folder} has {unread[0]}, which an EAGLE-3 head of its config.json has no place for")
-
-
-def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
-    """``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique. Raises ValueError."""
-    import torch
-
-    (stored,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
-    for path in shard_paths(draft.folder):
-        with safe_open(path, framework="pt") as file:
-            if stored in file.keys():  # noqa: SIM118 (not a dict)
-                offsets = file.get_tensor(stored)
-    ids = offsets + torch.arange(len(offsets))
-    if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
-        raise ValueError(
-            f"{draft.folder}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, "
-            f"{ids.numel() - ids.unique().numel()} of them twice, but must hit 0..{vocabulary - 1} once each: "
-            "d2t holds offsets (target id - draft id), not ids"
         )

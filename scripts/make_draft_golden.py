@@ -15,17 +15,24 @@ can be compared with it without installing it. Each case is a folder with the ch
     chain_recurrent [3, H]      its recurrent states; row 0 is recurrent_0's last row
 
 Chain row j > 0 is a slot of its own, j behind the last, that embeds chain_ids[j - 1], takes chain_recurrent[j - 1] as
-its feature and attends to every slot up to itself. speculators pins older versions than ours: give it its own venv.
+its feature and attends to every slot up to itself. Where the layer has a window of W slots, every slot, a chain's too,
+attends to the last W, itself among them: slot q to q - W + 1 .. q. That is speculators' mask in the first step and
+vLLM's in every one; speculators trains its later steps without moving the window's start (W + j slots in step j), so
+those are not the chain of a window's case: its proposals run as slots of a first step instead.
+
+speculators pins older versions than ours: give it its own venv. The last bit of what it computes is the processor's:
+the fixtures are what any x86 with AVX2 makes of them under ATEN_CPU_CAPABILITY=avx2.
 
     python -m venv golden-env
     golden-env/bin/pip install torch==2.13.0 "transformers>=5.17,<=5.19" safetensors
     golden-env/bin/pip install "loguru<=0.7.3" openai "datasets>=4,<=5.1"
     golden-env/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
-    HF_HUB_OFFLINE=1 golden-env/bin/python scripts/make_draft_golden.py --out tests/golden
+    ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1 golden-env/bin/python scripts/make_draft_golden.py --out tests/golden
 """
 
 import argparse
 import shutil
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,12 +44,15 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from transformers import LlamaConfig, Qwen3Config
 
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 CASES = {  # the seeds are the first from 704 on whose chains repeat no token and come close to no tie
     "llama_nbr_true": (LlamaConfig, {"norm_before_residual": True}, 704),
     "llama_nbr_false": (LlamaConfig, {"norm_before_residual": False}, 704),
     "qwen3_nbr_true": (Qwen3Config, {"norm_before_residual": True}, 704),
     "llama_eagle31": (LlamaConfig, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}, 708),
     "llama_fc_norm": (LlamaConfig, {"norm_before_residual": False, "fc_norm": True}, 771),
+    "llama_window": (partial(LlamaConfig, **WINDOW), {"norm_before_residual": True}, 706),
+    "qwen3_window": (partial(Qwen3Config, **WINDOW), {"norm_before_residual": False}, 710),
 }
 SLOTS, CHAIN = 12, 3
 HIDDEN, VOCAB, DRAFT_VOCAB, AUX_IDS = 64, 96, 48, [1, 3, 4]
@@ -78,14 +88,20 @@ def build_model(layer_class, options: dict, generator: torch.Generator) -> Eagle
     return model
 
 
-def forward(model: Eagle3DraftModel, tokens: torch.Tensor, taps: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+def forward(
+    model: Eagle3DraftModel, tokens: torch.Tensor, taps: torch.Tensor, recurrent: torch.Tensor
+) -> dict[str, list[torch.Tensor]]:
     """Run the public forward for CHAIN steps; per step, what its submodules were handed and what they returned.
 
     Step j of slot p embeds tokens[p + j], takes the slot's state of step j - 1 and attends to the first step of the
-    slots up to p and to the slot's own later steps. That is the chain from slot p, given the tokens that follow it.
+    slots up to p (to the last W of them) and to the slot's own later steps. Without a window that is the chain from
+    slot p, given the tokens that follow it. With one, the chain is the first step of the slots behind the last: they
+    have no taps, and their features are ``recurrent``.
     """
     seen = {"features": [], "positions": [], "logits": []}
+    taps = torch.nn.functional.pad(taps, (0, 0, 0, len(recurrent)))
     hooks = [
+        model.fc.register_forward_hook(lambda _, args, fused: torch.cat([fused[:, :SLOTS], recurrent[None]], dim=1)),
         model.layers[0].register_forward_pre_hook(lambda _, args: seen["features"].append(args[0][..., HIDDEN:])),
         model.rotary_emb.register_forward_pre_hook(lambda _, args: seen["positions"].append(args[1])),
         model.lm_head.register_forward_hook(lambda _, args, output: seen["logits"].append(output)),
@@ -98,10 +114,11 @@ def forward(model: Eagle3DraftModel, tokens: torch.Tensor, taps: torch.Tensor) -
 
 
 def one_pass(model: Eagle3DraftModel, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Logits of one causal pass through the model's own submodules, positions counted from 0."""
+    """Logits of one causal pass through the model's own submodules, windowed or not, positions counted from 0."""
     x = torch.cat([model.embed_tokens(tokens), features], dim=-1)
     length = tokens.shape[1]
-    mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+    closed = torch.full((length, length), -torch.inf)
+    mask = (closed.triu(1) + closed.tril(-(model.sliding_window or length)))[None, None]
     x = model.layers[0](x, attention_mask=mask, position_embeddings=model.rotary_emb(x, torch.arange(length)[None]))
     return model.lm_head(model.norm(x))
 
@@ -110,18 +127,20 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
     tokens = torch.randint(VOCAB, (1, SLOTS), generator=generator)
     taps = torch.randn(1, SLOTS, len(AUX_IDS), HIDDEN, generator=generator)
     taps = (taps * torch.tensor([0.5, 1.0, 2.0])[:, None]).flatten(2)
-    first = forward(model, tokens, taps)
+    chain_ids, recurrent, last = [], torch.empty(0, HIDDEN), SLOTS - 1
+    first = forward(model, tokens, taps, recurrent)
 
-    chain_ids, last = [], SLOTS - 1
-    for step in range(CHAIN):  # proposals go behind the last slot, with empty taps: nothing in the chain looks there
+    windowed = model.uses_sliding_window_attn
+    chain = [(0, last + j) if windowed else (j, last) for j in range(CHAIN)]  # its steps and slots, see forward
+    for step, (at, slot) in enumerate(chain):  # proposals go behind the last slot
         rows = torch.cat([tokens, torch.tensor([chain_ids], dtype=torch.int64)], dim=1)
-        seen = forward(model, rows, torch.nn.functional.pad(taps, (0, 0, 0, step)))
-        best = seen["logits"][step][0, last].topk(2)
+        seen = forward(model, rows, taps, recurrent)
+        best = seen["logits"][at][0, slot].topk(2)
         assert best.values[0] - best.values[1] > 0.05, "too close to a tie to be compared"
         chain_ids.append(int(best.indices[0] + model.d2t[best.indices[0]]))
+        recurrent = torch.stack([seen["features"][j + 1][0, p] for j, p in chain[: step + 1]])
     assert len(set(chain_ids)) == CHAIN, "a repeated proposal would hide mistakes"
-    logits = torch.stack([seen["logits"][step][0, last] for step in range(CHAIN)])
-    recurrent = torch.stack([seen["features"][step + 1][0, last] for step in range(CHAIN)])
+    logits = torch.stack([seen["logits"][j][0, p] for j, p in chain])
 
     again = one_pass(model, rows, torch.cat([first["features"][0], recurrent[None, :-1]], dim=1))
     torch.testing.assert_close(again[:, :SLOTS], first["logits"][0], atol=1e-5, rtol=1e-5)

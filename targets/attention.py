@@ -33,6 +33,11 @@ class KVCacheShape:
         """A ring of two windows for a sliding layer (a chunk of up to a window overwrites nothing it attends to)."""
         return 2 * self.window if self.window else self.max_seq_len
 
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return 2 * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
+
 
 AttentionFactory = Callable[[KVCacheShape], nn.Module]
 """Makes a module with the two methods of ``EagerAttention``: ``rows`` once a forward, ``forward`` once a layer."""
@@ -84,7 +89,27 @@ def causal_mask(input_pos: Tensor, slots: int) -> Tensor:
     return (columns[None, :] <= input_pos[:, None])[None, None]
 
 
-def _attend(module, query, key, value, attention_mask, scaling, **_) -> tuple[Tensor, None]:
+def ring_mask(input_pos: Tensor, window: int) -> Tensor:
+    """Rows at ``input_pos`` [T] attend to the ``window`` positions up to their own: bool [1, 1, T, 2 * window].
+
+    Slot j of the ring holds the last position written that is j modulo its length, T of them by this forward.
+    """
+    slots = 2 * window
+    columns, last = torch.arange(slots, device=input_pos.device), input_pos[-1]
+    positions = columns + (last - columns).div(slots, rounding_mode="floor") * slots
+    distance = input_pos[:, None] - positions[None, :]
+    return ((positions >= 0) & (distance >= 0) & (distance < window))[None, None]
+
+
+_NEUTRAL = {"dropout": (0.0,), "is_causal": (True,), "use_cache": (False, True)}
+"""Arguments of transformers' attention functions at the values that change nothing; None changes nothing anywhere."""
+
+
+def _attend(module, query, key, value, attention_mask, scaling, **given) -> tuple[Tensor, None]:
+    for name, argument in given.items():
+        plain = isinstance(argument, bool | float)
+        if argument is not None and not (plain and argument in _NEUTRAL.get(name, ())):
+            raise ValueError(f"its attention takes {name}, which ours does not compute")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
     return module.kv_attention(query, key, value, attention_mask, scaling), None
 

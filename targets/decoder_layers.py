@@ -45,6 +45,9 @@ class DecoderLayersTarget(nn.Module):
         return self.lm_head(state).float()
 
 
+Target = DecoderLayersTarget
+
+
 def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
     """Raises ValueError for sliding attention."""
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):
@@ -64,4 +67,4 @@ def load(
     model = bones.model
     bones.fill(checkpoint, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # on the host, in float32
-    return DecoderLayersTarget(model, max_seq_len, attention, dtype).eval().requires_grad_(False)
+    return Target(model, max_seq_len, attention, dtype).eval().requires_grad_(False)

@@ -1,7 +1,7 @@
 """Gemma 4, text only: ExecuTorch's own ``Gemma4_31B`` with taps, and attention left to the backend.
 
-Everything numerical is ExecuTorch's (norms, MLP, rotary tables, ring caches, masks). Two things change: an attention
-layer ends in its ``kv_attention`` submodule, and rotary tables are made once a forward instead of once a layer.
+Everything numerical is ExecuTorch's (norms, MLP, ring caches, masks). Two things change: an attention layer ends in its
+``kv_attention`` submodule, and rotary tables are transformers', made once a forward instead of once a layer.
 """
 
 from pathlib import Path
@@ -18,6 +18,7 @@ from executorch.examples.models.gemma4_31b.model import (
 )
 from torch import Tensor, nn
 from transformers import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
@@ -73,6 +74,9 @@ def refuse_variants(config: Gemma4TextConfig) -> None:
             raise ValueError(
                 f"{name} is {getattr(config, name)} in config.json, but only dense Gemma 4 (31B) has a port"
             )
+    for kind in ("sliding_attention", "full_attention"):
+        if kind not in config.layer_types:
+            raise ValueError(f"layer_types in config.json has no {kind} layer, but Gemma 4 31B has both kinds")
     if config.final_logit_softcapping is None:
         raise ValueError("final_logit_softcapping is null in config.json, but Gemma 4 31B has one")
 
@@ -90,16 +94,14 @@ def _attend(self: Gemma4Attention, x: Tensor, input_pos: Tensor, rows: Rows) -> 
 class Gemma4TapTarget(nn.Module):
     """See ``TapTarget``."""
 
-    def __init__(self, model: Gemma4_31B, attention: AttentionFactory, dtype: torch.dtype):
+    def __init__(self, model: Gemma4_31B, max_seq_len: int, attention: AttentionFactory, dtype: torch.dtype):
         super().__init__()
         self.model = model
         for layer in model.layers:
             attn = layer.self_attn
             window = model.config.sliding_window if attn.is_sliding else 0
             del attn.kv_cache
-            attn.kv_attention = attention(
-                KVCacheShape(attn.n_kv_heads, attn.head_dim, model.config.max_seq_len, window, dtype)
-            )
+            attn.kv_attention = attention(KVCacheShape(attn.n_kv_heads, attn.head_dim, max_seq_len, window, dtype))
             attn.forward = MethodType(_attend, attn)
 
     @property
@@ -126,7 +128,13 @@ class Gemma4TapTarget(nn.Module):
     def _rows(attn: Gemma4Attention, input_pos: Tensor, mask: Tensor, x: Tensor) -> Rows:
         angles = torch.outer(input_pos.float(), attn.inv_freq)
         angles = torch.cat((angles, angles), dim=-1)[None]
-        return Rows(attn.kv_attention.rows(input_pos, mask), angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        cos, sin = angles.cos(), angles.sin()
+        if attn.rope_scale != 1:
+            cos, sin = cos * attn.rope_scale, sin * attn.rope_scale
+        return Rows(attn.kv_attention.rows(input_pos, mask), cos.to(x.dtype), sin.to(x.dtype))
+
+
+Target = Gemma4TapTarget
 
 
 def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
@@ -139,6 +147,15 @@ def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
     return Skeleton(model, lambda name: name if name in own else _hf_to_model_key(name), tied)
 
 
+def use_rotary_tables(model: Gemma4_31B, config: Gemma4TextConfig) -> None:
+    """Rotate as transformers does, by its own tables: ExecuTorch's know the 31B's two kinds of rope alone."""
+    rotary = Gemma4TextRotaryEmbedding(config)
+    for layer in model.layers:
+        kind = "sliding_attention" if layer.self_attn.is_sliding else "full_attention"
+        layer.self_attn.inv_freq = getattr(rotary, f"{kind}_inv_freq")
+        layer.self_attn.rope_scale = getattr(rotary, f"{kind}_attention_scaling")
+
+
 def load(
     checkpoint: Path, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
 ) -> Gemma4TapTarget:
@@ -146,6 +163,7 @@ def load(
     bones = skeleton(config, max_seq_len)
     model = bones.model
     bones.fill(checkpoint, dtype)
-    target = Gemma4TapTarget(model, attention, dtype)
+    target = Target(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
+    use_rotary_tables(model, config)
     return target.eval().requires_grad_(False)

@@ -68,6 +68,7 @@ class TargetSpec:
     ``family`` names a module, imported only when it is used (torch and transformers are slow to import), with
 
     - ``skeleton(config, max_seq_len) -> Skeleton``: the model without weights; ValueError for a variant it has not;
+    - ``Target(model, max_seq_len, attention, dtype)``: the class of its ``TapTarget``, over such a model;
     - ``load(checkpoint, config, max_seq_len, dtype, attention) -> TapTarget``,
 
     where ``config`` is transformers' text configuration and ``attention`` an ``AttentionFactory``.

@@ -24,6 +24,15 @@ def taps_of(golden, draft):
     return golden["taps"].chunk(len(draft.aux_layers), dim=-1)
 
 
+def seeded(head, tokens, feature):
+    """Every slot, in chunks that a window of the head allows."""
+    chunk = head.window or tokens.shape[1]
+    spans = [slice(start, start + chunk) for start in range(0, tokens.shape[1], chunk)]
+    slots = torch.arange(tokens.shape[1])
+    parts = [head(tokens[:, span], feature[:, span], slots[span]) for span in spans]
+    return tuple(torch.cat(outputs, dim=1) for outputs in zip(*parts, strict=True))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_slot_and_the_chain_equal_speculators(case):
     draft, head, golden = open_case(case)
@@ -31,7 +40,7 @@ def test_every_slot_and_the_chain_equal_speculators(case):
     feature = head.fuse(taps_of(golden, draft))
     torch.testing.assert_close(feature, golden["feature"], **close)
     length = feature.shape[1]
-    logits, recurrent = head(golden["tokens"], feature, torch.arange(length))
+    logits, recurrent = seeded(head, golden["tokens"], feature)
     torch.testing.assert_close(logits, golden["logits_0"], **close)
     torch.testing.assert_close(recurrent, golden["recurrent_0"], **close)
     token, state = head.target_ids(logits[:, -1:]), recurrent[:, -1:]
@@ -48,10 +57,11 @@ def test_every_slot_and_the_chain_equal_speculators(case):
 def test_rolled_back_slots_give_the_same_numbers_again(case):
     draft, head, golden = open_case(case)
     feature, tokens = head.fuse(taps_of(golden, draft)), golden["tokens"]
-    head(tokens[:, :8], feature[:, :8], torch.arange(8))
+    seeded(head, tokens[:, :8], feature[:, :8])
     head(tokens[:, :4].flip(1), feature[:, :4], torch.arange(8, 12))  # rejected
-    logits, _ = head(tokens[:, 6:], feature[:, 6:], torch.arange(6, 12))
-    torch.testing.assert_close(logits, golden["logits_0"][:, 6:], atol=1e-4, rtol=1e-4)
+    for start in (6, 9):
+        logits, _ = head(tokens[:, start : start + 3], feature[:, start : start + 3], torch.arange(start, start + 3))
+        torch.testing.assert_close(logits, golden["logits_0"][:, start : start + 3], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("positions", [[3], [0, 2], [30, 31, 32]])
@@ -69,3 +79,18 @@ def test_the_epsilon_is_the_checkpoints_own():
     norms = [m for m in head.modules() if hasattr(m, "variance_epsilon")]
     assert len(norms) >= 4
     assert {norm.variance_epsilon for norm in norms} == {1e-5}
+
+
+@pytest.mark.parametrize("case", ["llama_window", "qwen3_window"])
+def test_a_window_hides_what_lies_before_it_and_nothing_else(case):
+    """5 slots count: a change of slot 6 shows in slots 6 to 10 and never after."""
+    draft, _, golden = open_case(case)
+    assert draft.window == 5
+    changed = golden["tokens"].clone()
+    changed[0, 6] = (changed[0, 6] + 1) % 96
+    given, other = (
+        seeded(open_case(case)[1], tokens, open_case(case)[1].fuse(taps_of(golden, draft)))[0]
+        for tokens in (golden["tokens"], changed)
+    )
+    differs = (given - other).abs().amax(-1)[0] > 1e-5
+    assert differs.nonzero()[:, 0].tolist() == [6, 7, 8, 9, 10]

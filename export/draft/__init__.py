@@ -3,9 +3,9 @@
 A format is a module with ``recognizes(config)`` and ``describe(folder, config, headers)``; it belongs in ``FORMATS``.
 """
 
-import json
 from pathlib import Path
 
+from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.safetensors_folder import read_headers
 from eagle3.export.draft import speculators
 from eagle3.export.draft.description import DraftDescription
@@ -21,15 +21,17 @@ def read_draft(folder: Path) -> DraftDescription:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"{config_file} is missing: --draft wants the folder of an EAGLE-3 draft head")
-    try:
-        config = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config_file} is not JSON ({error})") from error
+    config = read_object(config_file)
     headers = read_headers(folder)
     for draft_format in FORMATS:
         if draft_format.recognizes(config):
             return draft_format.describe(folder, config, headers)
-    architectures = ", ".join(config.get("architectures") or ["none"])
+    if "model_type" in config and "fc.weight" not in {name.removeprefix("model.") for name in headers}:
+        raise ValueError(
+            f"{config_file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: is it "
+            f"the target? Then type --checkpoint {folder}"
+        )
+    architectures = config.get("architectures") or "none"
     raise ValueError(
         f"{config_file}: no draft format that we read (architectures: {architectures}); "
         "speculators' Eagle3DraftModel is the one supported"

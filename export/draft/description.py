@@ -28,6 +28,10 @@ class DraftDescription:
     norm_before_residual: bool
     norm_before_fc: bool = False
     norm_output: bool = False
+    selector: str | None = None
+    """The checkpoint's own name of ``t2d``, which says of each target id whether the draft speaks it."""
+    window: int = 0
+    """Sliding window of the draft's own attention, in tokens; 0: it attends to every slot before."""
     chain_len: int = 3
     """Draft tokens a round, as the checkpoint suggests."""
     verifier: str | None = None

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from eagle3.export.draft.description import DraftDescription
-from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, causal_mask
+from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, causal_mask, ring_mask
 
 RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's is the same
 _PARTS = {
@@ -62,7 +62,9 @@ class DraftHead(nn.Module):
         super().__init__()
         config, size = deepcopy(draft.layer), draft.hidden_size
         config._attn_implementation = HF_ATTENTION
+        config.layer_types = ["full_attention"]  # the window is kv_attention's
         self.max_seq_len, self.norm_output = max_seq_len, draft.norm_output
+        self.window = draft.window if draft.window < max_seq_len else 0
         if draft.has_embedding:
             self.embed_tokens = nn.Embedding(*draft.headers["embed_tokens.weight"].shape)
         eps = config.rms_norm_eps
@@ -81,8 +83,12 @@ class DraftHead(nn.Module):
         """Make what no checkpoint holds: the KV cache, the rotary table (float32), a shared embedding."""
         config = draft.layer
         self.layer.self_attn.kv_attention = attention(
-            KVCacheShape(config.num_key_value_heads, self.layer.self_attn.head_dim, self.max_seq_len, dtype=dtype)
+            KVCacheShape(
+                config.num_key_value_heads, self.layer.self_attn.head_dim, self.max_seq_len, self.window, dtype
+            )
         )
+        if self.d2t is not None:
+            self.d2t = self.d2t.long()
         self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
         if not draft.has_embedding:
             self.embed_tokens = embedding
@@ -112,12 +118,13 @@ class DraftHead(nn.Module):
         """
         if not torch.compiler.is_exporting():
             self._check_positions(input_pos)
+        mask = ring_mask(input_pos, self.window) if self.window else causal_mask(input_pos, self.max_seq_len)
         out = self.layer(
             self.embed_tokens(tokens),
             feature,
             last,
             position_embeddings=self.rotary_emb(feature, input_pos[None]),
-            attention_mask=self.layer.self_attn.kv_attention.rows(input_pos, causal_mask(input_pos, self.max_seq_len)),
+            attention_mask=self.layer.self_attn.kv_attention.rows(input_pos, mask),
         )
         normed = self.norm(out)
         return self.lm_head(normed), normed if self.norm_output else out

@@ -1,0 +1,59 @@
+"""The map from a draft head's own ids to the target's: ``d2t``, and ``t2d`` that must say the same."""
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eagle3.export.checkpoints.safetensors_folder import shard_paths
+from eagle3.export.draft.description import DraftDescription
+
+
+def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
+    """``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique; ``t2d``, where it is there, is
+    true at exactly those ids. Raises ValueError."""
+    (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
+    offsets = _read(draft, name).long()
+    ids = offsets + torch.arange(len(offsets))
+    told = _read(draft, draft.selector) if draft.selector else None
+    if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
+        raise ValueError(
+            f"{draft.folder}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, "
+            f"{ids.numel() - ids.unique().numel()} of them twice, but must hit 0..{vocabulary - 1} once each: "
+            "d2t holds offsets (target id - draft id), not ids"
+        )
+    if told is not None:
+        _check_selector(draft, told, ids, offsets, vocabulary)
+    elif _could_be_ids(offsets, vocabulary):
+        raise ValueError(
+            f"{draft.folder}: d2t could be ids as well as offsets (its values ascend, each is there once) and no "
+            "t2d says which: d2t holds offsets (target id - draft id); add t2d, or write d2t minus 0, 1, 2, ..."
+        )
+
+
+def _check_selector(draft: DraftDescription, told: Tensor, ids: Tensor, offsets: Tensor, vocabulary: int) -> None:
+    if told.shape != (vocabulary,):
+        raise ValueError(f"{draft.folder}: t2d is {list(told.shape)}, but the target has {vocabulary} tokens")
+    named = told.bool().nonzero()[:, 0]
+    if torch.equal(named, ids.sort().values):
+        return
+    if torch.equal(named, offsets.sort().values):
+        raise ValueError(f"{draft.folder}: d2t holds target ids, but must hold offsets: subtract 0, 1, 2, ... from it")
+    both = torch.isin(ids, named).sum()
+    raise ValueError(
+        f"{draft.folder}: t2d names {len(named)} target ids, d2t maps to {len(ids)}, and {int(both)} are the same: "
+        "the two are of different heads, or one is damaged"
+    )
+
+
+def _could_be_ids(offsets: Tensor, vocabulary: int) -> bool:
+    """Offsets of a real map repeat (two neighbours in the target's vocabulary have the same); ids never do."""
+    ascending = bool((offsets.diff() > 0).all())
+    return len(offsets) > 2 and ascending and int(offsets.min()) >= 0 and int(offsets.max()) < vocabulary
+
+
+def _read(draft: DraftDescription, name: str) -> Tensor:
+    for path in shard_paths(draft.folder):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 (not a dict)
+                return file.get_tensor(name)
+    raise ValueError(f"{draft.folder} lacks {name}: is a shard missing?")

@@ -1,0 +1,102 @@
+"""Whether a checkpoint's tensors are those that its configuration implies: names, shapes, dtypes, from headers alone.
+
+A tensor that nothing reads is refused: it would have changed what the model computes. ``UNREAD`` has the exceptions.
+"""
+
+import re
+from pathlib import Path
+
+from eagle3.export.checkpoints.safetensors_folder import TensorHeader
+from eagle3.export.draft import DraftDescription
+from eagle3.targets.spec import Skeleton
+
+QUANTIZED = ("Int4Tensor", "IntxUnpackedToInt8Tensor")
+"""The tensor classes of torchao that ExecuTorch's recipes make and its CUDA backend has layouts for."""
+
+FLOATS = ("F32", "F16", "BF16", "F64")
+INTEGERS = ("I64", "I32")
+
+UNREAD = {
+    r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are made anew",
+    r"(model\.)?(vision_tower|vision_model|visual|embed_vision|multi_modal_projector)\..*": "of the vision tower",
+    r"(model\.)?(audio_tower|embed_audio)\..*": "of the audio tower",
+    r"(model\.)?mtp(_layers)?\..*": "layers that predict further tokens (MTP)",
+}
+"""Full names of a target's tensors that may go unread, and what they are."""
+
+_CAUSES = {
+    r"lora_|\.adapter": (
+        "belongs to an adapter that is not merged: merge it into the weights first (peft's merge_and_unload)"
+    ),
+    r"qweight|qzeros|g_idx|weight_packed|weight_scale|input_scale|weight_shape|\.scales$|absmax": (
+        "belongs to weights that another tool quantized: name the original checkpoint"
+    ),
+    r"\.bias$": "is a bias that config.json does not announce, or that this target has no place for",
+}
+
+
+def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton, quantized: bool) -> None:
+    """Every tensor of the target as its configuration has it, by name. Raises ValueError.
+
+    ``quantized``: weights that torchao quantized are welcome.
+    """
+    given: dict[str, TensorHeader] = {}
+    expected = {name: tuple(value.shape) for name, value in skeleton.model.state_dict().items()}
+    for name, header in headers.items():
+        if not is_read(name):
+            continue
+        own = skeleton.key_map(name)
+        if own not in expected:
+            raise ValueError(f"{checkpoint} has {name}, which {_cause(name)}")
+        if header.dtype not in (*FLOATS, *(QUANTIZED if quantized else ())):
+            raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
+        if header.shape != expected[own]:
+            raise ValueError(
+                f"{checkpoint}: {own} is {list(header.shape)}, but config.json implies {list(expected[own])}"
+            )
+        if own in given:
+            raise ValueError(f"{checkpoint} has {own} twice, once as {name}: which one is meant?")
+        given[own] = header
+    tied = {to for source, (to, _) in skeleton.tie_map.items() if source in given}
+    for name in expected:
+        if name not in given and name not in tied:
+            raise ValueError(f"{checkpoint} lacks {name}, which its config.json implies: is a shard missing?")
+
+
+def is_read(name: str) -> bool:
+    """Whether a target's tensor of this name must have a place in the model."""
+    return not any(re.fullmatch(pattern, name) for pattern in UNREAD)
+
+
+def _cause(name: str) -> str:
+    for pattern, cause in _CAUSES.items():
+        if re.search(pattern, name):
+            return cause
+    return "a model of its config.json has no place for"
+
+
+def check_draft(draft: DraftDescription) -> None:
+    """Every tensor of the head as its configuration has it, by name. Raises ValueError."""
+    import torch
+
+    from eagle3.export.draft.head import DraftHead
+
+    with torch.device("meta"):
+        expected = DraftHead(draft, max_seq_len=1).state_dict()
+    for name, value in expected.items():
+        header = draft.headers.get(name)
+        if header is None:
+            raise ValueError(f"{draft.folder} lacks {name}, which its config.json implies")
+        if header.shape != tuple(value.shape):
+            raise ValueError(
+                f"{draft.folder}: {name} is {list(header.shape)}, but config.json implies {list(value.shape)}"
+            )
+        fitting, kind = (FLOATS, "floating-point") if value.dtype.is_floating_point else (INTEGERS, "integer")
+        if header.dtype not in fitting:
+            raise ValueError(
+                f"{draft.folder}: {name} is {header.dtype}, but {kind} ({', '.join(fitting)}) is what a draft head is "
+                "read from: name the original checkpoint"
+            )
+    unread = sorted(set(draft.headers) - set(expected))
+    if unread:
+        raise ValueError(f"{draft.folder} has {unread[0]}, which an EAGLE-3 head of its config.json has no place for")

@@ -1,0 +1,155 @@
+"""A draft head's checkpoint is read strictly: what it says otherwise than its reader expects is refused by name."""
+
+import json
+
+import pytest
+import torch
+from random_checkpoints import save_random_draft
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from eagle3.export.draft import read_draft
+from eagle3.export.draft.head import DraftLayer
+from eagle3.export.draft.vocabulary_map import check_vocabulary_map
+from eagle3.export.pairing import check_pair
+from eagle3.export.twin.draft import check_draft
+
+TARGET = LlamaConfig(hidden_size=64, vocab_size=96, num_hidden_layers=6)
+
+
+@pytest.fixture
+def head(tmp_path):
+    """Save a head with tensors changed and keys of its config.json, dotted, set."""
+
+    def save(changes=None, **keys):
+        folder = save_random_draft(tmp_path / "draft", TARGET, changes=changes)
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        for name, value in keys.items():
+            owner = config
+            *path, last = name.split("__")
+            for part in path:
+                owner = owner[part]
+            owner[last] = value
+        file.write_text(json.dumps(config))
+        return folder
+
+    return save
+
+
+def refusal(folder) -> str:
+    with pytest.raises(ValueError) as refused:
+        draft = read_draft(folder)
+        check_pair(draft, TARGET, (1, 3, 4))
+        check_draft(draft, 3)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"])
+def test_a_flag_in_quotes_is_not_taken_for_true(key, head):
+    assert f'{key} is "false"' in refusal(head(**{key: "false"}))
+
+
+@pytest.mark.parametrize("ids", [[1.0, 3.0, 4.0], ["1", "3", "4"], "1,3,4", [True, 3, 4]])
+def test_layer_ids_are_whole_numbers(ids, head):
+    assert "list of layer ids" in refusal(head(eagle_aux_hidden_state_layer_ids=ids))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rope_that_depends_on_the_length_is_refused(kind, head):
+    rope = {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    assert f"rope_type {kind}" in refusal(head(transformer_layer_config__rope_parameters=rope))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+def test_weights_of_another_kind_are_refused(dtype, head):
+    name = "layers.0.mlp.up_proj.weight"
+    line = refusal(head({name: torch.ones(128, 64).to(dtype)}))
+    assert "layer.mlp.up_proj.weight" in line and "floating-point" in line
+
+
+def ids_of(folder):
+    tensors = load_file(folder / "model.safetensors")
+    return tensors, tensors["d2t"] + torch.arange(48)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors, ids: tensors.update(d2t=tensors["d2t"].float()), "d2t is F32"),
+        (lambda tensors, ids: tensors.update(d2t=ids), "offsets"),
+        (lambda tensors, ids: tensors.update(t2d=tensors["t2d"].roll(1)), "t2d names 48 target ids, d2t maps to 48"),
+        (lambda tensors, ids: tensors.update(t2d=torch.ones(96, dtype=torch.bool)), "t2d names 96 target ids"),
+    ],
+)
+def test_a_vocabulary_map_that_contradicts_itself_is_refused(change, says, head):
+    folder = head()
+    tensors, ids = ids_of(folder)
+    change(tensors, ids)
+    save_file(tensors, folder / "model.safetensors")
+    assert says in refusal(folder)
+
+
+def test_ids_that_could_be_offsets_are_refused_where_nothing_says_which(head):
+    folder = head()
+    tensors, _ = ids_of(folder)
+    del tensors["t2d"]
+    save_file(tensors | {"d2t": torch.arange(48)}, folder / "model.safetensors")  # ids 0 to 47, or offsets of even ids
+    draft = read_draft(folder)
+    with pytest.raises(ValueError, match="could be ids as well as offsets"):
+        check_vocabulary_map(draft, 96)
+
+
+def test_offsets_of_32_bits_are_offsets(head):
+    folder = head()
+    tensors, _ = ids_of(folder)
+    save_file(tensors | {"d2t": tensors["d2t"].int()}, folder / "model.safetensors")
+    check_pair(read_draft(folder), TARGET, (1, 3, 4))
+
+
+def test_a_layer_named_midlayer_is_the_layer(head):
+    folder = head()
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    draft = read_draft(folder)
+    check_pair(draft, TARGET, (1, 3, 4))
+    assert check_draft(draft, 3)["logits"] < 1e-4
+
+
+def windowed(**keys):
+    written = {"layer_types": ["sliding_attention"], "sliding_window": 6, "max_position_embeddings": 256} | keys
+    return {f"transformer_layer_config__{key}": value for key, value in written.items()}
+
+
+@pytest.mark.parametrize("before_residual", [True, False])
+@pytest.mark.parametrize("layer", ["llama", "qwen3"])
+def test_a_window_holds_to_the_formulas_beyond_it(layer, before_residual, head):
+    norms = {f"layers.0.self_attn.{name}_norm.weight": 1 + 0.3 * torch.randn(16) for name in "qk"}
+    keys = windowed(model_type=layer, use_sliding_window=True) | {"norm_before_residual": before_residual}
+    draft = read_draft(head(norms if layer == "qwen3" else {}, **keys))
+    assert draft.window == 6
+    compared = check_draft(draft, 3)
+    assert compared["tokens"] > 6 and compared["logits"] < 1e-4
+
+
+def test_a_window_without_a_layer_type_is_none_and_a_type_without_a_window_is_refused(head):
+    assert read_draft(head(**windowed(layer_types=["full_attention"]))).window == 0
+    assert "sliding_window" in refusal(head(**windowed(sliding_window=None)))
+    assert "chunked_attention" in refusal(head(**windowed(layer_types=["chunked_attention"])))
+
+
+def test_the_drafts_twin_sees_a_head_that_computes_something_else(head, monkeypatch):
+    draft = read_draft(head())
+    check_draft(draft, 3)
+    right = DraftLayer.forward
+
+    def without_a_norm(self, embedding, feature, last, **attention):
+        self.norm_before_residual = not self.norm_before_residual
+        return right(self, embedding, feature, last, **attention)
+
+    monkeypatch.setattr(DraftLayer, "forward", without_a_norm)
+    with pytest.raises(ValueError, match="would not be computed by its formulas"):
+        check_draft(draft, 3)
