@@ -3,9 +3,11 @@
 The module is imported only when it is used and has, in the order of an export,
 
 - ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
+- ``memory(plan) -> (bytes, whose)``: of what will run the artifact, or of this machine;
 - ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
 - ``prepare(speculator, plan)``: rewrite the weights that were loaded;
 - ``tracing(speculator, plan)``: a context manager around each trace;
+- ``runs_here()``: whether this machine runs the artifacts; ``EAGER_ON_HOST``: whether the prepared module runs eagerly;
 - ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;
 - ``lower(programs, constant_methods, plan) -> ExecutorchProgramManager``.
 """

@@ -67,6 +67,12 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     help="Whether a layer id means that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM).",
 )
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Try the finished artifact on a few prompts, where the backend runs here: tokens against the eager module's.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done; read configurations and headers alone.")
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -80,24 +86,30 @@ def main(dry_run: bool, as_json: bool, **flags) -> None:
     """
     config = ExportConfig(**flags)
 
-    from eagle3.export.artifact import check_output
+    from eagle3.export.claim import refuse_a_second
+    from eagle3.export.output_folder import check_output
 
     check_output(config.output_dir, config.overwrite)
+    if not dry_run:
+        refuse_a_second(config.output_dir.resolve())
 
     from eagle3.export.plan import make_plan
+    from eagle3.export.preflight import preflight
+    from eagle3.export.progress import Progress
     from eagle3.export.report import plan_json, plan_text, result_text
 
     plan = make_plan(config)
     for warning in plan.warnings:
         click.echo(f"Warning: {warning}", err=True)
+    progress = Progress()
+    twin = preflight(plan, progress)
     if dry_run:
-        click.echo(json.dumps(plan_json(plan)) if as_json else plan_text(plan))
+        click.echo(json.dumps(plan_json(plan) | {"twin": twin}) if as_json else plan_text(plan))
         return
 
     from eagle3.export.pipeline import run_export
-    from eagle3.export.progress import Progress
 
-    record = run_export(plan, Progress())
+    record = run_export(plan, twin, progress)
     click.echo(json.dumps(record) if as_json else result_text(plan, record))
 
 

@@ -25,6 +25,7 @@ class ExportConfig:
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     with_decode: bool = False
+    check: bool = True
     overwrite: bool = False
 
     def as_json(self) -> dict[str, Any]:

@@ -1,36 +1,37 @@
 """One export from plan to artifact: load, trace, lower, write."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.artifact import (
-    copy_tokenizer,
-    full_disk_named,
-    package_versions,
-    sha256,
-    whole_folder,
-    write_record,
-)
+from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, write_record
 from eagle3.export.backends import BACKENDS
+from eagle3.export.check import check_artifact
+from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.safetensors_folder import shard_paths
 from eagle3.export.draft.head import load_draft
+from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
+from eagle3.export.tensors import is_read
 from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PREFILL, Metadata
 from eagle3.targets.attention import AttentionFactory
 
 
-def run_export(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Make the artifact folder; returns what ``export.json`` holds."""
+def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
     backend = BACKENDS[plan.config.backend].load()
     output = plan.config.output_dir
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
         with progress.stage("checksums"):
-            manifest = make_manifest(plan)
+            manifest = make_manifest(plan) | {"twin": twin}
+        with progress.stage("finite weights"):
+            check_finite(plan.checkpoint, is_read)
+            check_finite(plan.draft.folder, plan.draft.tensor_names.__contains__)
         with progress.stage("load target and draft"):
             speculator = load_speculator(plan, backend.attention, backend.DTYPE)
         with progress.stage("prepare weights"):
@@ -49,13 +50,30 @@ def run_export(plan: Plan, progress: Progress) -> dict[str, Any]:
             copied = copy_tokenizer(plan.checkpoint, folder)
         if "tokenizer.json" not in copied:
             progress.say("the checkpoint has no tokenizer.json: eagle3-run will take --prompt-tokens alone")
+        checked = check(folder, plan, speculator, progress)
         record = {
             "flags": plan.config.as_json(),
             "manifest": manifest,
+            "check": checked,
             "stages": progress.stages,
             **sizes(speculator),
         }
         return write_record(folder, record)
+
+
+def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Progress) -> dict[str, Any] | None:
+    """Try the finished artifact, where its backend runs here; what ``export.json`` says of it, None if it was not."""
+    if not plan.config.check:
+        return None
+    backend = BACKENDS[plan.config.backend].load()
+    if not backend.runs_here():
+        progress.say(f"not checked: nothing here runs {plan.config.backend} artifacts")
+        return None
+    with progress.stage("check"):
+        outcome = check_artifact(folder, plan, speculator if backend.EAGER_ON_HOST else None)
+    for number, line in enumerate(outcome.warning):
+        progress.say(f"Warning: {line}" if number == 0 else line)
+    return outcome.record
 
 
 def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype) -> Eagle3Speculator:

@@ -1,16 +1,19 @@
 """What an export is going to do, settled from flags, configurations and tensor headers before any weight is read."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
+from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.safetensors_folder import TensorHeader, read_headers
+from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import DraftDescription, read_draft
-from eagle3.export.pairing import check_pair, check_target, choose_taps
+from eagle3.export.memory import target_cache_bytes
+from eagle3.export.pairing import check_pair, choose_taps
+from eagle3.export.tensors import check_target
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec
 from eagle3.targets.spec import sliding_window
@@ -90,16 +93,18 @@ def make_plan(config: ExportConfig) -> Plan:
     spec = TARGETS[config.target_model]
     checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
     target_config = read_target_config(checkpoint, spec, config.target_model)
+    check_rope(target_config, f"{checkpoint / 'config.json'}")
     target_headers = read_headers(checkpoint)
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
+    check_context(spec, target_config, max_seq_len)
     quantizes = BACKENDS[config.backend].quantizes
     check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len), quantizes)
     draft = read_draft(_folder(config.draft or spec.draft, config.target_model, "--draft"))
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
     check_pair(draft, target_config, taps)
     chain_len = config.chain_len or draft.chain_len
-    bos_id, eos_ids = _special_ids(checkpoint, target_config)
-    plan = Plan(
+    bos_id, eos_ids = special_ids(checkpoint, target_config)
+    return Plan(
         config=config,
         spec=spec,
         checkpoint=checkpoint,
@@ -109,15 +114,13 @@ def make_plan(config: ExportConfig) -> Plan:
         taps=taps,
         chain_len=chain_len,
         max_seq_len=max_seq_len,
-        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len),
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft.window),
         qlinear=choose_recipe(config, target_headers),
         draft_qlinear=config.draft_qlinear or "none",
         bos_id=bos_id,
         eos_ids=eos_ids,
         warnings=(*draft.warnings, *_length_warnings(draft, max_seq_len)),
     )
-    BACKENDS[config.backend].load().check(plan)
-    return plan
 
 
 def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
@@ -148,16 +151,28 @@ def check_flags(config: ExportConfig) -> None:
             )
 
 
-def plan_methods(
-    config: ExportConfig, spec: TargetSpec, target_config: Any, chain_len: int, max_seq_len: int
-) -> tuple[MethodPlan, ...]:
-    """Lengths of every method, within the target's own bounds. Raises ValueError naming the flag to change."""
-    shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    if max_seq_len > target_config.max_position_embeddings:
+def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> None:
+    """Raise ValueError for a context longer than the target knows, with the memory that it would take."""
+    import torch
+
+    most = target_config.max_position_embeddings
+    if max_seq_len > most:
+        takes = target_cache_bytes(spec, target_config, max_seq_len, torch.bfloat16)
         raise ValueError(
-            f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings "
-            f"{target_config.max_position_embeddings}: type --max-seq-len {target_config.max_position_embeddings}"
+            f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings {most} (its KV caches would "
+            f"take {takes / 1e9:,.1f} GB in bfloat16): type --max-seq-len {most} or less"
         )
+
+
+def plan_methods(
+    config: ExportConfig, spec: TargetSpec, target_config: Any, chain_len: int, max_seq_len: int, draft_window: int = 0
+) -> tuple[MethodPlan, ...]:
+    """Lengths of every method, within the target's own bounds and the draft's window (0: none).
+
+    Raises ValueError naming the flag to change.
+    """
+    shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
+    longest = min(longest, draft_window or longest)
     window = chain_len + 1
     fewest_rows, most_rows = max(2, shortest), min(WINDOW_ROWS, longest)
     if not fewest_rows <= window <= most_rows:
@@ -188,48 +203,9 @@ def plan_methods(
     return tuple(methods)
 
 
-def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
-    """transformers' text configuration. Raises ValueError for a model that the target's loader does not read."""
-    from transformers import AutoConfig
-
-    if not (checkpoint / "config.json").is_file():
-        raise FileNotFoundError(f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder")
-    read = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-    if getattr(read, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{checkpoint} is quantized by transformers (quantization_config in config.json): name the original "
-            "checkpoint, or one that ExecuTorch's quantize_and_save wrote"
-        )
-    text_config = read.get_text_config()
-    if text_config.model_type not in spec.model_types:
-        fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
-        cure = (
-            f"type --target-model {' or '.join(fitting)}" if fitting else "eagle3-export --list-targets lists what is"
-        )
-        raise ValueError(
-            f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
-        )
-    return text_config
-
-
 def _folder(path: Path | None, target: str, flag: str) -> Path:
     if path is None:
         raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER")
     if not path.is_dir():
         raise FileNotFoundError(f"{flag} {path} is no folder: it wants a checkpoint folder on this machine")
     return path
-
-
-def _special_ids(checkpoint: Path, target_config: Any) -> tuple[int, tuple[int, ...]]:
-    """The first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them."""
-    eos = None
-    for name in ("generation_config.json", "config.json"):  # a multimodal config.json has them at its top level
-        if eos is None and (checkpoint / name).is_file():
-            try:
-                eos = json.loads((checkpoint / name).read_text()).get("eos_token_id")
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{checkpoint / name} is not JSON ({error}): copy it again") from error
-    eos = target_config.eos_token_id if eos is None else eos
-    eos_ids = tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()
-    bos = target_config.bos_token_id
-    return (-1 if bos is None else bos), eos_ids

@@ -12,6 +12,8 @@ from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
+torch.set_num_threads(1)  # models this small only wait for other threads, and two artifacts are made beside the tests
+
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):

@@ -235,14 +235,21 @@ def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_p
 
 
 def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
-    import executorch.extension.llm.export.load
+    import executorch.extension.llm.export.load as of_executorch
 
     import eagle3.export.draft.head
 
-    for module in (eagle3.export.draft.head, executorch.extension.llm.export.load):
-        monkeypatch.setattr(module, "load_checkpoint", None)
+    load = of_executorch.load_checkpoint
+
+    def load_twins_alone(path, *args, **kwargs):
+        assert Path(path) not in (TINY.checkpoint, TINY.draft)
+        return load(path, *args, **kwargs)
+
+    for module in (eagle3.export.draft.head, of_executorch):
+        monkeypatch.setattr(module, "load_checkpoint", load_twins_alone)
     out = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(out.stdout)
+    assert plan["twin"]["target"]["logits"] < 1e-4
     assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode"]
     assert plan["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 64}
     assert plan["target_parameters"] > 5_000_000

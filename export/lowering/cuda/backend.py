@@ -32,6 +32,7 @@ from eagle3.export.lowering.cuda.attention import BoundedAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
 from eagle3.export.lowering.cuda.quantization import check_int4_headers, check_recipe, fitted_recipe, quantize
 from eagle3.export.lowering.cuda.shortcuts import analyzed_once
@@ -40,6 +41,7 @@ from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 
 DTYPE = torch.bfloat16
+EAGER_ON_HOST = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 OPTIONS = {
     "coordinate_descent_tuning": False,
     "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels
@@ -79,6 +81,17 @@ def check(plan: Plan) -> None:
         with torch.device("meta"):
             draft = DraftHead(plan.draft, max_seq_len=1)
         check_recipe("--draft-qlinear", plan.draft_qlinear, draft, plan.draft.layer)
+
+
+def runs_here() -> bool:
+    return local_arch() is not None
+
+
+def memory(plan: Plan) -> tuple[int, str]:
+    if local_arch():
+        return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
+    gpu = GPUS[plan.config.cuda_arch]
+    return gpu.memory, gpu.name
 
 
 def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 Methods are one program whose caches are the same memory in each.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_pas
 from eagle3.export.plan import Plan
 
 DTYPE = torch.float32
+EAGER_ON_HOST = True
 
 
 attention = LlmOpsAttention
@@ -31,6 +33,14 @@ attention = LlmOpsAttention
 
 def check(plan: Plan) -> None:
     """Every machine lowers to the CPU."""
+
+
+def runs_here() -> bool:
+    return True
+
+
+def memory(plan: Plan) -> tuple[int, str]:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 
 
 def prepare(speculator: nn.Module, plan: Plan) -> None:

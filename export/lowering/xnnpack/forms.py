@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -82,6 +83,21 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
         yield
 
 
+class _WrittenOutGelu(TorchFunctionMode):
+    """Sees every call of ``F.gelu``, also through a reference that was taken before (transformers' ``GELUTanh``)."""
+
+    def __init__(self, owner: nn.Module):
+        super().__init__()
+        self.owner = owner
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.gelu and kwargs.get("approximate", "none") == "tanh":
+            (x,) = args or (kwargs["input"],)
+            return x * torch.sigmoid(x * (self.owner.gelu_a + self.owner.gelu_b * (x * x)))
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def tanh_gelu(owner: nn.Module) -> Iterator[None]:
     """Within it ``F.gelu(x, approximate="tanh")`` is ``x * sigmoid(x * (a + b x^2))``, which is the same function.
@@ -91,12 +107,5 @@ def tanh_gelu(owner: nn.Module) -> Iterator[None]:
     scale = 2 * math.sqrt(2 / math.pi)
     owner.register_buffer("gelu_a", torch.full((1,), scale), persistent=False)
     owner.register_buffer("gelu_b", torch.full((1,), scale * 0.044715), persistent=False)
-    exact = F.gelu
-
-    def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-        if approximate == "none":
-            return exact(x)
-        return x * torch.sigmoid(x * (owner.gelu_a + owner.gelu_b * (x * x)))
-
-    with mock.patch.object(F, "gelu", gelu):
+    with _WrittenOutGelu(owner):
         yield

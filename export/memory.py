@@ -1,0 +1,29 @@
+"""How much memory the KV caches of an artifact take, known from configurations alone."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle3.export.draft.description import DraftDescription
+from eagle3.targets import TargetSpec
+from eagle3.targets.attention import KVCacheShape
+
+
+def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: torch.dtype) -> int:
+    """Of a target of transformers' text configuration ``config``."""
+    shapes: list[KVCacheShape] = []
+
+    def note(shape: KVCacheShape) -> nn.Module:
+        shapes.append(shape)
+        return nn.Module()
+
+    family = spec.module()
+    family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, note, dtype)
+    return sum(shape.bytes for shape in shapes)
+
+
+def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> int:
+    layer = draft.layer
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return KVCacheShape(layer.num_key_value_heads, head_dim, max_seq_len, min(draft.window, max_seq_len), dtype).bytes

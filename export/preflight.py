@@ -1,0 +1,50 @@
+"""What is checked before weights load and needs more than a plan: what the backend needs here, memory, the twins."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.memory import draft_cache_bytes, target_cache_bytes
+from eagle3.export.plan import Plan
+from eagle3.export.progress import Progress
+
+
+def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Returns what the manifest says of the twins. Raises ValueError or FileNotFoundError, one line each."""
+    from eagle3.export.twin.draft import check_draft
+    from eagle3.export.twin.target import check_target
+
+    backend = BACKENDS[plan.config.backend].load()
+    backend.check(plan)
+    check_memory(plan, backend)
+    with progress.stage("twin check"), _one_thread():
+        return {
+            "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
+            "draft": check_draft(plan.draft, len(plan.taps)),
+        }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products this small are not worth waiting for other threads, on a busy machine least of all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_memory(plan: Plan, backend: Any) -> None:
+    """Raise ValueError for a context whose KV caches the memory at hand, or that of the GPU named, does not hold."""
+    takes = target_cache_bytes(plan.spec, plan.target_config, plan.max_seq_len, backend.DTYPE)
+    takes += draft_cache_bytes(plan.draft, plan.max_seq_len, backend.DTYPE)
+    has, whose = backend.memory(plan)
+    if takes > has:
+        raise ValueError(
+            f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, {whose} has "
+            f"{has / 1e9:,.1f} GB: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
+        )

@@ -1,0 +1,51 @@
+"""How far two computations of the same tensors are apart."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+TOLERANCE = 1e-4
+"""Of a tensor's standard deviation, in float32. Another order of summation makes 1e-5 at the most; the exact GELU in
+place of its approximation, the smallest change that any field is known to make, 3e-4."""
+SEEDS = (0, 1)
+
+
+@dataclass
+class Comparison:
+    """The largest difference by name, in standard deviations of the expected tensor, and the position of the first one
+    over ``TOLERANCE``."""
+
+    tokens: int
+    largest: dict[str, float] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+
+    def add(self, what: str, start: int, value: Tensor, expected: Tensor, whole: Tensor) -> None:
+        """``value`` and ``expected`` [1, T, .] from position ``start`` on; ``whole`` gives the scale."""
+        if value.shape != expected.shape:
+            raise ValueError(f"{what} is {list(value.shape)}, expected {list(expected.shape)}")
+        gap = ((value - expected).abs().amax(-1)[0] / whole.std().clamp_min(1e-9)).nan_to_num(float("inf"))
+        self.largest[what] = max(self.largest.get(what, 0.0), float(gap.max()))
+        over = (gap > TOLERANCE).nonzero()
+        if len(over) and what not in self.first:
+            self.first[what] = start + int(over[0])
+
+    @property
+    def difference(self) -> float:
+        return max(self.largest.values())
+
+    def worst(self) -> str:
+        """The earliest of the tensors that differ, as a person reads it: taps come before logits."""
+        over = [what for what, gap in self.largest.items() if gap > TOLERANCE]
+        taps = sorted((what for what in over if what.startswith("tap ")), key=lambda what: int(what[4:]))
+        what = (taps + over)[0]
+        parts = [f"{name} off by {self.largest[name]:.2g} of its spread" for name in dict.fromkeys((what, "logits"))]
+        return f"{' and '.join(parts)}, from position {self.first[what]} of {self.tokens} on"
+
+    def as_json(self) -> dict[str, Any]:
+        taps = [gap for what, gap in self.largest.items() if what != "logits"]
+        return {
+            "tokens": self.tokens,
+            "logits": float(f"{self.largest['logits']:.1e}"),
+            "states": float(f"{max(taps):.1e}"),
+        }

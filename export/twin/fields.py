@@ -1,0 +1,48 @@
+"""Which fields of a configuration are not what its class has by default."""
+
+from typing import Any
+
+_SIZES_AND_BOOKKEEPING = {
+    "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop",
+    "eos_token_id", "head_dim", "hidden_size", "id2label", "initializer_range", "intermediate_size", "label2id",
+    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "output_attentions", "output_hidden_states", "pad_token_id", "per_layer_config", "resid_pdrop", "return_dict",
+    "sep_token_id", "torch_dtype", "transformers_version", "use_cache", "vocab_size", "vocab_size_per_layer_input",
+    "_name_or_path",
+}  # fmt: skip
+
+
+def unusual_fields(config: Any) -> dict[str, Any]:
+    """Dotted name to value of each field that differs from its class's default, sizes left out."""
+    try:
+        usual = _flat(type(config)().to_dict())
+    except Exception:  # a class whose fields have no defaults
+        usual = {}
+    given = _flat(config.to_dict())
+    return {name: value for name, value in given.items() if value != usual.get(name)}
+
+
+def reset(config: Any, name: str) -> Any:
+    """A copy of the configuration with one field, dotted, at its class's default, or left out where there is none."""
+    values, usual = config.to_dict(), type(config)().to_dict()
+    *path, last = name.split(".")
+    owner, default = values, usual
+    for part in path:
+        owner, default = owner[part], default.get(part) or {}
+    if last in default:
+        owner[last] = default[last]
+    else:
+        owner.pop(last)
+    return type(config).from_dict(values)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in values.items():
+        if not prefix and name in _SIZES_AND_BOOKKEEPING:
+            continue
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,101 @@
+"""Which layers a shrunken model keeps: the fewest that are of every kind.
+
+Two layers are of one kind where transformers' own modules for them have the same types, plain attributes and shapes,
+and the per-layer lists of the configuration the same entries.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+LAYER_INDICES = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "hybrid_layer_ids", "ple_layer_ids")
+"""Lists of the indices of layers; any other list as long as the model has layers has one entry a layer."""
+LONG = 8
+"""A longer prefix of layers is given up for the first layer of each kind, where the same kinds come of it."""
+
+
+def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:
+    """The shortest prefix with every kind of layer, two at least: a prefix, since classes go by a layer's index."""
+    count = fields.get("num_hidden_layers") or 0
+    if count <= 2:
+        return build(fields)
+    traits = _traits(build(deepcopy(fields)))
+    telling = _telling(traits)
+    kinds = _kinds(traits, telling)
+    first = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())
+    shortest = max(2, 1 + first[-1])
+    choices: list[Sequence[int]] = [range(length) for length in range(shortest, min(shortest + LONG, count))]
+    for layers in [first] * (shortest > LONG) + choices:
+        fewer = _take(fields, layers)
+        try:
+            same = set(_kinds(_traits(build(deepcopy(fewer))), telling)) == set(kinds)
+        except (ValueError, LookupError):  # the class has no such prefix
+            continue
+        if same:
+            return build(fewer)
+    return build(fields)
+
+
+def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """The fields of a model of ``layers`` (ascending indices) alone."""
+    count, fewer = fields["num_hidden_layers"], deepcopy(fields) | {"num_hidden_layers": len(layers)}
+    for name, value in fewer.items():
+        if isinstance(value, list) and name in LAYER_INDICES:
+            fewer[name] = [layers.index(index) for index in value if index in layers]
+        elif isinstance(value, list) and len(value) >= count:
+            fewer[name] = [value[index] for index in layers]
+    if fewer.get("per_layer_config"):
+        overrides = {int(index): override for index, override in fewer["per_layer_config"].items()}
+        fewer["per_layer_config"] = {at: overrides[index] for at, index in enumerate(layers) if index in overrides}
+    if fewer.get("num_kv_shared_layers"):  # the last ones
+        fewer["num_kv_shared_layers"] = sum(index >= count - fewer["num_kv_shared_layers"] for index in layers)
+    return fewer
+
+
+def _traits(config: PreTrainedConfig) -> list[dict[str, Hashable]]:
+    """What tells each layer from others, by name."""
+    count = config.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in config.to_dict().items()
+        if isinstance(value, list) and len(value) >= count and name not in LAYER_INDICES
+    }
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    stacks = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    found = []
+    for at, layer in enumerate(next(stacks, [nn.Module()] * count)):
+        traits: dict[str, Hashable] = {name: repr(value[at]) for name, value in lists.items()}
+        traits |= {name: tuple(weight.shape) for name, weight in layer.named_parameters()}
+        for path, module in layer.named_modules():
+            traits[path] = type(module)
+            for name, value in vars(module).items():
+                if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
+                    traits[f"{path}.{name}"] = value
+        found.append(traits)
+    return found
+
+
+def _telling(traits: list[dict[str, Hashable]]) -> set[str]:
+    """The names that differ among layers, but for numbers that rise or fall from each to the next: a layer's index, or
+    what is made from it."""
+    telling = set()
+    for name in set().union(*traits):
+        values = [layer[name] for layer in traits if name in layer]
+        if len(values) == len(traits) and len(set(values)) == 1:
+            continue
+        steps = [0]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            steps = [later - earlier for earlier, later in zip(values, values[1:], strict=False)] or [0]
+        if min(steps) <= 0 <= max(steps):
+            telling.add(name)
+    return telling
+
+
+def _kinds(traits: list[dict[str, Hashable]], telling: set[str]) -> list[Hashable]:
+    return [frozenset((name, value) for name, value in layer.items() if name in telling) for layer in traits]

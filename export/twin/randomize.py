@@ -1,0 +1,82 @@
+"""Random weights under which an error shows: nothing stays at the 0, 1 or 0.02 that a model is made with."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+GAIN = 1.5
+"""Of a projection: its output has so many times its input's spread."""
+LOGITS = 3.0
+"""Spread of logits before scales and caps: a cap of 30 bends them and does not saturate."""
+NOISE = 0.5
+"""At most, added to a vector's initial value."""
+FAINT, FAINT_EVERY = 1e-3, 8
+"""So much smaller is every eighth row of an embedding: beside it a norm's epsilon, of 1e-6 or so, is not small."""
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Draw every parameter and every persistent floating buffer anew, in place; a tied one once.
+
+    ``model`` is a causal language model that transformers has just made: the initial values say which vectors are
+    factors (1) and which are added (0).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings()
+    rows = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}
+    factors = _query_key_factors(model)
+    done = set()
+    with torch.no_grad():
+        for module, name, tensor in _tensors(model):
+            if id(tensor) in done:
+                continue
+            done.add(id(tensor))
+            if tensor.dim() < 2:
+                is_norm = name == "weight" and "norm" in type(module).__name__.lower()
+                tensor.copy_(_vector(tensor, is_norm, factors.get(id(tensor), 1.0), generator))
+            else:
+                spread = LOGITS / math.sqrt(tensor.shape[-1]) if id(tensor) in rows else _spread(module, tensor)
+                tensor.copy_(spread * torch.randn(tensor.shape, generator=generator))
+                if isinstance(module, nn.Embedding):
+                    tensor[::FAINT_EVERY] *= FAINT
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module, name, parameter
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                yield module, name, buffer
+
+
+def _spread(module: nn.Module, tensor: Tensor) -> float:
+    """Of a matrix [..., rows, columns]. Which of the two is summed over is known of ``nn.Linear`` alone."""
+    rows, columns = tensor.shape[-2:]
+    return GAIN / math.sqrt(columns if isinstance(module, nn.Linear) else math.sqrt(rows * columns))
+
+
+def _query_key_factors(model: nn.Module) -> dict[int, float]:
+    """By id, what the norms of queries and keys must be smaller by where their product is hardly scaled down.
+
+    Else each position attends to one other alone, and rounding is amplified a hundredfold.
+    """
+    factors = {}
+    for module in model.modules():
+        scaling, head_dim = getattr(module, "scaling", None), getattr(module, "head_dim", None)
+        norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        if isinstance(scaling, int | float) and head_dim:
+            factor = min(1.0, (scaling * math.sqrt(head_dim)) ** -0.5)
+            factors |= {id(norm.weight): factor for norm in norms if getattr(norm, "weight", None) is not None}
+    return factors
+
+
+def _vector(tensor: Tensor, is_norm: bool, factor: float, generator: torch.Generator) -> Tensor:
+    """A norm's weights get random signs, or a tied head finds a token's own embedding in its state and repeats it."""
+    noise = (2 * torch.rand(tensor.shape, generator=generator) - 1) * NOISE
+    if not is_norm:
+        return tensor.float() + noise
+    signs = 2 * torch.randint(0, 2, tensor.shape, generator=generator) - 1
+    drawn = signs * factor * (1 + noise)
+    return drawn if tensor.any() else drawn - 1  # made as zeros, it is what is added to 1

@@ -1,0 +1,56 @@
+"""An artifact tried in a process of its own: ``python -m eagle3.runner.trial ARTIFACT``, for the exporter's check.
+
+Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
+"stats"}, ...]}``, or fails as every command does. Whatever happens to this process, the caller is told.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.threads import leave_threads_to_xnnpack
+
+
+@click.command(cls=OneLineFailures)
+@click.argument("artifact", type=click.Path(path_type=Path))
+def main(artifact: Path) -> None:
+    """Generate greedily from prompts of token ids; every feature must be a finite number."""
+    leave_threads_to_xnnpack()
+
+    from eagle3.runner.artifact import open_artifact, open_session
+    from eagle3.runner.loop import complete
+
+    asked = json.load(sys.stdin)
+    session = FiniteSession(open_session(open_artifact(artifact)))
+    results = [complete(session, prompt, max_new_tokens=asked["max_new_tokens"]) for prompt in asked["prompts"]]
+    generations = [{"token_ids": result.token_ids, "stats": result.stats.as_json()} for result in results]
+    click.echo(json.dumps({"generations": generations}))
+
+
+class FiniteSession:
+    """A session that refuses features which are no finite numbers."""
+
+    def __init__(self, session: Any):
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._session, name)
+        return self._watched(name, value) if name in ("prefill", "target_verify", "draft_decode") else value
+
+    @staticmethod
+    def _watched(name: str, method: Any) -> Any:
+        def call(*inputs):
+            ids, feature = method(*inputs)
+            if not feature.isfinite().all():
+                raise ValueError(f"{name} gives NaN or infinite features")
+            return ids, feature
+
+        return call
+
+
+if __name__ == "__main__":
+    main()

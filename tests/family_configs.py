@@ -1,0 +1,93 @@
+"""Small configurations of decoder-only families of transformers, each with what sets the family apart."""
+
+from transformers import AutoConfig
+
+SIZE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES = {
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"sliding_window": 16, "logit_scale": 0.25},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "gemma": {},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"sliding_window": 16, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING},
+    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "gpt_oss": {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ALTERNATING},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.1,
+    },
+    "llama4_text": {
+        "attention_chunk_size": 16,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "floor_scale": 24,
+        "attn_scale": 0.5,
+    },
+    "ministral3": {"rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.1}},
+    "mistral": {"sliding_window": 16},
+    "mistral without a window": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16, "layer_types": ALTERNATING},
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": 16},
+    "phi3 without a window": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2 with a window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3_moe": EXPERTS,
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "stablelm": {"num_key_value_heads": 4, "partial_rotary_factor": 0.25},
+    "starcoder2": {"sliding_window": 16},
+    "llama with yarn": {"rope_parameters": YARN_ROPE},
+    "qwen3 with a window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+}
+"""By name, whose first word is transformers' ``model_type``."""
+
+
+def family_config(name: str):
+    return AutoConfig.for_model(name.split()[0], **SIZE | FAMILIES[name])

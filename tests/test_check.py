@@ -1,0 +1,133 @@
+"""The check after an export sees an artifact that says something else, and a head that is worth nothing."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from commands import fail_command
+from random_checkpoints import save_random_draft
+from safetensors.torch import load_file, save_file
+
+from eagle3.export import check
+from eagle3.export.check import check_artifact, compare_tokens, sample_prompts
+from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.cli import main as export_main
+from eagle3.export.config import ExportConfig
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.plan import make_plan
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+TINY = TARGETS["gemma4-tiny"]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack"))
+
+
+@pytest.fixture(scope="module")
+def speculator(plan):
+    return load_speculator(plan, EagerAttention, torch.float32)
+
+
+def test_an_export_records_what_its_check_and_its_twins_found(artifact):
+    record = json.loads((artifact / "export.json").read_text())
+    assert record["check"]["compared_with_eager"] and record["check"]["mean_acceptance_length"] > 2
+    assert record["check"]["new_tokens"] == 4 * 32
+    twin = record["manifest"]["twin"]
+    assert twin["target"]["logits"] < 1e-4 and twin["draft"]["logits"] < 1e-4
+
+
+def test_prompts_take_several_chunks_and_need_no_tokenizer(plan, tmp_path):
+    by_text, by_ids = sample_prompts(TINY.checkpoint, plan), sample_prompts(tmp_path, plan)
+    for prompts in (by_text, by_ids):
+        assert len(prompts) == 4 and max(map(len, prompts)) == 64 + 5
+        assert all(0 <= token < 2048 for prompt in prompts for token in prompt)
+
+
+def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, artifact):
+    prompts = sample_prompts(artifact, plan)
+    said = check._tried(artifact, prompts)[0]["token_ids"]
+    assert compare_tokens(speculator, prompts[0], said, 64) == 0
+    wrong = [*said[:5], (said[5] + 1) % 2048, *said[6:]]
+    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5} where"):
+        compare_tokens(speculator, prompts[0], wrong, 64)
+
+
+def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artifact, monkeypatch):
+    real = check._tried
+
+    def rejected(folder, prompts):
+        stats = {"num_drafts": 30, "num_accepted_tokens": 0, "acceptance_rate_per_position": [0.0, 0.0, 0.0]}
+        return [each | {"stats": stats} for each in real(folder, prompts[:1])]
+
+    assert check_artifact(artifact, plan, None).warning == ()
+    monkeypatch.setattr(check, "_tried", rejected)
+    outcome = check_artifact(artifact, plan, None)
+    text = "\n".join(outcome.warning)
+    assert "--aux-convention output" in text and "norm_before_residual (true)" in text
+    assert "trained for gemma4-tiny" in text
+    assert outcome.record["mean_acceptance_length"] == 1.0 and not outcome.record["compared_with_eager"]
+    counting_outputs = dataclasses.replace(plan, config=dataclasses.replace(plan.config, aux_convention="output"))
+    assert "--aux-convention input" in "\n".join(check_artifact(artifact, counting_outputs, None).warning)
+
+
+def test_an_artifact_that_ends_its_process_or_does_not_run_is_named(plan, artifact, tmp_path, monkeypatch):
+    broken = shutil.copytree(artifact, tmp_path / "broken")
+    with (broken / "model.pte").open("r+b") as file:
+        file.truncate(1_000_000)
+    with pytest.raises(ValueError, match="does not run: .*--no-check"):
+        check_artifact(broken, plan, None)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ValueError, match="does not run"):
+        check_artifact(artifact, plan, None)
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -ABRT $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    with pytest.raises(ValueError, match="SIGABRT"):
+        check_artifact(artifact, plan, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_no_number_is_named(value, tmp_path):
+    tensors = {"a": torch.zeros(3, 4).bfloat16(), "b": torch.zeros(4), "n": torch.arange(4)}
+    tensors["b"][2] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="b holds 1 values of 4 that are NaN or infinite"):
+        check_finite(tmp_path, lambda name: True)
+    check_finite(tmp_path, lambda name: name != "b")
+
+
+@pytest.mark.parametrize(("which", "name"), [("checkpoint", "model.norm.weight"), ("draft", "fc.weight")])
+def test_an_export_of_weights_that_are_no_numbers_fails_before_anything_is_traced(which, name, tmp_path):
+    folder = shutil.copytree(getattr(TINY, which), tmp_path / "copied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "place" / "out"
+    flags = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", f"--{which}", folder, "--output-dir", out)
+    code, line = fail_command(export_main, *flags)
+    assert code == 1 and f"{name} holds 1 values" in line
+    assert not out.exists()
+
+
+def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path):
+    """What the warning is for: a random head on the real target, exported and checked for real."""
+    from transformers import AutoConfig
+
+    from eagle3.runner.loop import complete
+    from eagle3.runner.session import EagerSession
+
+    config = AutoConfig.from_pretrained(TINY.checkpoint)
+    draft = save_random_draft(tmp_path / "draft", config, aux_layers=(1, 3, 5))
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack", draft=draft))
+    from eagle3.export.pipeline import make_metadata
+
+    session = EagerSession(load_speculator(plan, EagerAttention, torch.float32), make_metadata(plan, {}))
+    stats = complete(session, sample_prompts(TINY.checkpoint, plan)[0], max_new_tokens=40).stats
+    assert stats.acceptance_rate_per_position[0] < check.HOPELESS
