@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from eagle3.runner.contract.console import calm_stderr
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32
 LONGEST_PROMPT = 1100  # tokens: past a chunk of prefill, and no minutes of a large model
+COPIES = 4
+"""Of its weights, at the most, that an artifact has in memory: XNNPACK packs them for each method."""
 HOPELESS = 0.05
 """Share of the first proposals that are accepted: a wrong tap or norm accepts about 1%, a poor head 30% or more."""
 NEAR_TIE = 1e-3
@@ -63,6 +66,17 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     }
     hopeless = drafts >= 10 and firsts / drafts < HOPELESS
     return Outcome(record, tuple(likely_causes(plan, folder, firsts / drafts)) if hopeless else ())
+
+
+def why_not(folder: Path) -> str | None:
+    """Why the artifact had better not be tried beside the export that made it: too little memory."""
+    takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
+    with suppress(OSError):  # Linux
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        if takes > free:
+            return f"it would take about {takes / 1e9:.1f} GB beside the export, {free / 1e9:.1f} GB are free"
+    return None
 
 
 def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:

@@ -9,7 +9,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, write_record
 from eagle3.export.backends import BACKENDS
-from eagle3.export.check import check_artifact
+from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.safetensors_folder import shard_paths
 from eagle3.export.draft.head import load_draft
@@ -66,8 +66,9 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
     if not plan.config.check:
         return None
     backend = BACKENDS[plan.config.backend].load()
-    if not backend.runs_here():
-        progress.say(f"not checked: nothing here runs {plan.config.backend} artifacts")
+    reason = why_not(folder) if backend.runs_here() else f"nothing here runs {plan.config.backend} artifacts"
+    if reason:
+        progress.say(f"not checked: {reason}")
         return None
     with progress.stage("check"):
         outcome = check_artifact(folder, plan, speculator if backend.EAGER_ON_HOST else None)

@@ -60,10 +60,13 @@ def random_model(name: str, **changes):
     return model
 
 
-def save_random_draft(folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: int = 48, changes=None) -> Path:
+def save_random_draft(
+    folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: int = 48, changes=None, window: int = 0
+) -> Path:
     """A speculators folder of a random draft head that fits a target's text configuration.
 
-    ``changes`` edits the tensors before they are saved: name to tensor, or to None to leave one out.
+    ``changes`` edits the tensors before they are saved: name to tensor, or to None to leave one out. ``window``: of the
+    head's own attention, 0 for none.
     """
     torch.manual_seed(11)
     hidden, heads, head_dim = config.hidden_size, 4, config.hidden_size // 4
@@ -99,6 +102,8 @@ def save_random_draft(folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: i
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }
+    if window:
+        layer |= {"layer_types": ["sliding_attention"], "sliding_window": window}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     described = {
         "architectures": ["Eagle3DraftModel"],

@@ -42,6 +42,12 @@ def test_an_export_records_what_its_check_and_its_twins_found(artifact):
     assert twin["target"]["logits"] < 1e-4 and twin["draft"]["logits"] < 1e-4
 
 
+def test_an_artifact_that_memory_does_not_hold_twice_is_not_tried(artifact, monkeypatch):
+    assert check.why_not(artifact) is None
+    monkeypatch.setattr(check, "COPIES", 10**6)
+    assert "beside the export" in check.why_not(artifact)
+
+
 def test_prompts_take_several_chunks_and_need_no_tokenizer(plan, tmp_path):
     by_text, by_ids = sample_prompts(TINY.checkpoint, plan), sample_prompts(tmp_path, plan)
     for prompts in (by_text, by_ids):

@@ -247,7 +247,7 @@ def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
 
     for module in (eagle3.export.draft.head, of_executorch):
         monkeypatch.setattr(module, "load_checkpoint", load_twins_alone)
-    out = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run", "--json")
+    out = run_command(export_main, *EXPORT, "--output_dir", tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(out.stdout)
     assert plan["twin"]["target"]["logits"] < 1e-4
     assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode"]

@@ -97,7 +97,14 @@ def _shrunken(draft: DraftDescription) -> dict[str, Any]:
     sizes = (*written, "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     kept = {key: small[key] for key in sizes if key in small}
     config["transformer_layer_config"] = written | kept
+    if config.get("draft_vocab_size") is not None:
+        config["draft_vocab_size"] = _spoken(draft)
     return config
+
+
+def _spoken(draft: DraftDescription) -> int:
+    """Tokens that the twin speaks."""
+    return DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
 
 
 def _random_tensors(
@@ -129,10 +136,9 @@ def _shapes(draft: DraftDescription, layer: Any, taps: int, width: int) -> dict[
     size, inner = layer.hidden_size, layer.intermediate_size
     head_dim = getattr(layer, "head_dim", None) or size // layer.num_attention_heads
     queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
-    spoken = DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
     linears = {
         "fc": (size, taps * width),
-        "lm_head": (spoken, size),
+        "lm_head": (_spoken(draft), size),
         "embed_tokens": (VOCABULARY, size),
         "layer.self_attn.q_proj": (queries, 2 * size),
         "layer.self_attn.k_proj": (keys, 2 * size),
