@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from commands import fail_command
+from click.testing import CliRunner
 from random_checkpoints import save_random_draft
 from safetensors.torch import load_file, save_file
 
@@ -117,8 +117,10 @@ def test_an_export_of_weights_that_are_no_numbers_fails_before_anything_is_trace
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "place" / "out"
     flags = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", f"--{which}", folder, "--output-dir", out)
-    code, line = fail_command(export_main, *flags)
-    assert code == 1 and f"{name} holds 1 values" in line
+    result = CliRunner().invoke(export_main, [str(flag) for flag in flags])
+    *stages, line = result.stderr.splitlines()
+    assert result.exit_code == 1 and f"{name} holds 1 values" in line
+    assert [stage.split("  ")[0] for stage in stages] == ["twin check", "checksums"]
     assert not out.exists()
 
 
