@@ -15,14 +15,6 @@ SIZE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -5,8 +5,8 @@ Families that nobody named, and each field of the named ones changed by itself: 
 
 import pytest
 import torch
-from family_configs import FAMILIES, LLAMA3_ROPE, YARN_ROPE, family_config
-from random_checkpoints import GEMMA4, SIZE, save_random_draft
+from family_configs import FAMILIES, YARN_ROPE, family_config
+from random_checkpoints import GEMMA4, LLAMA3_ROPE, SIZE, save_random_draft
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3Config
 
 from eagle3.export.config import ExportConfig
