@@ -15,7 +15,7 @@ from eagle3.export.memory import target_cache_bytes
 from eagle3.export.pairing import check_pair, choose_taps
 from eagle3.export.tensors import check_target
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
-from eagle3.targets import TARGETS, TargetSpec
+from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import sliding_window
 
 WINDOW_ROWS = 16  # a verify window is never longer: what the small-M kernel takes at one reading of the weights
@@ -92,7 +92,8 @@ def make_plan(config: ExportConfig) -> Plan:
     check_flags(config)
     spec = TARGETS[config.target_model]
     checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
-    target_config = read_target_config(checkpoint, spec, config.target_model)
+    target_config = read_target_config(checkpoint, config.target_model)
+    spec = spec_for(config.target_model, target_config.model_type)
     check_rope(target_config, f"{checkpoint / 'config.json'}")
     target_headers = read_headers(checkpoint)
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)

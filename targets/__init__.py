@@ -1,11 +1,13 @@
 """The targets that ``eagle3-export --target-model`` knows.
 
 Adding one is a file and a line. The file is a family: ``skeleton`` and ``load``, which returns a ``TapTarget``
-(``spec.py``); a model made of transformers' decoder layers needs none, ``decoder_layers.py`` adapts those as they are.
-The line goes into ``TARGETS``; ``--list-targets`` and the choices of the command line read it from there.
+(``spec.py``); a model of transformers needs none, ``decoder_layers.py`` runs those as they are, and ``auto`` takes any
+of them. The line goes into ``TARGETS``; ``--list-targets`` and the choices of the command line read it from there.
 """
 
 from eagle3.targets.spec import SHIPPED, TapTarget, TargetSpec
+
+DECODER_LAYERS = "eagle3.targets.decoder_layers"
 
 TARGETS: dict[str, TargetSpec] = {
     "gemma4-31B": TargetSpec("Gemma 4 31B, text only", "eagle3.targets.gemma4", model_types=("gemma4_text",)),
@@ -17,8 +19,28 @@ TARGETS: dict[str, TargetSpec] = {
         draft=SHIPPED / "gemma4_tiny" / "draft",
         max_seq_len=1024,
     ),
-    "llama3.1-8B": TargetSpec("Llama 3.1 8B", "eagle3.targets.decoder_layers", model_types=("llama",)),
-    "qwen3-4B": TargetSpec("Qwen3 4B", "eagle3.targets.decoder_layers", model_types=("qwen3",)),
+    "gemma3-27B": TargetSpec("Gemma 3 27B, text only", DECODER_LAYERS, model_types=("gemma3_text",)),
+    "granite3-8B": TargetSpec("Granite 3 8B", DECODER_LAYERS, model_types=("granite",)),
+    "llama3.1-8B": TargetSpec("Llama 3.1 8B", DECODER_LAYERS, model_types=("llama",)),
+    "llama3.3-70B": TargetSpec("Llama 3.3 70B", DECODER_LAYERS, model_types=("llama",)),
+    "mistral-7B": TargetSpec("Mistral 7B", DECODER_LAYERS, model_types=("mistral",)),
+    "phi4": TargetSpec("Phi-4 14B", DECODER_LAYERS, model_types=("phi3",)),
+    "qwen3-4B": TargetSpec("Qwen3 4B", DECODER_LAYERS, model_types=("qwen3",)),
+    "qwen3-8B": TargetSpec("Qwen3 8B", DECODER_LAYERS, model_types=("qwen3",)),
+    "qwen3-32B": TargetSpec("Qwen3 32B", DECODER_LAYERS, model_types=("qwen3",)),
+    "auto": TargetSpec(
+        "what config.json says: any decoder-only model of transformers whose twin agrees", DECODER_LAYERS
+    ),
 }
 
-__all__ = ["TARGETS", "TapTarget", "TargetSpec"]
+
+def spec_for(name: str, model_type: str) -> TargetSpec:
+    """The record of target ``name`` for a text configuration of ``model_type``: ``auto`` takes the family's own."""
+    spec = TARGETS[name]
+    if spec.model_types:
+        return spec
+    own = (other for other in TARGETS.values() if model_type in other.model_types and other.checkpoint is None)
+    return next(own, spec)
+
+
+__all__ = ["TARGETS", "TapTarget", "TargetSpec", "spec_for"]

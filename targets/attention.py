@@ -102,18 +102,33 @@ def ring_mask(input_pos: Tensor, window: int) -> Tensor:
 
 
 _NEUTRAL = {"dropout": (0.0,), "is_causal": (True,), "use_cache": (False, True)}
-"""Arguments of transformers' attention functions at the values that change nothing; None changes nothing anywhere."""
+"""Arguments of transformers' attention functions at the values that change nothing; None changes nothing anywhere, nor
+does ``position_ids``, which is there for kernels that find packed sequences in it."""
 
 
-def _attend(module, query, key, value, attention_mask, scaling, **given) -> tuple[Tensor, None]:
+class ForwardRows:
+    """What the layers of each window share in a forward, by window, for layers that are called by transformers' own
+    code: not every family hands keyword arguments down to its attention."""
+
+    def __init__(self):
+        self.by_window: dict[int, Any] = {}
+
+
+def _attend(
+    module, query, key, value, attention_mask, scaling, sliding_window=None, position_ids=None, **given
+) -> tuple[Tensor, None]:
+    shared = getattr(module, "forward_rows", None)  # a draft head gives its rows as the mask
+    rows = attention_mask if shared is None else shared.by_window[module.kv_window]
+    if sliding_window and sliding_window != module.kv_window:
+        raise ValueError(f"its attention takes a window of {sliding_window}, its layer has {module.kv_window}")
     for name, argument in given.items():
         plain = isinstance(argument, bool | float)
         if argument is not None and not (plain and argument in _NEUTRAL.get(name, ())):
             raise ValueError(f"its attention takes {name}, which ours does not compute")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
-    return module.kv_attention(query, key, value, attention_mask, scaling), None
+    return module.kv_attention(query, key, value, rows, scaling), None
 
 
 HF_ATTENTION = "eagle3"
-"""The ``_attn_implementation`` under which a transformers layer, given ``rows`` as mask, calls ``kv_attention``."""
+"""The ``_attn_implementation`` under which a transformers layer, given ``rows``, calls ``kv_attention``."""
 ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _attend)

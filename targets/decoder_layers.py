@@ -1,62 +1,123 @@
-"""Llama, Qwen3 and what is built like them: transformers' own decoder layers, unmodified, with taps.
+"""Any decoder-only family of transformers: its own model, unmodified, with taps and with attention left to the backend.
 
-A layer calls its attention by name (``config._attn_implementation``); ours hands queries, keys and values to the
-``kv_attention`` submodule that the backend made.
+transformers' own forward runs, with whatever it multiplies, norms and rotates. Its layers call attention by name
+(``config._attn_implementation``); ours hands queries, keys and values to the ``kv_attention`` submodule that the
+backend made, with the rows of this forward. A name without a mask function of its own gets no mask from transformers.
+
+Whether a family fits is not asked here: the twin check computes it both ways.
 """
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, causal_mask
-from eagle3.targets.spec import Skeleton
+from eagle3.targets.attention import (
+    HF_ATTENTION,
+    AttentionFactory,
+    ForwardRows,
+    KVCacheShape,
+    causal_mask,
+    ring_mask,
+)
+from eagle3.targets.spec import Skeleton, layer_windows
 
 
 class DecoderLayersTarget(nn.Module):
-    """See ``TapTarget``. ``model`` is a transformers causal language model whose every layer attends fully."""
+    """See ``TapTarget``. ``model`` is a transformers causal language model with ``model.layers``."""
 
     def __init__(self, model: nn.Module, max_seq_len: int, attention: AttentionFactory, dtype: torch.dtype):
         super().__init__()
         config = model.config
         config._attn_implementation = HF_ATTENTION
-        self.base, self.lm_head, self.slots = model.model, model.lm_head, max_seq_len
-        for layer in self.base.layers:
-            head_dim = layer.self_attn.head_dim
-            layer.self_attn.kv_attention = attention(
-                KVCacheShape(config.num_key_value_heads, head_dim, max_seq_len, dtype=dtype)
-            )
+        self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
+        for layer, window in zip(self.layers, layer_windows(config), strict=True):
+            attn = layer.self_attn
+            attn.kv_window, attn.forward_rows = window, self.rows
+            ring = window if window < max_seq_len else 0
+            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            attn.kv_attention = attention(KVCacheShape(kv_heads, attn.head_dim, max_seq_len, ring, dtype))
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.causal_lm.model.layers
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        return self.base.embed_tokens
+        return self.causal_lm.model.embed_tokens
 
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        states = [self.base.embed_tokens(tokens)]
-        rotary = self.base.rotary_emb(states[0], position_ids=input_pos[None])
-        rows = self.base.layers[0].self_attn.kv_attention.rows(input_pos, causal_mask(input_pos, self.slots))
-        for layer in self.base.layers:
-            states.append(layer(states[-1], attention_mask=rows, position_embeddings=rotary))
-        return self.base.norm(states[-1]), tuple(states[tap] for tap in taps)
+        states: list[Tensor] = []
+
+        def keep_input(module, args, kwargs):
+            states.append(args[0] if args else kwargs["hidden_states"])
+
+        def keep_output(module, args, output):
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        hooks = [layer.register_forward_pre_hook(keep_input, with_kwargs=True) for layer in self.layers]
+        hooks.append(self.layers[-1].register_forward_hook(keep_output))
+        try:
+            self.rows.by_window = self._rows(input_pos)
+            out = self.causal_lm.model(tokens, position_ids=input_pos[None], use_cache=False)
+        finally:
+            self.rows.by_window = {}
+            for hook in hooks:
+                hook.remove()
+        return out.last_hidden_state, tuple(states[tap] for tap in taps)
 
     def logits(self, state: Tensor) -> Tensor:
-        return self.lm_head(state).float()
+        """By transformers' own forward from the final state on: some scale or cap what ``lm_head`` gives."""
+        return type(self.causal_lm).forward(_Tail(self.causal_lm, state), inputs_embeds=state).logits.float()
+
+    def _rows(self, input_pos: Tensor) -> dict[int, Any]:
+        """By window, what the attention modules of its layers want of a forward."""
+        rows = {}
+        for attn in (layer.self_attn for layer in self.layers):
+            window = attn.kv_window
+            if window not in rows:
+                ring = 0 < window < self.slots
+                mask = ring_mask(input_pos, window) if ring else causal_mask(input_pos, self.slots)
+                rows[window] = attn.kv_attention.rows(input_pos, mask)
+        return rows
+
+
+class _Tail:
+    """A causal language model whose decoder has run already: it gives ``state``."""
+
+    def __init__(self, causal_lm: nn.Module, state: Tensor):
+        self._causal_lm, self._state = causal_lm, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._causal_lm, name)
+
+    def model(self, *args, **kwargs) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self._state)
 
 
 Target = DecoderLayersTarget
 
 
 def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
-    """Raises ValueError for sliding attention."""
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        raise ValueError("config.json has sliding attention layers, but this family has full attention alone")
+    """Raises ValueError for a kind of layer without attention to all or a window of the positions before."""
+    layer_windows(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config))
     tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
-    # Old checkpoints hold rotary tables, which are made anew.
-    return Skeleton(model, lambda name: None if name.endswith("rotary_emb.inv_freq") else name, tied)
+    return Skeleton(model, text_name, tied)
+
+
+def text_name(name: str) -> str | None:
+    """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down. Old checkpoints hold
+    rotary tables, which are made anew."""
+    for prefix, own in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(prefix):
+            name = own + name.removeprefix(prefix)
+    return None if name.endswith("rotary_emb.inv_freq") else name
 
 
 def load(
@@ -64,7 +125,21 @@ def load(
 ) -> DecoderLayersTarget:
     """Load a Hugging Face folder."""
     bones = skeleton(config, max_seq_len)
-    model = bones.model
     bones.fill(checkpoint, dtype)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # on the host, in float32
-    return Target(model, max_seq_len, attention, dtype).eval().requires_grad_(False)
+    make_buffers(bones.model)
+    return Target(bones.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
+
+
+def make_buffers(model: nn.Module) -> None:
+    """What no checkpoint holds (rotary tables, scales of embeddings), in float32, by transformers' own initialization;
+    what has been loaded stays."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter._is_hf_initialized = True  # as from_pretrained marks what it has loaded
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+            elif buffer is not None:
+                buffer._is_hf_initialized = True
+    model.initialize_weights()

@@ -76,8 +76,8 @@ class TargetSpec:
 
     summary: str
     family: str
-    model_types: tuple[str, ...]
-    """transformers' ``model_type`` of the text configurations that the family reads."""
+    model_types: tuple[str, ...] = ()
+    """transformers' ``model_type`` of the text configurations that the family reads; none: any."""
     checkpoint: Path | None = None
     """Shipped with the package; otherwise ``--checkpoint`` names a Hugging Face folder."""
     draft: Path | None = None
@@ -91,7 +91,22 @@ class TargetSpec:
         return importlib.import_module(self.family)
 
 
+def layer_windows(config) -> list[int]:
+    """The sliding window of each layer of a transformers text configuration, in tokens, 0 where it attends fully.
+
+    Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2). Raises ValueError for a
+    layer that attends otherwise.
+    """
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
+    if not kinds:
+        return [window] * config.num_hidden_layers
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer_types has {kind}, but full_attention and sliding_attention are what is supported")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
 def sliding_window(config) -> int:
     """The sliding window in tokens of a transformers text configuration, 0 where every layer attends fully."""
-    kinds = getattr(config, "layer_types", None) or []
-    return config.sliding_window if "sliding_attention" in kinds else 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return (getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0

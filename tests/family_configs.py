@@ -1,5 +1,6 @@
 """Small configurations of decoder-only families of transformers, each with what sets the family apart."""
 
+from random_checkpoints import GRANITE
 from transformers import AutoConfig
 
 SIZE = {
@@ -47,12 +48,7 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 16, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "gpt_oss": {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ALTERNATING},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 0.5,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.1,
-    },
+    "granite": GRANITE,
     "llama4_text": {
         "attention_chunk_size": 16,
         "num_local_experts": 4,

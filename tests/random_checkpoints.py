@@ -6,10 +6,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -33,6 +41,12 @@ GEMMA4 = {
     "sliding_window": 16,
     "final_logit_softcapping": 30.0,
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.1,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -45,6 +59,10 @@ FAMILIES = {
     "gemma4-31B": lambda size: Gemma4ForCausalLM(Gemma4TextConfig(**size, **GEMMA4)),
     "llama3.1-8B": lambda size: LlamaForCausalLM(LlamaConfig(**size, rope_parameters=LLAMA3_ROPE)),
     "qwen3-4B": lambda size: Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)),
+    "mistral-7B": lambda size: MistralForCausalLM(MistralConfig(**size, sliding_window=16)),
+    "phi4": lambda size: Phi3ForCausalLM(Phi3Config(**size, pad_token_id=0, sliding_window=None)),
+    "granite3-8B": lambda size: GraniteForCausalLM(GraniteConfig(**size, **GRANITE)),
+    "gemma3-27B": lambda size: Gemma3ForCausalLM(Gemma3TextConfig(**size, sliding_window=16)),
 }
 
 

@@ -39,7 +39,7 @@ def change(folder: Path, **fields) -> Path:
 
 
 def read(folder: Path, name: str = "gemma4-tiny"):
-    return read_target_config(folder, TARGETS[name], name)
+    return read_target_config(folder, name)
 
 
 def refusal(call, *args) -> str:

@@ -67,7 +67,7 @@ def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
         bound = F.linear(x.float().abs(), weight.abs()) * 2**-8 + 2**-9  # bf16 of the result; no weight is rounded
         assert ((found - F.linear(x.float(), weight)).abs() <= bound).all(), name
         compared += 1
-    assert compared > 4 * 6 + 8
+    assert compared > 4 * 4 + 8  # four a layer where query, key and value are one, gate and up another
 
 
 def dequantized(weight) -> torch.Tensor:

@@ -15,31 +15,28 @@ from eagle3.export.progress import Progress
 from eagle3.export.twin.randomize import randomize
 from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.loop import complete
-from eagle3.targets import TARGETS, TargetSpec
 from eagle3.targets.attention import EagerAttention
 
 DRAFTS = {
     "gemma4-31B": {},
     "llama3.1-8B": {"draft_vocab": 96, "changes": {"d2t": None, "t2d": None}},  # speaks the whole vocabulary
     "qwen3-4B": {"changes": {"embed_tokens.weight": None}},  # shares the target's embedding
-    "unnamed": {"window": 12},
+    "auto": {"window": 12},
 }
 
 
 def unnamed_model():
-    """A family that is in no table: norms after attention and MLP, on all of a query at once."""
-    config = family_config("olmo2")
-    config.num_hidden_layers = 3
+    """A family that is in no table: norms after attention and MLP, sliding and full layers."""
+    config = family_config("olmo3")
+    config.num_hidden_layers, config.layer_types = 3, ["sliding_attention", "full_attention", "sliding_attention"]
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     randomize(model, seed=5)
     return model
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_export_and_run(name, tmp_path, monkeypatch):
-    spec = TargetSpec("olmo2", "eagle3.targets.decoder_layers", model_types=("olmo2",))
-    monkeypatch.setitem(TARGETS, "unnamed", spec)
-    model = unnamed_model() if name == "unnamed" else random_model(name, num_hidden_layers=3)
+def test_export_and_run(name, tmp_path):
+    model = unnamed_model() if name == "auto" else random_model(name, num_hidden_layers=3)
     model.save_pretrained(tmp_path / "target")
     draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, 2, 3), **DRAFTS[name])
     flags = {"target_model": name, "checkpoint": tmp_path / "target", "draft": draft, "output_dir": tmp_path / "out"}
@@ -48,14 +45,14 @@ def test_export_and_run(name, tmp_path, monkeypatch):
     record = run_export(plan, preflight(plan, Progress()), Progress())
     assert record["check"]["compared_with_eager"]
     session = open_session(open_artifact(tmp_path / "out"))
-    assert session.metadata.sliding_window == (16 if name == "gemma4-31B" else 0)
+    assert session.metadata.sliding_window == (16 if name in ("gemma4-31B", "auto") else 0)
     for length in (3, 12, 70):
         prompt = torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         expected = list(prompt)
         for _ in range(24):
             expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
         assert complete(session, prompt, max_new_tokens=24, stop_ids=[]).token_ids == expected[length:]
-    if name == "unnamed":
+    if name == "auto":
         check_draft_slots(session, load_speculator(plan, EagerAttention, torch.float32))
 
 

@@ -5,6 +5,7 @@ import torch
 from random_checkpoints import FAMILIES
 
 from eagle3.targets import TARGETS
+from eagle3.targets.decoder_layers import text_name
 
 TAPS = (0, 2, 5, 6)  # the embedding, two inner layers, the last layer's output
 LENGTH = 60  # almost four sliding windows of the Gemma: its ring of two windows wraps
@@ -59,6 +60,17 @@ def test_a_position_written_again_is_replaced(name, checkpoints, eager_target):
         logits, _ = run(target, tokens, torch.arange(start, start + 2))
         expected = model(tokens[:, : start + 2]).logits[:, -2:]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_text_model_of_a_multimodal_checkpoint_is_found_by_its_names():
+    names = {
+        "model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "model.language_model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "language_model.model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "language_model.lm_head.weight": "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq": None,
+    }
+    assert {name: text_name(name) for name in names} == names
 
 
 def test_a_gemma_with_experts_or_per_layer_inputs_is_refused(checkpoints):

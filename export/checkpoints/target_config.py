@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
-from eagle3.targets import TARGETS, TargetSpec
+from eagle3.targets import TARGETS, spec_for
 
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window"),
@@ -25,7 +25,7 @@ DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_voc
 """What a draft head's configuration has, whatever its dialect, and a target's has not."""
 
 
-def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
+def read_target_config(checkpoint: Path, name: str) -> Any:
     """transformers' text configuration of the target ``name``.
 
     Raises FileNotFoundError for a folder that has none, ValueError for a file that describes no model, or one that the
@@ -56,11 +56,10 @@ def read_target_config(checkpoint: Path, spec: TargetSpec, name: str) -> Any:
             f"{checkpoint} is quantized by transformers (quantization_config in config.json): name the original "
             "checkpoint, or one that ExecuTorch's quantize_and_save wrote"
         )
-    if text_config.model_type not in spec.model_types:
+    spec = spec_for(name, text_config.model_type)
+    if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
-        cure = (
-            f"type --target-model {' or '.join(fitting)}" if fitting else "eagle3-export --list-targets lists what is"
-        )
+        cure = f"type --target-model {' or '.join([*fitting, 'auto'])}"
         raise ValueError(
             f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
         )
