@@ -104,6 +104,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "target": config.target_model,
+        "model_type": plan.target_config.model_type,
         "target_sha256": {path.name: sha256(path) for path in shard_paths(plan.checkpoint)},
         "draft": "/".join(plan.draft.folder.resolve().parts[-2:]),
         "draft_verifier": plan.draft.verifier,

@@ -1,11 +1,17 @@
 """The forms that XNNPACK takes whole are the functions they stand for."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
-from eagle3.export.lowering.xnnpack.forms import tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
 
 
 def test_norms_keep_their_own_epsilon_and_weight():
@@ -39,3 +45,32 @@ def test_a_reference_to_gelu_that_was_taken_before_is_the_approximation_too():
         torch.testing.assert_close(mlp(x), expected, atol=1e-6, rtol=1e-5)
         program = torch.export.export(mlp, (x,), strict=False)
     assert not [node for node in program.graph.nodes if node.op == "call_function" and "gelu" in str(node.target)]
+
+
+@pytest.mark.parametrize("kind", [MistralRMSNorm, Gemma3RMSNorm])
+def test_a_norm_of_any_family_is_known_by_what_it_computes(kind):
+    norm = kind(8, eps=1e-3).requires_grad_(False)
+    norm.weight.normal_()
+    owner, x = nn.Sequential(norm), torch.randn(3, 8)
+    use_product_norms(owner)
+    assert type(owner[0]).__name__ == "ProductRMSNorm"
+    torch.testing.assert_close(owner(x), norm(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, CohereLayerNorm])
+def test_a_norm_of_another_kind_stays(kind):
+    owner = nn.Sequential(kind(8))
+    use_product_norms(owner)
+    assert type(owner[0]) is kind
+
+
+@pytest.mark.parametrize("family", [modeling_llama, modeling_cohere], ids=["halves", "neighbours"])
+def test_a_rotation_is_its_familys_own_as_a_product(family):
+    owner = nn.Module()
+    owner.layer = family.__dict__["LlamaRMSNorm" if family is modeling_llama else "CohereLayerNorm"](8)
+    x, own = torch.randn(1, 2, 3, 8), family.rotate_half
+    with product_rotary(owner, {8}):
+        assert family.rotate_half is not own
+        torch.testing.assert_close(family.rotate_half(x), own(x), atol=1e-6, rtol=1e-6)
+        assert torch.equal(family.rotate_half(x[..., :4]), own(x[..., :4]))  # a part of a head: as it is
+    assert family.rotate_half is own

@@ -10,8 +10,10 @@ Its GELU is the exact one, and the partitioner hands it the tanh approximation a
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,9 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
-
-_LLAMA_LIKE_NORMS = (modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm)
 
 
 class ProductRMSNorm(nn.Module):
@@ -45,42 +44,56 @@ def use_product_norms(owner: nn.Module) -> None:
 
     for parent in list(owner.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.RMSNorm):
-                size, eps = child.normalized_shape[0], child.eps
-            elif isinstance(child, _LLAMA_LIKE_NORMS):
-                size, eps = child.weight.shape[0], child.variance_epsilon
-            else:
+            found = _rms_norm(child)
+            if found is None:
                 continue
+            size, eps, weight = found
             mean = shared(f"mean_{size}", torch.full((1, size), 1 / size))
             epsilon = shared(f"eps_{eps!r}".replace("-", "_").replace(".", "_"), torch.full((1,), eps))
-            setattr(parent, name, ProductRMSNorm(mean, epsilon, child.weight))
+            setattr(parent, name, ProductRMSNorm(mean, epsilon, weight))
 
 
-def _rotation(size: int) -> Tensor:
-    """[size, size]: ``x @ rotation.T == cat(-x[size/2:], x[:size/2])``."""
-    half = size // 2
-    rotation = torch.zeros(size, size)
-    rotation[:half, half:] = -torch.eye(half)
-    rotation[half:, :half] = torch.eye(half)
-    return rotation
+def _rms_norm(module: nn.Module) -> tuple[int, float, Tensor | None] | None:
+    """Size, epsilon and factor of a module that computes an RMSNorm, None of any other: every family of transformers
+    has a class of its own, some with a weight that is added to 1, so that it is tried."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    shape = getattr(module, "normalized_shape", ()) if weight is None else weight.shape
+    if "Norm" not in type(module).__name__ or not isinstance(eps, float) or len(shape) != 1:
+        return None
+    x = torch.linspace(-1, 2, 2 * shape[0]).reshape(2, -1)
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    found = module(x)
+    for factor in (None,) if weight is None else (weight, nn.Parameter(1 + weight, requires_grad=False)):
+        if torch.allclose(found, normed if factor is None else normed * factor, atol=1e-5, rtol=1e-5):
+            return shape[0], eps, factor
+    return None
 
 
 @contextmanager
 def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
-    """Within it, transformers' ``rotate_half`` is a product with a signed permutation.
+    """Within it, the ``rotate_half`` of each family of transformers is a product with a signed permutation.
 
-    The permutations are buffers of ``owner``: XNNPACK's partitioner cannot take a constant that is no buffer.
+    The permutations are buffers of ``owner``: XNNPACK's partitioner cannot take a constant that is no buffer. Families
+    rotate halves or neighbours: what one does to the unit vectors of a head is its permutation. A partial embedding
+    cuts heads before it rotates, and stays as it is.
     """
-    for size in head_dims:
-        owner.register_buffer(f"rotation_{size}", _rotation(size), persistent=False)
-
-    def rotate_half(x: Tensor) -> Tensor:
-        return F.linear(x, getattr(owner, f"rotation_{x.shape[-1]}"))
-
+    families = {type(module).__module__ for module in owner.modules()} | {modeling_llama.__name__}
     with ExitStack() as stack:
-        for module in (modeling_llama, modeling_qwen3):
-            stack.enter_context(mock.patch.object(module, "rotate_half", rotate_half))
+        for index, family in enumerate(sorted(families)):
+            original = getattr(sys.modules.get(family), "rotate_half", None)
+            if original is not None:
+                for size in head_dims:
+                    rotation = original(torch.eye(size)).T.contiguous()
+                    owner.register_buffer(f"rotation_{index}_{size}", rotation, persistent=False)
+                product = partial(_rotate, owner, original, index)
+                stack.enter_context(mock.patch.object(sys.modules[family], "rotate_half", product))
         yield
+
+
+def _rotate(owner: nn.Module, original: Callable[[Tensor], Tensor], index: int, x: Tensor) -> Tensor:
+    rotation = getattr(owner, f"rotation_{index}_{x.shape[-1]}", None)
+    return original(x) if rotation is None else F.linear(x, rotation)
 
 
 class _WrittenOutGelu(TorchFunctionMode):
