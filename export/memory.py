@@ -7,7 +7,7 @@ from torch import nn
 
 from eagle3.export.draft.description import DraftDescription
 from eagle3.targets import TargetSpec
-from eagle3.targets.attention import KVCacheShape
+from eagle3.targets.attention import KVCacheShape, ring_window
 
 
 def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: torch.dtype) -> int:
@@ -26,4 +26,5 @@ def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: t
 def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> int:
     layer = draft.layer
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return KVCacheShape(layer.num_key_value_heads, head_dim, max_seq_len, min(draft.window, max_seq_len), dtype).bytes
+    window = ring_window(draft.window, max_seq_len)
+    return KVCacheShape(layer.num_key_value_heads, head_dim, max_seq_len, window, dtype).bytes

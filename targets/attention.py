@@ -83,6 +83,16 @@ class EagerAttention(nn.Module):
         return out.transpose(1, 2)
 
 
+def ring_window(window: int, max_seq_len: int) -> int:
+    """The window that a layer needs a ring for: 0 where it has none, or one that holds the whole context."""
+    return window if window < max_seq_len else 0
+
+
+def attention_mask(input_pos: Tensor, max_seq_len: int, ring: int) -> Tensor:
+    """Of rows at ``input_pos`` [T] over the slots of a layer with this ``ring_window``: bool [1, 1, T, slots]."""
+    return ring_mask(input_pos, ring) if ring else causal_mask(input_pos, max_seq_len)
+
+
 def causal_mask(input_pos: Tensor, slots: int) -> Tensor:
     """Rows at ``input_pos`` [T] attend to every slot up to their own: bool [1, 1, T, slots]."""
     columns = torch.arange(slots, device=input_pos.device)

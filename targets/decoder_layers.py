@@ -21,8 +21,8 @@ from eagle3.targets.attention import (
     AttentionFactory,
     ForwardRows,
     KVCacheShape,
-    causal_mask,
-    ring_mask,
+    attention_mask,
+    ring_window,
 )
 from eagle3.targets.spec import Skeleton, layer_windows
 
@@ -38,7 +38,7 @@ class DecoderLayersTarget(nn.Module):
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
             attn = layer.self_attn
             attn.kv_window, attn.forward_rows = window, self.rows
-            ring = window if window < max_seq_len else 0
+            ring = ring_window(window, max_seq_len)
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             attn.kv_attention = attention(KVCacheShape(kv_heads, attn.head_dim, max_seq_len, ring, dtype))
 
@@ -80,8 +80,7 @@ class DecoderLayersTarget(nn.Module):
         for attn in (layer.self_attn for layer in self.layers):
             window = attn.kv_window
             if window not in rows:
-                ring = 0 < window < self.slots
-                mask = ring_mask(input_pos, window) if ring else causal_mask(input_pos, self.slots)
+                mask = attention_mask(input_pos, self.slots, ring_window(window, self.slots))
                 rows[window] = attn.kv_attention.rows(input_pos, mask)
         return rows
 

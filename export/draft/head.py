@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from eagle3.export.draft.description import DraftDescription
-from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, causal_mask, ring_mask
+from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, attention_mask, ring_window
 
 RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's is the same
 _PARTS = {
@@ -64,7 +64,7 @@ class DraftHead(nn.Module):
         config._attn_implementation = HF_ATTENTION
         config.layer_types = ["full_attention"]  # the window is kv_attention's
         self.max_seq_len, self.norm_output = max_seq_len, draft.norm_output
-        self.window = draft.window if draft.window < max_seq_len else 0
+        self.window = ring_window(draft.window, max_seq_len)
         if draft.has_embedding:
             self.embed_tokens = nn.Embedding(*draft.headers["embed_tokens.weight"].shape)
         eps = config.rms_norm_eps
@@ -118,7 +118,7 @@ class DraftHead(nn.Module):
         """
         if not torch.compiler.is_exporting():
             self._check_positions(input_pos)
-        mask = ring_mask(input_pos, self.window) if self.window else causal_mask(input_pos, self.max_seq_len)
+        mask = attention_mask(input_pos, self.max_seq_len, self.window)
         out = self.layer(
             self.embed_tokens(tokens),
             feature,
