@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.safetensors_folder import TensorHeader, read_headers
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.config import ExportConfig
@@ -94,7 +93,6 @@ def make_plan(config: ExportConfig) -> Plan:
     checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
     target_config = read_target_config(checkpoint, config.target_model)
     spec = spec_for(config.target_model, target_config.model_type)
-    check_rope(target_config, f"{checkpoint / 'config.json'}")
     target_headers = read_headers(checkpoint)
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     check_context(spec, target_config, max_seq_len)

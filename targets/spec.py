@@ -108,5 +108,4 @@ def layer_windows(config) -> list[int]:
 
 def sliding_window(config) -> int:
     """The sliding window in tokens of a transformers text configuration, 0 where every layer attends fully."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return (getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
+    return max(layer_windows(config))

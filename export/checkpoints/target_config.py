@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
 from eagle3.targets import TARGETS, spec_for
 
@@ -64,7 +65,7 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
             f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
         )
     _check_layers(file, text_config)
-    _check_rope(file, text_config)
+    _check_ropes(file, text_config)
     try:
         spec.module().skeleton(text_config, SHORT)
     except ValueError:
@@ -185,8 +186,8 @@ def _check_layers(file: Path, config: Any) -> None:
             )
 
 
-def _check_rope(file: Path, config: Any) -> None:
-    """Either one rope for all layers or one a kind of layer."""
+def _check_ropes(file: Path, config: Any) -> None:
+    """Either one rope for all layers or one a kind of layer, each of a kind that can be computed."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return
@@ -194,10 +195,7 @@ def _check_rope(file: Path, config: Any) -> None:
     for kind in () if "rope_type" in rope else kinds:
         if not isinstance(rope.get(kind), dict):
             raise ValueError(f"{file}: rope_parameters has nothing for {kind}: correct it, or copy config.json again")
-    for part in (rope, *rope.values()):
-        kind = part.get("rope_type", "default") if isinstance(part, dict) else "default"
-        if not isinstance(kind, str):
-            raise ValueError(f"{file}: rope_type is {_shown(kind)}, but must be a name: correct it")
+    check_rope(config, str(file))
 
 
 def _whole(value: Any) -> bool:
