@@ -11,7 +11,6 @@ from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, wri
 from eagle3.export.backends import BACKENDS
 from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
-from eagle3.export.checkpoints.safetensors_folder import shard_paths
 from eagle3.export.draft.head import load_draft
 from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
@@ -30,8 +29,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("checksums"):
             manifest = make_manifest(plan) | {"twin": twin}
         with progress.stage("finite weights"):
-            check_finite(plan.checkpoint, is_read)
-            check_finite(plan.draft.folder, plan.draft.tensor_names.__contains__)
+            check_finite(plan.target_source, is_read)
+            check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
         with progress.stage("load target and draft"):
             speculator = load_speculator(plan, backend.attention, backend.DTYPE)
         with progress.stage("prepare weights"):
@@ -79,7 +78,9 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
 
 def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype) -> Eagle3Speculator:
     """Both models in memory, their attention made by ``attention``."""
-    target = plan.spec.module().load(plan.checkpoint, plan.target_config, plan.max_seq_len, dtype, attention)
+    target = plan.spec.module().load(
+        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention
+    )
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target.embed_tokens)
     return Eagle3Speculator(target, draft, plan.taps)
 
@@ -105,11 +106,11 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
-        "target_sha256": {path.name: sha256(path) for path in shard_paths(plan.checkpoint)},
+        "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},
         "draft": "/".join(plan.draft.folder.resolve().parts[-2:]),
         "draft_verifier": plan.draft.verifier,
         "draft_format": plan.draft.format,
-        "draft_sha256": {path.name: sha256(path) for path in shard_paths(plan.draft.folder)},
+        "draft_sha256": {path.name: sha256(path) for path in plan.draft.source.files()},
         "taps": list(plan.taps),
         "qlinear": plan.qlinear,
         "draft_qlinear": plan.draft_qlinear,

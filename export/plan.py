@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.checkpoints.safetensors_folder import TensorHeader, read_headers
+from eagle3.export.checkpoints import Source, open_source
+from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.config import ExportConfig
 from eagle3.export.draft import DraftDescription, read_draft
@@ -44,7 +45,8 @@ class Plan:
 
     config: ExportConfig
     spec: TargetSpec
-    checkpoint: Path
+    checkpoint: Path  # with the configuration and the tokenizer
+    target_source: Source
     target_config: Any  # transformers' text configuration
     target_headers: dict[str, TensorHeader]
     draft: DraftDescription
@@ -93,7 +95,8 @@ def make_plan(config: ExportConfig) -> Plan:
     checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
     target_config = read_target_config(checkpoint, config.target_model)
     spec = spec_for(config.target_model, target_config.model_type)
-    target_headers = read_headers(checkpoint)
+    target_source = open_source(checkpoint)
+    target_headers = target_source.headers()
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     check_context(spec, target_config, max_seq_len)
     quantizes = BACKENDS[config.backend].quantizes
@@ -107,6 +110,7 @@ def make_plan(config: ExportConfig) -> Plan:
         config=config,
         spec=spec,
         checkpoint=checkpoint,
+        target_source=target_source,
         target_config=target_config,
         target_headers=target_headers,
         draft=draft,

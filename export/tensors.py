@@ -6,7 +6,7 @@ A tensor that nothing reads is refused: it would have changed what the model com
 import re
 from pathlib import Path
 
-from eagle3.export.checkpoints.safetensors_folder import TensorHeader
+from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft import DraftDescription
 from eagle3.targets.spec import Skeleton
 

@@ -18,6 +18,7 @@ from tiny_target import crops, optimizers, schedule
 from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from eagle3.export.checkpoints import open_source
 from eagle3.export.draft import read_draft
 from eagle3.export.draft.head import DraftHead, load_draft
 from eagle3.export.speculator import Eagle3Speculator
@@ -228,7 +229,7 @@ def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[li
     """Statistics of the product's own loop over the eager speculator, in float32."""
     spec = TARGETS["gemma4-tiny"]
     config = Gemma4ForCausalLM.config_class.from_pretrained(target_folder)
-    target = spec.module().load(target_folder, config, 1024, torch.float32, EagerAttention)
+    target = spec.module().load(open_source(target_folder).tensors(), config, 1024, torch.float32, EagerAttention)
     draft = read_draft(draft_folder)
     head = load_draft(draft, 1024, torch.float32, EagerAttention, target.embed_tokens)
     metadata = Metadata(

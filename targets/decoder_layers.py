@@ -8,7 +8,6 @@ Whether a family fits is not asked here: the twin check computes it both ways.
 """
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from eagle3.targets.attention import (
     attention_mask,
     ring_window,
 )
-from eagle3.targets.spec import Skeleton, layer_windows
+from eagle3.targets.spec import Skeleton, Weights, layer_windows
 
 
 class DecoderLayersTarget(nn.Module):
@@ -120,11 +119,10 @@ def text_name(name: str) -> str | None:
 
 
 def load(
-    checkpoint: Path, config: PreTrainedConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+    weights: Weights, config: PreTrainedConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
 ) -> DecoderLayersTarget:
-    """Load a Hugging Face folder."""
     bones = skeleton(config, max_seq_len)
-    bones.fill(checkpoint, dtype)
+    bones.fill(weights, dtype)
     make_buffers(bones.model)
     return Target(bones.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
 

@@ -4,7 +4,6 @@ Everything numerical is ExecuTorch's (norms, MLP, ring caches, masks). Two thing
 ``kv_attention`` submodule, and rotary tables are transformers', made once a forward instead of once a layer.
 """
 
-from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
-from eagle3.targets.spec import Skeleton
+from eagle3.targets.spec import Skeleton, Weights
 
 
 class Rows(NamedTuple):
@@ -157,12 +156,11 @@ def use_rotary_tables(model: Gemma4_31B, config: Gemma4TextConfig) -> None:
 
 
 def load(
-    checkpoint: Path, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+    weights: Weights, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
 ) -> Gemma4TapTarget:
-    """Load a Hugging Face folder."""
     bones = skeleton(config, max_seq_len)
     model = bones.model
-    bones.fill(checkpoint, dtype)
+    bones.fill(weights, dtype)
     target = Target(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     use_rotary_tables(model, config)

@@ -1,7 +1,7 @@
 """What a target is to the exporter: a protocol for the module, a record for the registry."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +39,10 @@ class TapTarget(Protocol):
         """Logits [1, R, vocab_size] of normed states [1, R, hidden_size]."""
 
 
+Weights = Iterable[tuple[str, "Tensor"]]
+"""The tensors of a checkpoint under its own names, some of them quantized (torchao's classes); read once, in order."""
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """A model on the meta device and how a checkpoint fills it, as ExecuTorch's ``load_checkpoint`` takes it."""
@@ -48,12 +52,19 @@ class Skeleton:
     """Checkpoint name to the model's, None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
 
-    def fill(self, checkpoint: Path, dtype: "torch.dtype") -> None:
-        """Load a Hugging Face folder, or one of ExecuTorch's quantized ones; a tied head is the embedding itself."""
+    def fill(self, weights: Weights, dtype: "torch.dtype") -> None:
+        """Load the tensors of a checkpoint; a tied head is the embedding itself."""
         import torch
         from executorch.extension.llm.export.load import load_checkpoint
 
-        load_checkpoint(str(checkpoint), self.model, key_map=self.key_map, tie_map=self.tie_map, dtype=dtype)
+        load_checkpoint(
+            "",
+            self.model,
+            key_map=self.key_map,
+            tie_map=self.tie_map,
+            dtype=dtype,
+            raw_iter=lambda _: weights,
+        )
         for embedding, (head, _) in self.tie_map.items():
             weight, own = self.model.get_parameter(embedding), self.model.get_parameter(head)
             plain = type(weight.data) is type(own.data) is torch.Tensor
@@ -69,9 +80,10 @@ class TargetSpec:
 
     - ``skeleton(config, max_seq_len) -> Skeleton``: the model without weights; ValueError for a variant it has not;
     - ``Target(model, max_seq_len, attention, dtype)``: the class of its ``TapTarget``, over such a model;
-    - ``load(checkpoint, config, max_seq_len, dtype, attention) -> TapTarget``,
+    - ``load(weights, config, max_seq_len, dtype, attention) -> TapTarget``,
 
-    where ``config`` is transformers' text configuration and ``attention`` an ``AttentionFactory``.
+    where ``weights`` are a checkpoint's tensors, ``config`` is transformers' text configuration and ``attention`` an
+    ``AttentionFactory``.
     """
 
     summary: str

@@ -7,6 +7,7 @@ from commands import run_command
 from random_checkpoints import random_model
 from transformers import Gemma4ForCausalLM
 
+from eagle3.export.checkpoints import open_source
 from eagle3.export.cli import main as export_main
 from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.targets import TARGETS
@@ -37,7 +38,8 @@ def eager_target(checkpoints):
 
     def load(name: str, max_seq_len: int = 128):
         model, folder = checkpoints(name)
-        return TARGETS[name].module().load(folder, model.config, max_seq_len, torch.float32, EagerAttention)
+        weights = open_source(folder).tensors()
+        return TARGETS[name].module().load(weights, model.config, max_seq_len, torch.float32, EagerAttention)
 
     return load
 

@@ -235,18 +235,15 @@ def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_p
 
 
 def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
-    import executorch.extension.llm.export.load as of_executorch
+    from eagle3.export.checkpoints import SafetensorsFolder
 
-    import eagle3.export.draft.head
+    read = SafetensorsFolder.tensors
 
-    load = of_executorch.load_checkpoint
+    def read_twins_alone(self):
+        assert self.path not in (TINY.checkpoint, TINY.draft)
+        return read(self)
 
-    def load_twins_alone(path, *args, **kwargs):
-        assert Path(path) not in (TINY.checkpoint, TINY.draft)
-        return load(path, *args, **kwargs)
-
-    for module in (eagle3.export.draft.head, of_executorch):
-        monkeypatch.setattr(module, "load_checkpoint", load_twins_alone)
+    monkeypatch.setattr(SafetensorsFolder, "tensors", read_twins_alone)
     out = run_command(export_main, *EXPORT, "--output_dir", tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(out.stdout)
     assert plan["twin"]["target"]["logits"] < 1e-4

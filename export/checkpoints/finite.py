@@ -1,29 +1,34 @@
 """Whether a checkpoint's weights are numbers: one NaN is enough for a model that says token 0 forever."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.checkpoints.safetensors_folder import shard_paths
+from eagle3.export.checkpoints.source import Source
 
 
-def check_finite(folder: Path, is_read: Callable[[str], bool]) -> None:
-    """Read every floating-point tensor whose name ``is_read`` once, memory-mapped. Raises ValueError naming the first
-    that holds NaN or an infinity."""
-    for path in shard_paths(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if not is_read(name):
-                    continue
-                tensor = file.get_tensor(name)
-                if tensor.is_floating_point() and tensor.numel() and not _finite(tensor):
-                    wrong = int((~torch.isfinite(tensor)).sum())
-                    raise ValueError(
-                        f"{path}: {name} holds {wrong:,} values of {tensor.numel():,} that are NaN or infinite: the "
-                        "file is damaged or the training diverged: copy it again, or name another checkpoint"
-                    )
+def check_finite(source: Source, is_read: Callable[[str], bool]) -> None:
+    """Read every floating-point tensor whose name ``is_read`` once. Raises ValueError naming the first that holds NaN
+    or an infinity."""
+    for name, value in source.tensors():
+        for tensor in _parts(value) if is_read(name) else ():
+            if tensor.is_floating_point() and tensor.numel() and not _finite(tensor):
+                wrong = int((~torch.isfinite(tensor)).sum())
+                raise ValueError(
+                    f"{source.path}: {name} holds {wrong:,} values of {tensor.numel():,} that are NaN or infinite: the "
+                    "file is damaged or the training diverged: copy it again, or name another checkpoint"
+                )
+
+
+def _parts(value: Tensor) -> Iterator[Tensor]:
+    """A plain tensor, or what one of torchao's is made of."""
+    if not isinstance(value, TorchAOBaseTensor):
+        yield value
+        return
+    for name in value.__tensor_flatten__()[0]:
+        yield from _parts(getattr(value, name))
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -1,13 +1,17 @@
-"""What a folder of safetensors says of itself in its headers: names, shapes, dtypes. No weight is read."""
+"""A folder of safetensors, and what it says of itself in its headers: names, shapes, dtypes."""
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
+from executorch.extension.llm.export.load import iter_checkpoint
+from executorch.extension.llm.export.quant import identity
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.source import Source, TensorHeader
 
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
@@ -16,25 +20,35 @@ NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.p
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # the others take one byte
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """``dtype`` is safetensors' name; of a weight that torchao quantized, its tensor class."""
+class SafetensorsFolder(Source):
+    """One file or sharded, quantized by torchao or not."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    quantized: bool = False
+    @staticmethod
+    def recognizes(path: Path) -> bool:
+        return (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
+    def files(self) -> list[Path]:
+        return shard_paths(self.path)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        return read_headers(self.path)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(iter_checkpoint(str(self.path), convert=identity))
+
+    def tensor(self, name: str) -> Tensor:
+        for path in self.files():
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118 (not a dict)
+                    return file.get_tensor(name)
+        return super().tensor(name)
 
 
 def shard_paths(folder: Path) -> list[Path]:
     """The files of a checkpoint folder, one or sharded. Raises FileNotFoundError naming what is not there, ValueError
     for an index that is none."""
     single = folder / SINGLE_FILE
-    shards = sorted(set(_weight_map(folder).values())) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
+    shards = sorted(set(weight_map(folder / INDEX_FILE).values())) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
     for path in (folder / shard for shard in shards):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {_cause_of_a_missing_file(folder)}")
@@ -46,9 +60,8 @@ def shard_paths(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name to file name, as the index has it; no file lies outside the folder."""
-    index = folder / INDEX_FILE
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name to file name, as an index has it; no file lies outside its folder."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} has no weight_map of tensors to files, so it is no index: copy it again")
@@ -65,7 +78,7 @@ def foreign_weights(folder: Path) -> str | None:
     for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled")):
         found = sorted(path.name for path in folder.glob(pattern) if path.name not in NO_WEIGHTS)
         if found:
-            return f"{folder} has {kind} weights ({found[0]}), which are not read yet: name a folder of safetensors"
+            return f"{folder} has {kind} weights ({found[0]}), which are not read: name a folder of safetensors"
     return None
 
 
@@ -100,7 +113,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
                 f"{path} ({size} bytes) is truncated or no safetensors file ({error}): copy or download it again"
             ) from error
     if (folder / INDEX_FILE).is_file():
-        for name, shard in _weight_map(folder).items():
+        for name, shard in weight_map(folder / INDEX_FILE).items():
             if name not in headers and name not in described:
                 raise ValueError(
                     f"{folder / INDEX_FILE} puts {name} into {shard}, but no file has it: index and files are of "

@@ -1,12 +1,12 @@
 """Draft heads: ``head.py`` is the module, ``description.py`` what it is told, the rest are checkpoint formats.
 
-A format is a module with ``recognizes(config)`` and ``describe(folder, config, headers)``; it belongs in ``FORMATS``.
+A format is a module with ``recognizes(config)`` and ``describe(source, config, headers)``; it belongs in ``FORMATS``.
 """
 
 from pathlib import Path
 
+from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.safetensors_folder import read_headers
 from eagle3.export.draft import speculators
 from eagle3.export.draft.description import DraftDescription
 
@@ -22,10 +22,11 @@ def read_draft(folder: Path) -> DraftDescription:
     if not config_file.is_file():
         raise FileNotFoundError(f"{config_file} is missing: --draft wants the folder of an EAGLE-3 draft head")
     config = read_object(config_file)
-    headers = read_headers(folder)
+    source = open_source(folder)
+    headers = source.headers()
     for draft_format in FORMATS:
         if draft_format.recognizes(config):
-            return draft_format.describe(folder, config, headers)
+            return draft_format.describe(source, config, headers)
     if "model_type" in config and "fc.weight" not in {name.removeprefix("model.") for name in headers}:
         raise ValueError(
             f"{config_file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: is it "

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.export.checkpoints.safetensors_folder import TensorHeader
+from eagle3.export.checkpoints.source import Source, TensorHeader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -15,7 +15,7 @@ class DraftDescription:
     """An EAGLE-3 draft head of one layer. Tensor names are already ``DraftHead``'s own (see ``tensor_names``)."""
 
     format: str
-    folder: Path
+    source: Source
     layer: "PreTrainedConfig"
     """transformers' configuration of the one decoder layer: LlamaConfig or Qwen3Config."""
     tensor_names: dict[str, str]
@@ -37,6 +37,10 @@ class DraftDescription:
     verifier: str | None = None
     """The target that the head was trained for, where the checkpoint names it."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return self.source.path
 
     @property
     def hidden_size(self) -> int:

@@ -151,5 +151,5 @@ def load_draft(
     """Load a draft head; ``embedding`` is the target's, for a head without one of its own."""
     with torch.device("meta"):
         head = DraftHead(draft, max_seq_len)
-    load_checkpoint(str(draft.folder), head, key_map=draft.tensor_names.get, dtype=dtype)
+    load_checkpoint("", head, key_map=draft.tensor_names.get, dtype=dtype, raw_iter=lambda _: draft.source.tensors())
     return head.attach(draft, attention, dtype, embedding).eval().requires_grad_(False)

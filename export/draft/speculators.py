@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested
 from eagle3.export.checkpoints.rope import check_rope
-from eagle3.export.checkpoints.safetensors_folder import TensorHeader
+from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import DraftDescription
 
 ARCHITECTURES = {"Eagle3DraftModel", "Eagle3Speculator"}
@@ -27,9 +27,9 @@ def recognizes(config: dict[str, Any]) -> bool:
     return "transformer_layer_config" in config and bool(ARCHITECTURES & named)
 
 
-def describe(folder: Path, config: dict[str, Any], headers: dict[str, TensorHeader]) -> DraftDescription:
+def describe(source: Source, config: dict[str, Any], headers: dict[str, TensorHeader]) -> DraftDescription:
     """Raises ValueError for what ``DraftHead`` does not compute, naming the key or the tensor."""
-    file = folder / "config.json"
+    folder, file = source.path, source.path / "config.json"
     layer = layer_config(file, config)
     check_rope(layer, f"{file}: transformer_layer_config")
     names = {name: own for name in headers if (own := own_name(name)) not in _IGNORED}
@@ -64,7 +64,7 @@ def describe(folder: Path, config: dict[str, Any], headers: dict[str, TensorHead
     verifier = nested(described, "verifier", file).get("name_or_path")
     return DraftDescription(
         format="speculators",
-        folder=folder,
+        source=source,
         layer=layer,
         tensor_names=names,
         headers=own,

@@ -1,10 +1,8 @@
 """The map from a draft head's own ids to the target's: ``d2t``, and ``t2d`` that must say the same."""
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from eagle3.export.checkpoints.safetensors_folder import shard_paths
 from eagle3.export.draft.description import DraftDescription
 
 
@@ -12,9 +10,9 @@ def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
     """``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique; ``t2d``, where it is there, is
     true at exactly those ids. Raises ValueError."""
     (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
-    offsets = _read(draft, name).long()
+    offsets = draft.source.tensor(name).long()
     ids = offsets + torch.arange(len(offsets))
-    told = _read(draft, draft.selector) if draft.selector else None
+    told = draft.source.tensor(draft.selector) if draft.selector else None
     if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
         raise ValueError(
             f"{draft.folder}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, "
@@ -49,11 +47,3 @@ def _could_be_ids(offsets: Tensor, vocabulary: int) -> bool:
     """Offsets of a real map repeat (two neighbours in the target's vocabulary have the same); ids never do."""
     ascending = bool((offsets.diff() > 0).all())
     return len(offsets) > 2 and ascending and int(offsets.min()) >= 0 and int(offsets.max()) < vocabulary
-
-
-def _read(draft: DraftDescription, name: str) -> Tensor:
-    for path in shard_paths(draft.folder):
-        with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118 (not a dict)
-                return file.get_tensor(name)
-    raise ValueError(f"{draft.folder} lacks {name}: is a shard missing?")

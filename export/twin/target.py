@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle3.export.checkpoints import open_source
 from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
 from eagle3.export.twin.fields import reset, unusual_fields
 from eagle3.export.twin.randomize import randomize
@@ -86,7 +87,8 @@ def compare(spec: TargetSpec, twin: Any, seed: int) -> Comparison:
         with quiet_saving():
             reference.save_pretrained(folder)
         del reference
-        target = spec.module().load(Path(folder), deepcopy(twin), length + WRONG_ROWS, torch.float32, EagerAttention)
+        weights = open_source(Path(folder)).tensors()
+        target = spec.module().load(weights, deepcopy(twin), length + WRONG_ROWS, torch.float32, EagerAttention)
         rows = max(1, min(spec.max_forward_len(twin), (length - STEPS * STEP_ROWS) // 2))
         compared = Comparison(length)
         for start, given in _walk(target, tokens, wrong, rows, twin.num_hidden_layers):

@@ -15,7 +15,7 @@ from executorch.extension.llm.export.load import assign_state_dict
 from executorch.extension.llm.export.quant import QuantRecipe, QuantRule, quantize_model
 from torch import nn
 
-from eagle3.export.checkpoints.safetensors_folder import TensorHeader
+from eagle3.export.checkpoints.source import TensorHeader
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
 INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width of a linear is a multiple of it

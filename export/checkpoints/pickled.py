@@ -1,0 +1,78 @@
+"""Weights that PyTorch pickled, ``pytorch_model.bin``, one or sharded: read by ``weights_only=True`` alone."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.checkpoints.safetensors_folder import weight_map
+from eagle3.export.checkpoints.source import Source, TensorHeader
+
+SINGLE_FILE, INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class PickledFolder(Source):
+    @staticmethod
+    def recognizes(path: Path) -> bool:
+        return (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
+
+    def files(self) -> list[Path]:
+        if (self.path / SINGLE_FILE).is_file():
+            return [self.path / SINGLE_FILE]
+        files = [self.path / name for name in sorted(set(weight_map(self.path / INDEX_FILE).values()))]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is missing: {INDEX_FILE} names it: copy or download it again")
+        return files
+
+    def headers(self) -> dict[str, TensorHeader]:
+        return {
+            name: TensorHeader(tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)), tensor.nbytes)
+            for name, tensor in self.tensors()
+        }
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files():
+            yield from _read(file).items()
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The state dictionary in a file, memory-mapped where its format allows. No code in it is run."""
+    try:
+        state = _load(file)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} is a pickle of more than tensors, which may run code when it is loaded ({_first_line(error)}): "
+            "save its state dictionary as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{file} ({file.stat().st_size} bytes) is truncated or no PyTorch file ({_first_line(error)}): copy or "
+            "download it again"
+        ) from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{file} holds no state dictionary, names to tensors: save the model's state_dict()")
+    return state
+
+
+def _load(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap can only be used" not in str(error):
+            raise
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
+    return (telling or lines or [type(error).__name__])[0]
