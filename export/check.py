@@ -153,8 +153,9 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
         f"hardly any proposal is accepted ({rate:.1%} of the first ones): the text is right, but speculation gains "
         "nothing. Likely causes, the most frequent first:"
     ]
-    other = "input" if config.aux_convention == "output" else "output"
-    lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
+    other = "input" if "outputs" in plan.chosen_taps.origin else "output"
+    if plan.taps:
+        lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
     if draft.aux_layers is None and config.aux_layers is None:
         lines.append("  the checkpoint names no taps and the default was taken: type --aux-layers with its training's")
     if draft.verifier:
@@ -162,8 +163,8 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
     else:
         lines.append(f"  the target: the head does not say what it was trained for, this is {plan.checkpoint}")
     lines.append(
-        f"  norm_before_residual ({str(draft.norm_before_residual).lower()}): write the other value into "
-        f"{draft.folder / 'config.json'}"
+        f"  norm_before_residual ({str(draft.norm_before_residual).lower()}): type --norm-before-residual "
+        f"{str(not draft.norm_before_residual).lower()}"
     )
     if not (folder / "tokenizer.json").is_file():
         lines.append("  the prompts: there is no tokenizer.json, so they were random ids")

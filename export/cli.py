@@ -7,6 +7,7 @@ import click
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.config import RECIPES, ExportConfig
+from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.runner.contract.console import OneLineFailures
 from eagle3.targets import TARGETS
@@ -64,8 +65,15 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--aux-convention",
     type=click.Choice(["input", "output"]),
-    help="Whether a layer id means that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM).",
+    help="Whether a layer id means that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM). "
+    "Default: what the draft's dialect means.",
 )
+@click.option(
+    "--draft-dialect",
+    type=click.Choice(list(DIALECTS)),
+    help="The system that the draft head was trained or written for. Default: what its files look like.",
+)
+@click.option("--norm-before-residual", type=bool, help="Override the variant that the draft's config.json names.")
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
 @click.option(
     "--check/--no-check",

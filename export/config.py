@@ -24,6 +24,8 @@ class ExportConfig:
     draft_qlinear: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
+    draft_dialect: str | None = None
+    norm_before_residual: bool | None = None
     with_decode: bool = False
     check: bool = True
     overwrite: bool = False

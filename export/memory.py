@@ -25,6 +25,6 @@ def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: t
 
 def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> int:
     layer = draft.layer
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    window = ring_window(draft.window, max_seq_len)
-    return KVCacheShape(layer.num_key_value_heads, head_dim, max_seq_len, window, dtype).bytes
+    rings = (ring_window(window, max_seq_len) for window in draft.windows)
+    shapes = (KVCacheShape(layer.num_key_value_heads, layer.head_dim, max_seq_len, ring, dtype) for ring in rings)
+    return sum(shape.bytes for shape in shapes)

@@ -1,39 +1,27 @@
-"""Whether a draft head fits a target: taps, widths, vocabularies. A wrong pair loads, runs and accepts about 1%."""
+"""Whether a draft head fits a target: widths, vocabularies, tokenizers, what it was trained for. A wrong pair loads,
+runs and accepts about 1%."""
 
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft import DraftDescription
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map
 from eagle3.export.tensors import check_draft
-
-
-def choose_taps(
-    draft: DraftDescription, target_config: Any, given: tuple[int, ...] | None, convention: str | None
-) -> tuple[int, ...]:
-    """The layers whose inputs are tapped: flags first, then the checkpoint's, then 2, n//2, n-3.
-
-    ``convention`` says what explicit ids mean: the ``input`` of a layer (SafeAILab, vLLM, speculators) or its
-    ``output`` (SGLang, TensorRT-LLM). Raises ValueError for ids that no target of this depth has.
-    """
-    layers = target_config.num_hidden_layers
-    ids = given or draft.aux_layers
-    explicit = ids is not None
-    ids = ids if explicit else (2, layers // 2, layers - 3)
-    taps = tuple(tap + 1 for tap in ids) if explicit and convention == "output" else tuple(ids)
-    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
-        raise ValueError(
-            f"aux layers {','.join(map(str, ids))} (convention {convention or 'input'}) must ascend, be unique and lie "
-            f"within the target's {layers} layers: type --aux-layers"
-            + (", or --aux-convention input" if convention == "output" else "")
-        )
-    return taps
 
 
 def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...]) -> None:
     """Raise ValueError where the draft's tensors cannot belong to this target."""
     hidden, vocabulary = target_config.hidden_size, target_config.vocab_size
     trained_for = f"; the head names {draft.verifier} as its target" if draft.verifier else ""
-    if draft.taps_width != len(taps) * hidden:
+    if draft.takes_final_state and draft.taps_width != hidden:
+        raise ValueError(
+            f"the draft takes a final state of {draft.taps_width}, the target's hidden size is {hidden}: likely not a "
+            f"matched pair{trained_for}"
+        )
+    if not draft.takes_final_state and draft.taps_width != len(taps) * hidden:
         if draft.taps_width % hidden:
             raise ValueError(
                 f"the draft's fc takes {draft.taps_width} features, no multiple of the target's hidden size {hidden}: "
@@ -61,10 +49,52 @@ def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...
             f"the draft has no embedding and its hidden size {draft.hidden_size} is not the target's {hidden}, "
             "so it cannot share the target's: the checkpoint lacks embed_tokens.weight"
         )
+    if draft.shares_lm_head and draft.hidden_size != hidden:
+        raise ValueError(
+            f"the draft has no lm_head and its hidden size {draft.hidden_size} is not the target's {hidden}, "
+            "so it cannot share the target's: the checkpoint lacks lm_head.weight"
+        )
     check_draft(draft)
     if draft.maps_vocabulary:
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
             f"the draft speaks {draft.draft_vocab_size} tokens, the target {vocabulary}, and no d2t maps them"
+        )
+
+
+def check_trained_for(draft: DraftDescription, checkpoint: Path) -> None:
+    """Raise ValueError where the head names another family than the target's, or has another tokenizer."""
+    own, named = _families(read_object(checkpoint / "config.json").get("architectures")), draft.verifier_architectures
+    if own and named and not own & _families(named):
+        raise ValueError(
+            f"the draft was trained for {draft.verifier} ({', '.join(named)}), but {checkpoint} is of "
+            f"{', '.join(sorted(own))}: not a matched pair: type --draft with a head for this target"
+        )
+    files = [folder / "tokenizer.json" for folder in (draft.folder, checkpoint)]
+    if all(file.is_file() for file in files):
+        _check_tokenizers(*files)
+
+
+def _families(architectures: object) -> set[str]:
+    """Names of models without what is asked of them: Gemma4ForCausalLM and Gemma4ForConditionalGeneration are one."""
+    names = architectures if isinstance(architectures, Iterable) and not isinstance(architectures, str) else ()
+    return {re.sub(r"(For[A-Z]\w*|LMHeadModel|TextModel|Model)$", "", name) for name in names if isinstance(name, str)}
+
+
+def _check_tokenizers(draft: Path, target: Path) -> None:
+    """The same ids must be the same tokens; one may have more of them."""
+    if draft.read_bytes() == target.read_bytes():
+        return
+    from tokenizers import Tokenizer
+
+    spoken, known = (
+        {id: token for token, id in Tokenizer.from_file(str(file)).get_vocab().items()} for file in (draft, target)
+    )
+    differ = sorted(id for id in spoken.keys() & known.keys() if spoken[id] != known[id])
+    if differ:
+        id = differ[0]
+        raise ValueError(
+            f"the tokenizers of draft and target differ in {len(differ)} ids, the first {id}: {spoken[id]!r} in "
+            f"{draft}, {known[id]!r} in {target}: not a matched pair, or one tokenizer.json was copied from elsewhere"
         )

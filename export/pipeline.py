@@ -17,7 +17,7 @@ from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.tensors import is_read
-from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PREFILL, Metadata
+from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PARALLEL_VERSION, PREFILL, Metadata
 from eagle3.targets.attention import AttentionFactory
 
 
@@ -81,7 +81,7 @@ def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype)
     target = plan.spec.module().load(
         plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention
     )
-    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target.embed_tokens)
+    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
     return Eagle3Speculator(target, draft, plan.taps)
 
 
@@ -103,15 +103,17 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the artifact says of its own making."""
     config = plan.config
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if plan.proposals == 1 else PARALLEL_VERSION,
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},
         "draft": "/".join(plan.draft.folder.resolve().parts[-2:]),
         "draft_verifier": plan.draft.verifier,
-        "draft_format": plan.draft.format,
+        "draft_kind": plan.draft.kind,
+        "draft_dialect": plan.draft.dialect,
         "draft_sha256": {path.name: sha256(path) for path in plan.draft.source.files()},
         "taps": list(plan.taps),
+        "taps_are": str(plan.chosen_taps),
         "qlinear": plan.qlinear,
         "draft_qlinear": plan.draft_qlinear,
         "backend": config.backend,
@@ -136,6 +138,7 @@ def make_metadata(plan: Plan, manifest: dict[str, Any]) -> Metadata:
         use_kv_cache=True,
         use_sdpa_with_kv_cache=False,
         enable_dynamic_shape=True,
+        proposals=plan.proposals,
     )
 
 

@@ -10,9 +10,11 @@ from eagle3.export.checkpoints import Source, open_source
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.config import ExportConfig
-from eagle3.export.draft import DraftDescription, read_draft
+from eagle3.export.draft.description import P_EAGLE, DraftDescription
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.memory import target_cache_bytes
-from eagle3.export.pairing import check_pair, choose_taps
+from eagle3.export.pairing import check_pair, check_trained_for
+from eagle3.export.taps import Taps, choose_taps
 from eagle3.export.tensors import check_target
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec, spec_for
@@ -50,7 +52,7 @@ class Plan:
     target_config: Any  # transformers' text configuration
     target_headers: dict[str, TensorHeader]
     draft: DraftDescription
-    taps: tuple[int, ...]
+    chosen_taps: Taps
     chain_len: int
     max_seq_len: int
     methods: tuple[MethodPlan, ...]
@@ -64,6 +66,15 @@ class Plan:
 
     def method(self, name: str) -> MethodPlan:
         return next(method for method in self.methods if method.name == name)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.chosen_taps.layers
+
+    @property
+    def proposals(self) -> int:
+        """Tokens that one forward of the draft proposes."""
+        return self.chain_len if self.draft.kind == P_EAGLE else 1
 
     @property
     def sliding_window(self) -> int:
@@ -101,9 +112,11 @@ def make_plan(config: ExportConfig) -> Plan:
     check_context(spec, target_config, max_seq_len)
     quantizes = BACKENDS[config.backend].quantizes
     check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len), quantizes)
-    draft = read_draft(_folder(config.draft or spec.draft, config.target_model, "--draft"))
+    folder = _folder(config.draft or spec.draft, config.target_model, "--draft")
+    draft = read_draft(folder, config.draft_dialect, config.norm_before_residual)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
-    check_pair(draft, target_config, taps)
+    check_trained_for(draft, checkpoint)
+    check_pair(draft, target_config, taps.layers)
     chain_len = config.chain_len or draft.chain_len
     bos_id, eos_ids = special_ids(checkpoint, target_config)
     return Plan(
@@ -114,15 +127,15 @@ def make_plan(config: ExportConfig) -> Plan:
         target_config=target_config,
         target_headers=target_headers,
         draft=draft,
-        taps=taps,
+        chosen_taps=taps,
         chain_len=chain_len,
         max_seq_len=max_seq_len,
-        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft.window),
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len)),
         qlinear=choose_recipe(config, target_headers),
         draft_qlinear=config.draft_qlinear or "none",
         bos_id=bos_id,
         eos_ids=eos_ids,
-        warnings=(*draft.warnings, *_length_warnings(draft, max_seq_len)),
+        warnings=(*draft.warnings, *_length_warnings(draft, max_seq_len), *([taps.doubt] if taps.doubt else [])),
     )
 
 
@@ -168,14 +181,14 @@ def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> Non
 
 
 def plan_methods(
-    config: ExportConfig, spec: TargetSpec, target_config: Any, chain_len: int, max_seq_len: int, draft_window: int = 0
+    config: ExportConfig, spec: TargetSpec, target_config: Any, chain_len: int, max_seq_len: int, draft_longest: int = 0
 ) -> tuple[MethodPlan, ...]:
-    """Lengths of every method, within the target's own bounds and the draft's window (0: none).
+    """Lengths of every method, within the target's own bounds and the draft's (0: none).
 
     Raises ValueError naming the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    longest = min(longest, draft_window or longest)
+    longest = min(longest, draft_longest or longest)
     window = chain_len + 1
     fewest_rows, most_rows = max(2, shortest), min(WINDOW_ROWS, longest)
     if not fewest_rows <= window <= most_rows:
@@ -204,6 +217,20 @@ def plan_methods(
     if config.with_decode:
         methods.append(MethodPlan(DECODE, 1, 1))
     return tuple(methods)
+
+
+def draft_rows(draft: DraftDescription, chain_len: int) -> int:
+    """The longest forward that the draft's windows allow, 0 for any; a P-EAGLE's mask rows stand behind each.
+
+    Raises ValueError for a window that its mask rows fill.
+    """
+    masks = chain_len - 1 if draft.kind == P_EAGLE else 0
+    if draft.window and draft.window <= masks:
+        raise ValueError(
+            f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "
+            f"{draft.window}"
+        )
+    return draft.window and draft.window - masks
 
 
 def _folder(path: Path | None, target: str, flag: str) -> Path:

@@ -12,11 +12,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "backend": plan.config.backend,
         "methods": [{"name": m.name, "min_len": m.min_len, "max_len": m.max_len} for m in plan.methods],
         "taps": list(plan.taps),
+        "taps_are": str(plan.chosen_taps),
         "chain_len": plan.chain_len,
         "max_seq_len": plan.max_seq_len,
         "target_parameters": sum(header.elements for header in target.values()),
         "target_bytes": sum(header.bytes for header in target.values()),
-        "draft_format": draft.format,
+        "draft_kind": draft.kind,
+        "draft_dialect": draft.dialect,
         "draft_parameters": sum(header.elements for header in draft.headers.values()),
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
@@ -28,9 +30,12 @@ def plan_text(plan: Plan) -> str:
     facts = plan_json(plan)
     lines = [
         f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
-        f"draft    {facts['draft_format']}: {_millions(facts['draft_parameters'])}, {_mb(facts['draft_bytes'])} on disk"
-        f", {facts['draft_vocab_size']} draft tokens, taps {', '.join(map(str, plan.taps))}"
-        + (", the target's embedding" if facts["shares_embedding"] else ""),
+        f"draft    {plan.draft.kind} of {plan.draft.dialect}: {_millions(facts['draft_parameters'])}, "
+        f"{_mb(facts['draft_bytes'])} on disk, {facts['draft_vocab_size']} draft tokens"
+        + (", the target's embedding" if facts["shares_embedding"] else "")
+        + (", the target's lm_head" if plan.draft.shares_lm_head else "")
+        + (f", trained for {plan.draft.verifier}" if plan.draft.verifier else ""),
+        f"taps     {plan.chosen_taps}",
         f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
     ]
     for method in plan.methods:

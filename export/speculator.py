@@ -20,17 +20,21 @@ class Eagle3Speculator(nn.Module):
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H]."""
         state, taps = self.target(tokens, input_pos, self.taps)
-        return self.target.logits(state[:, -1:]).argmax(-1), self.draft.fuse(taps)
+        return self.target.logits(state[:, -1:]).argmax(-1), self._feature(state, taps)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H]."""
         state, taps = self.target(tokens, input_pos, self.taps)
-        return self.target.logits(state).argmax(-1), self.draft.fuse(taps)
+        return self.target.logits(state).argmax(-1), self._feature(state, taps)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], recurrent feature [1,1,H]."""
+        """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], and
+        the recurrent feature [1,1,H]."""
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
-        return self.draft.target_ids(logits), recurrent
+        return self.draft.target_ids(logits), recurrent[:, -1:]
+
+    def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
+        return self.draft.fuse((state,) if self.draft.takes_final_state else taps)
 
     decode = prefill
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.draft import DraftDescription
+from eagle3.export.draft.description import DraftDescription
 from eagle3.targets.spec import Skeleton
 
 QUANTIZED = ("Int4Tensor", "IntxUnpackedToInt8Tensor")
@@ -99,4 +99,6 @@ def check_draft(draft: DraftDescription) -> None:
             )
     unread = sorted(set(draft.headers) - set(expected))
     if unread:
-        raise ValueError(f"{draft.folder} has {unread[0]}, which an EAGLE-3 head of its config.json has no place for")
+        raise ValueError(
+            f"{draft.folder} has {unread[0]}, which an {draft.kind} head of its config.json has no place for"
+        )

@@ -141,7 +141,8 @@ def play_round(session: Session, window: Tensor, anchor_pos: int, chain_len: int
 
 
 def propose(session: Session, tokens: Tensor, feature: Tensor, slot: int, chain_len: int) -> Tensor | None:
-    """Write draft slots from ``slot`` on with the target's own features, then chain on the draft's.
+    """Write draft slots from ``slot`` on with the target's own features, then chain on the draft's, unless it
+    proposes all tokens of a round at once.
 
     Args:
         tokens: [1, T], the token after each slot; the last one is the anchor, at position slot + T
@@ -154,9 +155,10 @@ def propose(session: Session, tokens: Tensor, feature: Tensor, slot: int, chain_
     room = session.metadata.max_seq_len - 1 - anchor_pos
     if room < 1:
         return None
-    token, state = session.draft_decode(tokens, feature, session.positions[slot:anchor_pos])
-    window = [tokens[:, -1:], token]
-    for position in range(anchor_pos, anchor_pos + min(chain_len, room) - 1):
+    wanted = min(chain_len, room)
+    proposals, state = session.draft_decode(tokens, feature, session.positions[slot:anchor_pos])
+    token, window = proposals, [tokens[:, -1:], proposals[:, :wanted]]
+    for position in range(anchor_pos, anchor_pos + wanted - proposals.shape[1]):
         token, state = session.draft_decode(token, state, session.positions[position : position + 1])
         window.append(token)
     return torch.cat(window, dim=1)

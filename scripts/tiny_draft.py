@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.draft import read_draft
 from eagle3.export.draft.head import DraftHead, load_draft
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop import complete
@@ -131,14 +132,14 @@ class Unroll:
     """The head's layer over whole sequences for several steps; ``EagerAttention`` serves one sequence in use."""
 
     def __init__(self, head: DraftHead, length: int):
-        self.head, self.attn = head, head.layer.self_attn
+        self.head, self.attn = head, head.layers[0].self_attn
         self.causal = torch.ones(length, length, dtype=torch.bool).tril()
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
     def step(self, tokens: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
         """tokens [B, T], feature [B, T, H] -> recurrent feature [B, T, H]; call once per step, in order."""
-        layer, attn, step = self.head.layer, self.attn, len(self.keys)
+        layer, attn, step = self.head.layers[0], self.attn, len(self.keys)
         normed = layer.hidden_norm(feature)
         residual = normed if layer.norm_before_residual else feature
         x = torch.cat((layer.input_layernorm(self.head.embed_tokens(tokens)), normed), dim=-1)
@@ -190,7 +191,8 @@ def train_draft(
     counts = Counter(stream.tolist()) + Counter(written[:, 64:].flatten().tolist())
     initial_checkpoint(folder, target, counts, seed)
     draft = read_draft(folder)
-    head = load_draft(draft, 1024, torch.float32, EagerAttention, target.model.embed_tokens).requires_grad_(True)
+    shared = SimpleNamespace(embed_tokens=target.model.embed_tokens, lm_head=target.lm_head)
+    head = load_draft(draft, 1024, torch.float32, EagerAttention, shared).requires_grad_(True)
     steppers = optimizers(head, PEAK_RATE)
     start, average = time.monotonic(), 0.0
     for step in range(steps):
@@ -231,7 +233,7 @@ def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[li
     config = Gemma4ForCausalLM.config_class.from_pretrained(target_folder)
     target = spec.module().load(open_source(target_folder).tensors(), config, 1024, torch.float32, EagerAttention)
     draft = read_draft(draft_folder)
-    head = load_draft(draft, 1024, torch.float32, EagerAttention, target.embed_tokens)
+    head = load_draft(draft, 1024, torch.float32, EagerAttention, target)
     metadata = Metadata(
         max_seq_len=1024,
         vocab_size=config.vocab_size,

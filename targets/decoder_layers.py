@@ -49,6 +49,10 @@ class DecoderLayersTarget(nn.Module):
     def embed_tokens(self) -> nn.Embedding:
         return self.causal_lm.model.embed_tokens
 
+    @property
+    def lm_head(self) -> nn.Linear:
+        return self.causal_lm.lm_head
+
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         states: list[Tensor] = []
 

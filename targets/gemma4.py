@@ -107,6 +107,10 @@ class Gemma4TapTarget(nn.Module):
     def embed_tokens(self) -> nn.Embedding:
         return self.model.embed_tokens
 
+    @property
+    def lm_head(self) -> nn.Linear:
+        return self.model.lm_head
+
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = self.model.embed_tokens(tokens) * self.model.embed_normalizer
         sliding_mask, full_mask = self.model._build_masks(input_pos)

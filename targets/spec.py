@@ -19,6 +19,8 @@ class TapTarget(Protocol):
 
     embed_tokens: "nn.Embedding"
     """Raw rows [vocab_size, hidden_size]: shared with a draft head that has no embedding of its own."""
+    lm_head: "nn.Linear"
+    """Of normed states, without what ``logits`` scales or caps: shared with a draft head that has none of its own."""
 
     def forward(
         self, tokens: "Tensor", input_pos: "Tensor", taps: tuple[int, ...]

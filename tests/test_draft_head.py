@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3.export.draft import read_draft
 from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.reading import read_draft
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -16,7 +16,7 @@ CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 def open_case(case: str):
     draft = read_draft(GOLDEN / case)
-    head = load_draft(draft, 32, torch.float32, EagerAttention, embedding=None)
+    head = load_draft(draft, 32, torch.float32, EagerAttention, target=None)
     return draft, head, load_file(GOLDEN / case / "golden.safetensors")
 
 

@@ -8,8 +8,8 @@ from random_checkpoints import save_random_draft
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3.export.draft import read_draft
 from eagle3.export.draft.head import DraftLayer
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map
 from eagle3.export.pairing import check_pair
 from eagle3.export.twin.draft import check_draft
@@ -67,7 +67,7 @@ def test_a_rope_that_depends_on_the_length_is_refused(kind, head):
 def test_weights_of_another_kind_are_refused(dtype, head):
     name = "layers.0.mlp.up_proj.weight"
     line = refusal(head({name: torch.ones(128, 64).to(dtype)}))
-    assert "layer.mlp.up_proj.weight" in line and "floating-point" in line
+    assert "layers.0.mlp.up_proj.weight" in line and "floating-point" in line
 
 
 def ids_of(folder):

@@ -1,6 +1,7 @@
 """Lengths and taps are settled from configurations alone."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,9 @@ from transformers import Gemma4TextConfig
 
 from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.config import ExportConfig
-from eagle3.export.draft import read_draft
-from eagle3.export.pairing import choose_taps
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.plan import make_plan, plan_methods
+from eagle3.export.taps import choose_taps
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -58,12 +59,12 @@ def test_the_target_bounds_the_verify_window():
 
 
 def test_taps_come_from_flags_then_the_checkpoint_then_the_default():
-    draft, config = read_draft(TINY.draft), SimpleNamespace(num_hidden_layers=60)
-    assert choose_taps(draft, config, None, None) == (1, 3, 5)
-    assert choose_taps(draft, config, (2, 30, 57), None) == (2, 30, 57)
-    assert choose_taps(draft, config, (2, 30, 59), "output") == (3, 31, 60)
-    silent = SimpleNamespace(aux_layers=None)
-    assert choose_taps(silent, config, None, None) == (2, 30, 57)
+    draft, config = read_draft(TINY.draft), SimpleNamespace(num_hidden_layers=60, hidden_size=256)
+    assert choose_taps(draft, config, None, None).layers == (1, 3, 5)
+    assert choose_taps(draft, config, (2, 30, 57), None).layers == (2, 30, 57)
+    assert choose_taps(draft, config, (2, 30, 59), "output").layers == (3, 31, 60)
+    silent = replace(draft, aux_layers=None)
+    assert choose_taps(silent, config, None, None).layers == (2, 30, 57)
 
 
 def test_the_shipped_checkpoint_is_a_plan_of_its_own():
@@ -75,9 +76,9 @@ def test_the_shipped_checkpoint_is_a_plan_of_its_own():
 
 
 def test_default_taps_must_fit_the_target_too():
-    silent = SimpleNamespace(aux_layers=None)
+    silent = replace(read_draft(TINY.draft), aux_layers=None)
     with pytest.raises(ValueError, match="6 layers"):
-        choose_taps(silent, SimpleNamespace(num_hidden_layers=6), None, None)
+        choose_taps(silent, SimpleNamespace(num_hidden_layers=6, hidden_size=256), None, None)
 
 
 def test_a_head_that_does_not_say_norm_before_residual_is_warned_of(tmp_path):

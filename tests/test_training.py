@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_draft import Unroll
 
-from eagle3.export.draft import read_draft
 from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.reading import read_draft
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_nbr_true"
@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent / "golden" / "llama_nbr_true"
 
 def test_every_step_of_the_unrolled_head_equals_the_chain():
     draft, golden = read_draft(GOLDEN), load_file(GOLDEN / "golden.safetensors")
-    head = load_draft(draft, 32, torch.float32, EagerAttention, embedding=None)
+    head = load_draft(draft, 32, torch.float32, EagerAttention, target=None)
     feature = head.fuse(golden["taps"].chunk(3, dim=-1))
     tokens, length = golden["tokens"], 8
     unroll = Unroll(head, length)

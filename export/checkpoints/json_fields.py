@@ -51,6 +51,14 @@ def layer_ids(config: dict[str, Any], key: str, where: Any) -> tuple[int, ...] |
     return tuple(value)
 
 
+def texts(config: dict[str, Any], key: str, where: Any) -> tuple[str, ...]:
+    """A list of strings, empty where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a list of names: correct it")
+    return tuple(value or ())
+
+
 def nested(config: dict[str, Any], key: str, where: Any) -> dict[str, Any]:
     """An object, empty where it is absent or null."""
     value = config.get(key)

@@ -1,42 +1,64 @@
-"""What a draft head is, whatever format its checkpoint has: all that ``DraftHead`` is built from."""
+"""What a draft head is, whatever dialect its checkpoint has: all that ``DraftHead`` is built from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import LlamaConfig
+
+EAGLE, EAGLE3, P_EAGLE = "EAGLE", "EAGLE-3", "P-EAGLE"
+"""Kinds of head. EAGLE (1, 2, HASS) fuses a token's embedding and the target's final state in its fc; EAGLE-3 fuses
+taps there, and embedding and feature in its first layer's attention; P-EAGLE is an EAGLE-3 head whose later proposals
+come of mask tokens in the same forward."""
 
 
 @dataclass(frozen=True)
 class DraftDescription:
-    """An EAGLE-3 draft head of one layer. Tensor names are already ``DraftHead``'s own (see ``tensor_names``)."""
+    """A draft head. Tensor names are already ``DraftHead``'s own (see ``tensor_names``); whatever is there or not
+    (biases, norms, an embedding, a vocabulary of its own) is told by ``headers``."""
 
-    format: str
+    kind: str
+    dialect: str
+    """The system whose files these are, as ``--draft-dialect`` names it."""
     source: Source
-    layer: "PreTrainedConfig"
-    """transformers' configuration of the one decoder layer: LlamaConfig or Qwen3Config."""
+    layer: "LlamaConfig"
+    """Sizes and rotary table of the decoder layers, in transformers' terms; ``head_dim`` is that of the tensors."""
+    layers: int
     tensor_names: dict[str, str]
     """Checkpoint tensor to ``DraftHead`` parameter or buffer; a tensor that is not here is not loaded."""
     headers: dict[str, TensorHeader]
     """By ``DraftHead``'s names."""
     target_vocab_size: int
-    aux_layers: tuple[int, ...] | None
-    """Taps as the checkpoint gives them; tap L is the input of layer L. None: it leaves them to the default."""
-    norm_before_residual: bool
+    aux_layers: tuple[int, ...] | None = None
+    """Taps as the checkpoint gives them, read by ``aux_convention``. None: it leaves them to the default."""
+    aux_convention: str = "input"
+    """Whether id L is the input of the target's layer L (transformers' ``hidden_states[L]``) or its output."""
+    takes_final_state: bool = False
+    """The feature is the target's final state after its norm: EAGLE, EAGLE-3 with ``use_aux_hidden_state`` false."""
+    norm_before_residual: bool = False
     norm_before_fc: bool = False
-    norm_output: bool = False
+    feeds_normed: bool = False
+    """The next step's feature is the normed state (``norm_output`` but for SpecForge)."""
+    later_norm: str = "input_layernorm"
+    """Which norm the layers after the first apply to their input."""
+    shares_lm_head: bool = False
+    """Its lm_head is the target's; with ``ties_lm_head`` it is its own embedding."""
+    ties_lm_head: bool = False
+    mask_token_id: int | None = None
+    """P-EAGLE: the token of the rows that stand for proposals not made yet."""
     selector: str | None = None
     """The checkpoint's own name of ``t2d``, which says of each target id whether the draft speaks it."""
-    window: int = 0
-    """Sliding window of the draft's own attention, in tokens; 0: it attends to every slot before."""
+    windows: tuple[int, ...] = (0,)
+    """Sliding window of each layer's own attention, in tokens; 0: it attends to every slot before."""
     chain_len: int = 3
     """Draft tokens a round, as the checkpoint suggests."""
     verifier: str | None = None
     """The target that the head was trained for, where the checkpoint names it."""
-    warnings: tuple[str, ...] = ()
+    verifier_architectures: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
 
     @property
     def folder(self) -> Path:
@@ -48,12 +70,17 @@ class DraftDescription:
 
     @property
     def draft_vocab_size(self) -> int:
-        return self.headers["lm_head.weight"].shape[0]
+        if self.shares_lm_head:
+            return self.target_vocab_size
+        return self.headers["embed_tokens.weight" if self.ties_lm_head else "lm_head.weight"].shape[0]
 
     @property
     def taps_width(self) -> int:
-        """n_aux * the target's hidden size, as ``fc`` takes it."""
-        return self.headers["fc.weight"].shape[1]
+        """n_aux * the target's hidden size, as ``fc`` takes it; the width of the final state where that is the
+        feature."""
+        if not self.takes_final_state:
+            return self.headers["fc.weight"].shape[1]
+        return self.headers["fc.weight"].shape[1] - self.hidden_size if self.kind == EAGLE else self.hidden_size
 
     @property
     def has_embedding(self) -> bool:
@@ -62,3 +89,12 @@ class DraftDescription:
     @property
     def maps_vocabulary(self) -> bool:
         return "d2t" in self.headers
+
+    @property
+    def window(self) -> int:
+        """The shortest window of any layer, 0 where there is none."""
+        return min((window for window in self.windows if window), default=0)
+
+    def has(self, module: str) -> bool:
+        """Whether the checkpoint has a weight for a module of ``DraftHead``."""
+        return f"{module}.weight" in self.headers

@@ -1,17 +1,22 @@
-"""The EAGLE-3 drafter written out from its formulas: no module, no cache, every row computed anew.
+"""Draft heads written out from their formulas: no module, no cache, every row computed anew.
 
 What ``DraftHead`` computes is held against this (``eagle3.export.twin.draft``). It reads a checkpoint's own
-configuration and tensor names, so that a mistake in reading them shows as well:
+configuration and tensor names, so that a mistake in reading them shows as well. EAGLE-3 (taps a, embedded token E):
 
     a = cat(taps);  a = input_norm(a) if norm_before_fc;  a = cat(fc_norm_i(a_i)) if fc_norm;  f = fc(a)
-    e = input_layernorm(embed(token));  h = hidden_norm(f);  r = h if norm_before_residual else f
+    e = input_layernorm(E);  h = hidden_norm(f);  r = h if norm_before_residual else f
     x = r + attention(cat[e, h]);  g = x + mlp(post_attention_layernorm(x))
     logits = lm_head(norm(g));  the next f is norm(g) if norm_output else g
 
-Source: the EAGLE-3 paper (arXiv 2503.01840), SafeAILab's and speculators' code, vLLM's where the window of the
-attention moves with the chain (in speculators' training it stays where the first step of a slot had it).
+A later layer takes g through its own norm instead of cat[e, h]. EAGLE 1 and 2: f is the target's final state, and the
+layer runs over x = fc(cat[E, f]). P-EAGLE: step j is a row of its own behind the last, of the mask token and the
+feature fc(mask_hidden).
+
+Source: the papers (EAGLE 2401.15077, EAGLE-3 2503.01840), SafeAILab's, speculators' and SGLang's code, vLLM's where the
+window of the attention moves with the chain (in speculators' training it stays where the first step of a slot had it).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,66 +25,126 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_LAYER_PREFIXES = ("layers.0.", "midlayer.")
+_FIRST = ("layers.0.", "midlayer.", "transformer.")
+_OTHER_NAMES = {
+    "fc_norm.0": ("aux_norm_low",),
+    "fc_norm.1": ("aux_norm_mid",),
+    "fc_norm.2": ("aux_norm_high",),
+    "fc": ("fusion_fc",),
+    "embed_norm": ("embedding_layernorm", "embed_layernorm"),
+    "norm": ("pre_lm_head_layernorm", "lm_head_layernorm"),
+    "layers.0.input_layernorm": ("hidden_layernorm",),
+}
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its decoder layer, ``tensors`` are
-    float32 by the checkpoint's names. H is the draft's hidden size, V its vocabulary."""
+    """``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its decoder layers, ``tensors`` are
+    float32 by the checkpoint's names; ``lm_head`` [V, H] and ``embedding`` are those of the target, for a head that has
+    none. H is the draft's hidden size, V its vocabulary."""
 
+    dialect: str
     config: dict[str, Any]
     layer: Any
     tensors: dict[str, Tensor]
+    embedding: Tensor
+    lm_head: Tensor
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
+        own = self._find("embed_tokens.weight")
+        return (self.embedding if own is None else own)[tokens]
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
-        """The target's states, each [T, H_target], as features [T, H]."""
-        if self.config.get("fc_norm"):
+        """The target's states, each [T, H_target], as features [T, H]; a lone final state of a head that takes it."""
+        if self._joins_in_fc or self._said("use_aux_hidden_state") is False:
+            return taps[0]
+        if self._find("fc_norm.0.weight") is not None:
             taps = [self._norm(tap, f"fc_norm.{index}") for index, tap in enumerate(taps)]
         states = torch.cat(taps, dim=-1)
-        return self._linear(self._norm(states, "input_norm") if self.config.get("norm_before_fc") else states, "fc")
+        return self._linear(self._norm(states, "input_norm") if self._said("norm_before_fc") else states, "fc")
 
-    def __call__(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows at positions 0, 1, 2, ...: embedded tokens and features, each [T, H] -> logits [T, V], next features."""
-        normed = self._norm(features, "hidden_norm")
-        residual = normed if self.config.get("norm_before_residual") else features
-        both = torch.cat([self._norm(embedded, "input_layernorm"), normed], dim=-1)
-        x = residual + self._attention(both)
-        inner = self._norm(x, "post_attention_layernorm")
-        gate = self._activation()(self._linear(inner, "mlp.gate_proj"))
-        g = x + self._linear(gate * self._linear(inner, "mlp.up_proj"), "mlp.down_proj")
-        out = self._norm(g, "norm")
-        return self._linear(out, "lm_head"), out if self.config.get("norm_output") else g
+    def mask_rows(self, taps: int) -> tuple[Tensor, Tensor]:
+        """Token id [] and feature [1, H] of a row that stands for a proposal not made yet."""
+        said = (self._said(key) for key in ("mask_token_id", "pard_token", "ptd_token_id"))
+        hidden = self._find("mask_hidden").reshape(1, -1)
+        return torch.tensor(next(id for id in said if id is not None)), self.fuse(list(hidden.chunk(taps, dim=-1)))
 
-    def _attention(self, x: Tensor) -> Tensor:
-        heads = self.layer.num_attention_heads
-        size = getattr(self.layer, "head_dim", None) or self.layer.hidden_size // heads
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows at positions 0, 1, 2, ...: tokens [T] and features [T, H] -> logits [T, V], the next features."""
+        e, g = self.embed(tokens), features
+        for index in range(self._layers):
+            g = self._layer(index, e, g)
+        normed = self._normed_if_there(g, "norm")
+        said, specforge = self._said("norm_output"), self.dialect == "specforge"
+        out = g if specforge and said is False else normed
+        feeds = not specforge and (said or self._said("return_hidden_post_norm"))
+        return F.linear(out, self._vocabulary(), self._find("lm_head.bias")), normed if feeds else g
+
+    @property
+    def _layers(self) -> int:
+        found = [re.search(r"(additional_)?layers\.(\d+)\.", name) for name in self.tensors]
+        return 1 + max((int(each[2]) + bool(each[1]) for each in found if each), default=0)
+
+    @property
+    def _joins_in_fc(self) -> bool:
+        return self._find("layers.0.self_attn.q_proj.weight").shape[1] == self.layer.hidden_size
+
+    def _vocabulary(self) -> Tensor:
+        own = self._find("lm_head.weight")
+        if own is None and self._said("tie_word_embeddings") and not self._joins_in_fc:
+            own = self._find("embed_tokens.weight")
+        return self.lm_head if own is None else own
+
+    def _layer(self, index: int, e: Tensor, f: Tensor) -> Tensor:
+        at = f"layers.{index}."
+        if index == 0 and self._joins_in_fc:
+            residual = self._linear(torch.cat([self._normed_if_there(e, "embed_norm"), f], dim=-1), "fc")
+            x = self._normed_if_there(residual, f"{at}input_layernorm")
+        elif index == 0:
+            h = self._normed_if_there(f, f"{at}hidden_norm")
+            residual = h if self._said("norm_before_residual") else f
+            x = torch.cat([self._normed_if_there(e, f"{at}input_layernorm"), h], dim=-1)
+        else:
+            norms = ("hidden_norm", "input_layernorm")
+            norms = norms if self.dialect in ("sglang", "specforge") else norms[::-1]
+            name = next(name for name in norms if self._find(f"{at}{name}.weight") is not None)
+            residual, x = f, self._norm(f, f"{at}{name}")
+        x = residual + self._attention(index, x)
+        inner = self._norm(x, f"{at}post_attention_layernorm")
+        gate = self._activation()(self._linear(inner, f"{at}mlp.gate_proj"))
+        return x + self._linear(gate * self._linear(inner, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
+
+    def _attention(self, index: int, x: Tensor) -> Tensor:
+        at, heads = f"layers.{index}.self_attn.", self.layer.num_attention_heads
+        size = self._find(f"{at}q_proj.weight").shape[0] // heads
         query, key, value = (
-            self._linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1) for name in "qkv"
+            self._linear(x, f"{at}{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1) for name in "qkv"
         )  # [heads or kv_heads, T, size]
-        if self._find("self_attn.q_norm.weight") is not None:
-            query, key = self._norm(query, "self_attn.q_norm"), self._norm(key, "self_attn.k_norm")
+        if self._find(f"{at}q_norm.weight") is not None:
+            query, key = self._norm(query, f"{at}q_norm"), self._norm(key, f"{at}k_norm")
         query, key = self._rotated(query, size), self._rotated(key, size)
         groups = heads // len(key)
         key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
         scores = query @ key.transpose(1, 2) / size**0.5
-        scores = scores.masked_fill(~self._visible(len(x)), float("-inf"))
-        return self._linear((scores.softmax(-1) @ value).transpose(0, 1).flatten(1), "self_attn.o_proj")
+        scores = scores.masked_fill(~self._visible(index, len(x)), float("-inf"))
+        return self._linear((scores.softmax(-1) @ value).transpose(0, 1).flatten(1), f"{at}o_proj")
 
-    def _visible(self, rows: int) -> Tensor:
+    def _visible(self, index: int, rows: int) -> Tensor:
         """Which rows a row attends to: those up to itself, within the window if there is one. bool [T, T]."""
         distance = torch.arange(rows)[:, None] - torch.arange(rows)[None, :]
         visible = distance >= 0
-        written = self.config["transformer_layer_config"]
-        kinds = written.get("layer_types") or getattr(self.layer, "layer_types", None) or [None]
-        return visible & (distance < self.layer.sliding_window) if kinds[0] == "sliding_attention" else visible
+        written = self.config.get("transformer_layer_config", self.config)
+        kinds = written.get("layer_types") or self.layer.layer_types or ["full_attention"] * (index + 1)
+        return visible & (distance < self.layer.sliding_window) if kinds[index] == "sliding_attention" else visible
 
     def _rotated(self, x: Tensor, size: int) -> Tensor:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         rope, scale = self.layer.rope_parameters, 1.0
         if rope["rope_type"] == "default":
-            frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+            rotated = int(size * rope.get("partial_rotary_factor", 1.0))
+            frequencies = rope["rope_theta"] ** (-torch.arange(0, rotated, 2) / rotated)
         else:
             frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.layer, "cpu")
         angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies)
@@ -93,6 +158,9 @@ class Drafter:
 
         return ACT2FN[self.layer.hidden_act]
 
+    def _normed_if_there(self, x: Tensor, name: str) -> Tensor:
+        return x if self._find(f"{name}.weight") is None else self._norm(x, name)
+
     def _norm(self, x: Tensor, name: str) -> Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
         return x * torch.rsqrt(variance + self.layer.rms_norm_eps) * self._find(f"{name}.weight")
@@ -100,9 +168,16 @@ class Drafter:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self._find(f"{name}.weight"), self._find(f"{name}.bias"))
 
+    def _said(self, key: str) -> Any:
+        return (self.config.get("eagle_config") or {}).get(key, self.config.get(key))
+
     def _find(self, name: str) -> Tensor | None:
-        for model in ("", "model."):
-            for prefix in ("", *_LAYER_PREFIXES):
-                if f"{model}{prefix}{name}" in self.tensors:
-                    return self.tensors[f"{model}{prefix}{name}"]
-        return None
+        """A tensor by ``layers.{i}.`` and the names above, whatever the checkpoint calls it."""
+        module, _, end = name.rpartition(".")
+        names = [name, *(f"{other}.{end}" for other in _OTHER_NAMES.get(module, ()))]
+        if name.startswith("layers.0."):
+            names += [first + name.removeprefix("layers.0.") for first in _FIRST]
+        elif later := re.match(r"layers\.(\d+)\.", name):
+            names.append(f"additional_layers.{int(later[1]) - 1}.{name[later.end() :]}")
+        found = (self.tensors.get(prefix + each) for each in names for prefix in ("", "model."))
+        return next((tensor for tensor in found if tensor is not None), None)

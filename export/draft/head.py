@@ -1,101 +1,101 @@
-"""The EAGLE-3 draft head: one decoder layer over a token's embedding and the target's fused hidden states.
+"""The draft head as a module with a KV cache of its own: EAGLE-3, P-EAGLE, and EAGLE 1 and 2.
 
-    f = fc(cat(taps))                       # the first step; later steps take the g before
-    e = input_layernorm(embed(token)); h = hidden_norm(f)
-    x = (h if norm_before_residual else f) + attention(cat[e, h])
-    g = x + mlp(post_attention_layernorm(x))
-    logits = lm_head(norm(g)); the next f is norm(g) if norm_output else g
+    f = fc(cat(taps))                       # the first step of an EAGLE-3; later steps take the g before
+    g = layers(embed(token), f)             # layers.py
+    logits = lm_head(norm(g)); the next f is norm(g) if the head feeds the normed state, else g
 
-Source: the EAGLE-3 paper (arXiv 2503.01840) and speculators' Eagle3DraftModel, whose numbers tests/golden holds.
+An EAGLE takes the target's final state for f. A P-EAGLE proposes all K tokens in one forward: behind the last row stand
+K - 1 rows of its mask token and its mask feature, fc(mask_hidden).
+
+Source: the papers (EAGLE-3, arXiv 2503.01840; EAGLE, 2401.15077), speculators' ``Eagle3DraftModel``,
+``PEagleDraftModel`` and ``EagleSpeculator``, whose numbers tests/golden holds.
 """
-
-from copy import deepcopy
 
 import torch
 from executorch.extension.llm.export.load import load_checkpoint
 from torch import Tensor, nn
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
-from eagle3.export.draft.description import DraftDescription
-from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape, attention_mask, ring_window
-
-RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's is the same
-_PARTS = {
-    "llama": (modeling_llama.LlamaAttention, modeling_llama.LlamaMLP),
-    "qwen3": (modeling_qwen3.Qwen3Attention, modeling_qwen3.Qwen3MLP),
-}
-
-
-class DraftLayer(nn.Module):
-    """transformers' attention and MLP, the projections widened to twice the hidden size."""
-
-    def __init__(self, config, norm_before_residual: bool):
-        super().__init__()
-        self.norm_before_residual = norm_before_residual
-        norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
-        self.input_layernorm, self.hidden_norm = RMSNorm(**norm), RMSNorm(**norm)
-        self.post_attention_layernorm = RMSNorm(**norm)
-        attention, mlp = _PARTS[config.model_type]
-        self.self_attn = attention(config, layer_idx=0)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(2 * config.hidden_size, narrow.out_features, bias=narrow.bias is not None)
-            setattr(self.self_attn, name, wide)
-        self.mlp = mlp(config)
-
-    def forward(self, embedding: Tensor, feature: Tensor, last: bool, **attention) -> Tensor:
-        """[1, T, H] twice -> [1, T, H], or [1, 1, H] of the last row: only its keys and values outlive the others."""
-        normed = self.hidden_norm(feature)
-        residual = normed if self.norm_before_residual else feature
-        attended, _ = self.self_attn(torch.cat((self.input_layernorm(embedding), normed), dim=-1), **attention)
-        if last:
-            residual, attended = residual[:, -1:], attended[:, -1:]
-        x = residual + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
+from eagle3.export.draft.layers import DraftLayer, RMSNorm, rotary_table
+from eagle3.export.draft.tensor_names import MASK
+from eagle3.targets import TapTarget
+from eagle3.targets.attention import AttentionFactory, KVCacheShape, attention_mask, ring_window
 
 
 class DraftHead(nn.Module):
-    """A draft head with a KV cache of its own. Draft slot p pairs the target's feature at p with token p + 1."""
+    """Draft slot p pairs the target's feature at p with token p + 1.
 
-    def __init__(self, draft: DraftDescription, max_seq_len: int):
+    ``proposals``: how many tokens one forward proposes, K for a P-EAGLE that is to propose K, else 1.
+    """
+
+    def __init__(self, draft: DraftDescription, max_seq_len: int, proposals: int = 1):
         super().__init__()
-        config, size = deepcopy(draft.layer), draft.hidden_size
-        config._attn_implementation = HF_ATTENTION
-        config.layer_types = ["full_attention"]  # the window is kv_attention's
-        self.max_seq_len, self.norm_output = max_seq_len, draft.norm_output
-        self.window = ring_window(draft.window, max_seq_len)
+        config, size = draft.layer, draft.hidden_size
+        self.proposals = proposals if draft.kind == P_EAGLE else 1
+        self.slots = max_seq_len + self.proposals - 1  # the last window's mask rows stand behind the context's end
+        self.max_seq_len, self.feeds_normed = max_seq_len, draft.feeds_normed
+        self.joins_in_fc, self.mask_token = draft.kind == EAGLE, draft.mask_token_id
+        self.takes_final_state = draft.takes_final_state
         if draft.has_embedding:
             self.embed_tokens = nn.Embedding(*draft.headers["embed_tokens.weight"].shape)
-        eps = config.rms_norm_eps
-        self.input_norm = RMSNorm(draft.taps_width, eps) if draft.norm_before_fc else None
-        norms = [name for name in draft.headers if name.startswith("fc_norm.")]  # one per tap
-        self.fc_norm = nn.ModuleList(RMSNorm(draft.headers[name].shape[0], eps) for name in norms) if norms else None
-        self.fc = nn.Linear(draft.taps_width, size, bias="fc.bias" in draft.headers)
-        self.layer = DraftLayer(config, draft.norm_before_residual)
-        self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias=False)
+
+        def norm(name: str, width: int) -> nn.Module | None:
+            return RMSNorm(width, config.rms_norm_eps) if draft.has(name) else None
+
+        self.input_norm = norm("input_norm", draft.taps_width) if draft.norm_before_fc else None
+        tapped = [draft.headers[name].shape[0] for name in sorted(draft.headers) if name.startswith("fc_norm.")]
+        self.fc_norm = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for width in tapped) if tapped else None
+        self.embed_norm = norm("embed_norm", size)
+        fused = draft.headers["fc.weight"].shape[1] if draft.has("fc") else 0
+        self.fc = nn.Linear(fused, size, bias="fc.bias" in draft.headers) if fused else None
+        self.layers = nn.ModuleList(DraftLayer(draft, index) for index in range(draft.layers))
+        self.norm = norm("norm", size)
+        if not draft.shares_lm_head and not draft.ties_lm_head:
+            self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)
         d2t = torch.empty(draft.draft_vocab_size, dtype=torch.long) if draft.maps_vocabulary else None
         self.register_buffer("d2t", d2t)
+        if self.mask_token is not None:
+            self.register_buffer(MASK, torch.empty(draft.headers[MASK].shape))
+        self.windows = [ring_window(window, self.slots) for window in draft.windows]
         self._slots_written = 0  # eager mode alone: exported programs leave positions to their caller
 
-    def attach(self, draft: DraftDescription, attention: AttentionFactory, dtype: torch.dtype, embedding: nn.Embedding):
-        """Make what no checkpoint holds: the KV cache, the rotary table (float32), a shared embedding."""
-        config = draft.layer
-        self.layer.self_attn.kv_attention = attention(
-            KVCacheShape(
-                config.num_key_value_heads, self.layer.self_attn.head_dim, self.max_seq_len, self.window, dtype
-            )
-        )
+    def attach(self, draft: DraftDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget):
+        """Make what no checkpoint holds: KV caches, the rotary table (float32), a shared embedding and lm_head."""
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            attn = layer.self_attn
+            shape = KVCacheShape(draft.layer.num_key_value_heads, attn.head_dim, self.slots, window, dtype)
+            attn.kv_attention = attention(shape)
         if self.d2t is not None:
             self.d2t = self.d2t.long()
-        self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
+        self.rotary_emb = rotary_table(draft)
         if not draft.has_embedding:
-            self.embed_tokens = embedding
+            self.embed_tokens = target.embed_tokens
+        if draft.shares_lm_head:
+            self.lm_head = target.lm_head
+        if draft.ties_lm_head:
+            self.lm_head = nn.Linear(*reversed(self.embed_tokens.weight.shape), bias=False, device="meta")
+            self.lm_head.weight = self.embed_tokens.weight
+        if self.mask_token is not None:
+            taps = getattr(self, MASK).reshape(1, 1, -1).split(draft.taps_width // self._taps(draft), dim=-1)
+            with torch.no_grad():
+                self.register_buffer("mask_feature", self.fuse(taps).detach(), persistent=False)
+            delattr(self, MASK)
         return self
 
+    @property
+    def window(self) -> int:
+        """The shortest of the layers' rings, 0 where there is none."""
+        return min((window for window in self.windows if window), default=0)
+
+    def _taps(self, draft: DraftDescription) -> int:
+        return len(self.fc_norm) if self.fc_norm is not None else 1
+
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """The target's tapped states, each [1, T, H_target], as one feature [1, T, H]."""
+        """The target's tapped states, each [1, T, H_target], as one feature [1, T, H]; of a head that takes the
+        final state, that one."""
+        if self.takes_final_state:
+            (state,) = taps
+            return state
         if self.fc_norm is not None:
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
         states = torch.cat(taps, dim=-1)
@@ -108,26 +108,38 @@ class DraftHead(nn.Module):
             tokens: int64 [1, T], target ids; slot p takes token p + 1
             feature: [1, T, H], from ``fuse`` or a recurrent feature
             input_pos: int64 [T], consecutive, at most one past the last slot written
-            last: give the last row alone
+            last: give the last row alone, and a P-EAGLE's mask rows
 
         Returns:
-            draft logits [1, T or 1, draft_vocab_size] and the recurrent feature [1, T or 1, H]
+            draft logits [1, T + K - 1 or K, draft_vocab_size] and the recurrent features, likewise
 
         Raises:
             ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``
         """
         if not torch.compiler.is_exporting():
             self._check_positions(input_pos)
-        mask = attention_mask(input_pos, self.max_seq_len, self.window)
-        out = self.layer(
-            self.embed_tokens(tokens),
-            feature,
-            last,
-            position_embeddings=self.rotary_emb(feature, input_pos[None]),
-            attention_mask=self.layer.self_attn.kv_attention.rows(input_pos, mask),
-        )
-        normed = self.norm(out)
-        return self.lm_head(normed), normed if self.norm_output else out
+        if self.proposals > 1:
+            tokens, feature, input_pos = self._with_mask_rows(tokens, feature, input_pos)
+        embedded = self.embed_tokens(tokens)
+        if self.embed_norm is not None:
+            embedded = self.embed_norm(embedded)
+        state = self.fc(torch.cat((embedded, feature), dim=-1)) if self.joins_in_fc else feature
+        rows, rotary = {}, self.rotary_emb(feature, input_pos[None])
+        for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            if window not in rows:
+                mask = attention_mask(input_pos, self.slots, window)
+                rows[window] = layer.self_attn.kv_attention.rows(input_pos, mask)
+            kept = self.proposals if last and index == len(self.layers) - 1 else 0
+            state = layer(embedded, state, kept, position_embeddings=rotary, attention_mask=rows[window])
+        normed = state if self.norm is None else self.norm(state)
+        return self.lm_head(normed), normed if self.feeds_normed else state
+
+    def _with_mask_rows(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.proposals - 1
+        masks = tokens.new_full((1, rows), self.mask_token)
+        positions = input_pos[-1:] + torch.arange(1, rows + 1, device=input_pos.device)
+        features = self.mask_feature.expand(1, rows, -1)
+        return torch.cat((tokens, masks), 1), torch.cat((feature, features), 1), torch.cat((input_pos, positions))
 
     def target_ids(self, logits: Tensor) -> Tensor:
         """Greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""
@@ -146,10 +158,15 @@ class DraftHead(nn.Module):
 
 
 def load_draft(
-    draft: DraftDescription, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory, embedding: nn.Embedding
+    draft: DraftDescription,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    attention: AttentionFactory,
+    target: TapTarget,
+    proposals: int = 1,
 ) -> DraftHead:
-    """Load a draft head; ``embedding`` is the target's, for a head without one of its own."""
+    """Load a draft head; it shares ``target``'s embedding and lm_head where it has none of its own."""
     with torch.device("meta"):
-        head = DraftHead(draft, max_seq_len)
+        head = DraftHead(draft, max_seq_len, proposals)
     load_checkpoint("", head, key_map=draft.tensor_names.get, dtype=dtype, raw_iter=lambda _: draft.source.tensors())
-    return head.attach(draft, attention, dtype, embedding).eval().requires_grad_(False)
+    return head.attach(draft, attention, dtype, target).eval().requires_grad_(False)

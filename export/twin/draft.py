@@ -4,8 +4,10 @@ Rows are seeded from taps in chunks, chained on the head's own features and roll
 """
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft import DraftDescription, read_draft
+from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
+from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.formulas import Drafter
 from eagle3.export.draft.head import DraftHead, load_draft
-from eagle3.export.draft.speculators import layer_config
+from eagle3.export.draft.reading import MASK_TOKENS, read_draft
 from eagle3.export.twin.comparison import TOLERANCE, Comparison
 from eagle3.export.twin.shrink import prompt_length, shrink
 from eagle3.targets.attention import EagerAttention
@@ -25,14 +28,14 @@ VOCABULARY, DRAFT_VOCABULARY = 96, 48
 CHUNK, CHAIN = 7, 3  # rows
 
 
-def check_draft(draft: DraftDescription, taps: int) -> dict[str, Any]:
+def check_draft(draft: DraftDescription, taps: int, norm_before_residual: bool | None = None) -> dict[str, Any]:
     """Compare the twins of a head that fuses ``taps`` states of its target; returns what the manifest says of it.
 
-    Raises ValueError where they differ or ours does not run.
+    ``norm_before_residual``: as it was overridden. Raises ValueError where they differ or ours does not run.
     """
     file = draft.folder / "config.json"
     try:
-        compared = compare(draft, taps)
+        compared = compare(draft, taps, norm_before_residual)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{file} describes a draft head that cannot be computed: {reason}") from error
@@ -44,23 +47,31 @@ def check_draft(draft: DraftDescription, taps: int) -> dict[str, Any]:
     return compared.as_json()
 
 
-def compare(draft: DraftDescription, taps: int, seed: int = 0) -> Comparison:
+def compare(draft: DraftDescription, taps: int, overridden: bool | None = None, seed: int = 0) -> Comparison:
     with torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as name:
         folder, generator = Path(name), torch.Generator().manual_seed(seed)
-        config = _shrunken(draft)
-        layer = layer_config(folder / "config.json", config)
-        width = layer.hidden_size + 16 * (draft.taps_width != taps * draft.hidden_size)
-        tensors = _random_tensors(draft, layer, taps, width, generator)
+        small = _small_layer(draft)
+        config = _shrunken(draft, small, overridden)
+        width = small.hidden_size + 16 * (not draft.takes_final_state and draft.taps_width != taps * draft.hidden_size)
+        tensors = _random_tensors(draft, small, taps, width, generator)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
-        twin = read_draft(folder)
-        length = prompt_length(layer)
-        embedding = nn.Embedding(VOCABULARY, layer.hidden_size)
-        embedding.weight.copy_(torch.randn(embedding.weight.shape, generator=generator))
-        head = load_draft(twin, length, torch.float32, EagerAttention, embedding)
-        states = [torch.randn(1, length, width, generator=generator) for _ in range(taps)]
+        twin = read_draft(folder, draft.dialect, overridden)
+        length = prompt_length(small)
+        target = _target(small.hidden_size, generator)
+        head = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
+        states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
         tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
-        return _play(Drafter(config, layer, tensors), head, tokens, states)
+        shared = target.embed_tokens.weight, target.lm_head.weight
+        return _play(Drafter(draft.dialect, config, twin.layer, tensors, *shared), head, tokens, states)
+
+
+def _target(size: int, generator: torch.Generator) -> SimpleNamespace:
+    """What a head may share of its target."""
+    embedding, lm_head = nn.Embedding(VOCABULARY, size), nn.Linear(size, VOCABULARY, bias=False)
+    for module in (embedding, lm_head):
+        module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
+    return SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
 
 
 def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor]) -> Comparison:
@@ -70,14 +81,18 @@ def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor])
     features = head.fuse(tuple(taps))
     fused = drafter.fuse([tap[0] for tap in taps])[None]
     compared.add("tap 0", 0, features, fused, fused)  # all taps, fused
-    embed = head.embed_tokens
-    chunk = min(CHUNK, head.window or CHUNK)
+    masks = head.proposals - 1
+    chunk = min(CHUNK, (head.window or CHUNK + masks) - masks)
     for start in range(0, length - CHAIN, chunk):
         end = min(start + chunk, length - CHAIN)
         ids, rows = tokens[:, :end], fused[:, :end]
         given = tokens[:, start:end], fused[:, start:end], torch.arange(start, end)
-        for step in range(CHAIN + 1):
-            expected_logits, expected_next = drafter(embed(ids)[0], rows[0])
+        if masks:
+            token, feature = drafter.mask_rows(len(taps))
+            ids = torch.cat([ids, token.expand(1, masks)], dim=1)
+            rows = torch.cat([rows, feature[None].expand(1, masks, -1)], dim=1)
+        for step in range(1 if masks else CHAIN + 1):
+            expected_logits, expected_next = drafter(ids[0], rows[0])
             logits, recurrent = head(*given)
             for what, value, wanted in (("logits", logits, expected_logits), ("tap 1", recurrent, expected_next)):
                 compared.add(what, start, value, wanted[None, -value.shape[1] :], wanted)
@@ -89,16 +104,32 @@ def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor])
     return compared
 
 
-def _shrunken(draft: DraftDescription) -> dict[str, Any]:
+def _small_layer(draft: DraftDescription) -> Any:
+    layer = deepcopy(draft.layer)
+    layer.num_hidden_layers, layer.layer_types = 1, (layer.layer_types or [None])[:1]
+    layer.layer_types = None if layer.layer_types == [None] else layer.layer_types
+    layer.sliding_window = draft.window or None
+    return shrink(layer)
+
+
+def _shrunken(draft: DraftDescription, small: Any, overridden: bool | None) -> dict[str, Any]:
     """The head's own JSON with its sizes cut."""
     config = read_object(draft.folder / "config.json")
-    written = config["transformer_layer_config"]
-    small = shrink(draft.layer).to_dict() | {"vocab_size": VOCABULARY, "model_type": draft.layer.model_type}
-    sizes = (*written, "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    kept = {key: small[key] for key in sizes if key in small}
-    config["transformer_layer_config"] = written | kept
+    fields = DIALECTS[draft.dialect].layer_fields(config)
+    cut = small.to_dict()
+    sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    fields |= {key: cut[key] for key in (*sizes, "max_position_embeddings")} | {"vocab_size": VOCABULARY}
+    fields |= {key: cut["intermediate_size"] for key in ("intermediate_size_mlp",) if key in fields}
+    fields |= {"sliding_window": small.sliding_window} if draft.window else {}
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        fields.pop(key, None)
+    fields["rope_parameters"] = cut["rope_parameters"]
     if config.get("draft_vocab_size") is not None:
         config["draft_vocab_size"] = _spoken(draft)
+    for part in (config, config.get("eagle_config") or {}):
+        part |= {key: VOCABULARY - 1 for key in MASK_TOKENS if part.get(key) is not None}
+        if overridden is not None:
+            part["norm_before_residual"] = overridden
     return config
 
 
@@ -120,9 +151,10 @@ def _random_tensors(
             raise ValueError(f"there is no formula for its tensor {name}")
         noise = torch.randn(shapes[own], generator=generator)
         if noise.ndim == 1:
-            tensors[name] = 0.3 * noise + (own.endswith("norm.weight") or "fc_norm" in own)
-        else:
-            tensors[name] = noise / shapes[own][-1] ** 0.5 if own != "embed_tokens.weight" else noise
+            noise = 0.3 * noise + (own.endswith("norm.weight") or "fc_norm" in own)
+        elif own not in ("embed_tokens.weight", "mask_hidden"):
+            noise = noise / shapes[own][-1] ** 0.5
+        tensors[name] = noise
     if draft.maps_vocabulary:
         ids = torch.randperm(VOCABULARY, generator=generator)[:DRAFT_VOCABULARY].sort().values
         names = {own: name for name, own in draft.tensor_names.items()}
@@ -133,24 +165,28 @@ def _random_tensors(
 
 def _shapes(draft: DraftDescription, layer: Any, taps: int, width: int) -> dict[str, tuple[int, ...]]:
     """By ``DraftHead``'s names, biases where the checkpoint has them."""
-    size, inner = layer.hidden_size, layer.intermediate_size
-    head_dim = getattr(layer, "head_dim", None) or size // layer.num_attention_heads
+    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
     queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
     linears = {
-        "fc": (size, taps * width),
+        "fc": (size, size + width if draft.kind == EAGLE else taps * width),
         "lm_head": (_spoken(draft), size),
         "embed_tokens": (VOCABULARY, size),
-        "layer.self_attn.q_proj": (queries, 2 * size),
-        "layer.self_attn.k_proj": (keys, 2 * size),
-        "layer.self_attn.v_proj": (keys, 2 * size),
-        "layer.self_attn.o_proj": (size, queries),
-        "layer.mlp.gate_proj": (inner, size),
-        "layer.mlp.up_proj": (inner, size),
-        "layer.mlp.down_proj": (size, inner),
     }
-    norms = {name: (size,) for name in ("norm", "layer.input_layernorm", "layer.hidden_norm")}
-    norms |= {"layer.post_attention_layernorm": (size,), "input_norm": (taps * width,)}
+    norms = {name: (size,) for name in ("norm", "embed_norm")} | {"input_norm": (taps * width,)}
     norms |= {f"fc_norm.{index}": (width,) for index in range(taps)}
-    norms |= {f"layer.self_attn.{name}_norm": (head_dim,) for name in "qk"}
+    for index in range(draft.layers):
+        at, inputs = f"layers.{index}", size if index or draft.kind == EAGLE else 2 * size
+        linears |= {
+            f"{at}.self_attn.q_proj": (queries, inputs),
+            f"{at}.self_attn.k_proj": (keys, inputs),
+            f"{at}.self_attn.v_proj": (keys, inputs),
+            f"{at}.self_attn.o_proj": (size, queries),
+            f"{at}.mlp.gate_proj": (inner, size),
+            f"{at}.mlp.up_proj": (inner, size),
+            f"{at}.mlp.down_proj": (size, inner),
+        }
+        norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+        norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
     shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
-    return shapes | {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    return shapes | ({"mask_hidden": (1, 1, (taps or 1) * width)} if draft.kind == P_EAGLE else {})

@@ -8,14 +8,17 @@ method              inputs                                         outputs
 ==================  =============================================  ================================================
 ``prefill``         tokens [1,T], input_pos [T]                    greedy next token [1,1], feature [1,T,H]
 ``target_verify``   tokens [1,C], input_pos [C]                    greedy ids [1,C], feature [1,C,H]
-``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target id [1,1], recurrent [1,1,H]
+``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target ids [1,K], recurrent [1,1,H]
 ``decode``          as ``prefill`` with T = 1                      as ``prefill``
 ==================  =============================================  ================================================
+
+K is 1, but ``chain_len`` where the draft head proposes all tokens of a round in one forward (P-EAGLE): such an artifact
+has the format version ``PARALLEL_VERSION`` and says K in ``get_proposals``.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE = "prefill", "target_verify", "draft_decode", "decode"
@@ -23,7 +26,8 @@ METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact has these; ``decode`` is there only with ``--with-decode``."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION, PARALLEL_VERSION = 1, 2
+"""The latter where ``draft_decode`` proposes several tokens, which a runner that knows the former alone cannot take."""
 
 RUNTIMES = ("executorch", "torch", "auto")
 """What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
@@ -33,8 +37,8 @@ class MissingMetadata(Exception):
     """A ``.pte`` without one of our constant methods; the message names it."""
 
 
-def _key(name: str):
-    return field(metadata={"method": name})
+def _key(name: str, **default):
+    return field(metadata={"method": name}, **default)
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,14 @@ class Metadata:
     use_kv_cache: bool = _key("use_kv_cache")
     use_sdpa_with_kv_cache: bool = _key("use_sdpa_with_kv_cache")
     enable_dynamic_shape: bool = _key("enable_dynamic_shape")
+    proposals: int = _key("get_proposals", default=1)
+    """Tokens that one call of ``draft_decode`` proposes; the method is there where it is not 1."""
 
     def constant_methods(self) -> dict[str, Any]:
         """Name to value, as ``to_edge_transform_and_lower(constant_methods=...)`` takes them."""
         values = {f.metadata["method"]: getattr(self, f.name) for f in fields(self)}
+        if self.proposals == 1:
+            del values["get_proposals"]
         return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
 
     @classmethod
@@ -70,6 +78,8 @@ class Metadata:
         values = {}
         for f in fields(cls):
             method = f.metadata["method"]
+            if method not in names and f.default is not MISSING:
+                continue
             if method not in names:
                 raise MissingMetadata(
                     f"the program has no constant method {method!r}: not made by eagle3-export, or by another version"
@@ -78,9 +88,9 @@ class Metadata:
             values[f.name] = tuple(outputs) if f.name == "eos_ids" else outputs[0]
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, PARALLEL_VERSION):
             raise ValueError(
-                f"the artifact has format version {version}, this runner reads {FORMAT_VERSION}: "
-                "export it again, or install the eagle3-export that made it"
+                f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} and "
+                f"{PARALLEL_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)

@@ -1,0 +1,18 @@
+"""Tencent's AngelSlim: flat keys with what it was trained for (``target_model_type``, ``modal_type``); vLLM runs its
+heads, so that its layer ids are vLLM's, inputs.
+
+Source: the heads that it publishes for Qwen3 and the names that vLLM has for them (``Eagle3LlamaForCausalLM``).
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from eagle3.export.draft.dialects.dialect import Dialect
+
+
+def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+    named = config.get("architectures") or []
+    return "modal_type" in config or "target_model_type" in config or any(name.startswith("Eagle3") for name in named)
+
+
+DIALECT = Dialect("angelslim", recognizes)

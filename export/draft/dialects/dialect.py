@@ -1,0 +1,40 @@
+"""What sets one system's draft checkpoints apart from another's."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a checkpoint says of its use."""
+
+    chain_len: int = 3
+    verifier: str | None = None
+    verifier_architectures: tuple[str, ...] = ()
+
+
+def silent(config: dict[str, Any], file: Path) -> Proposal:
+    """Of a dialect that says nothing of its use."""
+    return Proposal()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The facts in which dialects differ; names of tensors are the same in all (``tensor_names.py``)."""
+
+    name: str
+    recognizes: Callable[[dict[str, Any], Collection[str]], bool]
+    """Of a configuration and the checkpoint's tensor names."""
+    layer_fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
+    """The part of the configuration that has the sizes of the decoder layers."""
+    ids_are: str = "input"
+    """What an explicit aux layer id means: the input or the output of that layer."""
+    norm_output_feeds: bool = True
+    """``norm_output`` says whether the normed state is the next feature; if not, whether lm_head takes it normed."""
+    later_norm: str = "input_layernorm"
+    """The norm of a later layer's input in a checkpoint that has both."""
+    proposal: Callable[[dict[str, Any], Path], Proposal] = silent
+    warns_of_residual: bool = False
+    """Its systems disagree on what an absent ``norm_before_residual`` means."""

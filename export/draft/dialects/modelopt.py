@@ -1,0 +1,21 @@
+"""NVIDIA ModelOpt: flat Llama keys, variants in ``eagle_config``.
+
+Its layer ids are those whose output it hooks (1, n // 2 - 1, n - 4 by default), as TensorRT-LLM counts them. Source:
+nvidia-modelopt 0.47.0, ``export/plugins/hf_spec_configs.py`` and ``speculative/plugins/hf_eagle.py``.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from eagle3.export.draft.dialects.dialect import Dialect
+
+OWN = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular")
+OWN += ("parallel_draft_step", "parallel_draft_heads_num_layers", "return_hidden_post_norm", "eh_proj_before_attn")
+
+
+def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+    variants = config.get("eagle_config")
+    return isinstance(variants, dict) and any(key in variants for key in OWN)
+
+
+DIALECT = Dialect("modelopt", recognizes, ids_are="output")

@@ -1,0 +1,49 @@
+"""vLLM's speculators, new (``Eagle3DraftModel``, ``PEagleDraftModel``) and old (``Eagle3Speculator``,
+``EagleSpeculator``).
+
+Source: speculators 0.3.0 and 0.9.0, their configuration classes and what their ``save_pretrained`` writes.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.draft.dialects.dialect import Dialect, Proposal
+
+LAYER = "transformer_layer_config"
+
+
+def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+    return LAYER in config
+
+
+def layer_fields(config: dict[str, Any]) -> dict[str, Any]:
+    return config[LAYER]
+
+
+def proposal(config: dict[str, Any], file: Path) -> Proposal:
+    """Of the first proposal method. Raises ValueError for one that accepts what greedy decoding would not say."""
+    from eagle3.export.checkpoints.json_fields import (
+        count,
+        nested,
+        texts,
+    )  # late: its package imports torch, --help does not
+
+    described = nested(config, "speculators_config", file)
+    methods = described.get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise ValueError(f"{file}: proposal_methods must be a list of objects: correct it")
+    method = methods[0]
+    for key, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0)):
+        if method.get(key, lossless) != lossless:
+            raise ValueError(f"{file}: {key} is {method[key]}, which is lossy: only {lossless} gives greedy tokens")
+    verifier = nested(described, "verifier", file)
+    name = verifier.get("name_or_path")
+    return Proposal(
+        chain_len=count(method, "speculative_tokens", 3, file),
+        verifier=str(name) if name else None,
+        verifier_architectures=texts(verifier, "architectures", file),
+    )
+
+
+DIALECT = Dialect("speculators", recognizes, layer_fields, proposal=proposal, warns_of_residual=True)

@@ -1,0 +1,65 @@
+"""Which kind of head a checkpoint is: its tensors decide, and what its configuration says must agree.
+
+An EAGLE-3 head run as an EAGLE accepts exactly nothing, and the other way round.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
+from eagle3.export.draft.tensor_names import MASK
+
+_DECLARED = {
+    r"P[Ee]agle|^peagle$": P_EAGLE,
+    r"Eagle3|^eagle3$": EAGLE3,
+    r"Eagle(Speculator|Llama|ForCausalLM|Model)|Eagle$|^eagle$": EAGLE,
+}
+
+
+def head_kind(file: Path, config: Mapping[str, Any], fields: Mapping[str, Any], own: Mapping[str, TensorHeader]) -> str:
+    """``own``: headers by ``DraftHead``'s names. Raises ValueError for tensors of another kind than is declared."""
+    declared, width = _declared(config), fields.get("hidden_size")
+    query = own.get("layers.0.self_attn.q_proj.weight")
+    if query is None:
+        raise ValueError(f"{file.parent} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
+    fc = own.get("fc.weight")
+    if query.shape[1:] == (2 * (width or 0),):
+        masked = MASK in own and declared != EAGLE3
+        kind = P_EAGLE if masked else EAGLE3
+        if kind == EAGLE3 and fc is None and not _takes_final_state(config):
+            raise ValueError(f"{file.parent}: no tensor fc.weight, though it is to fuse taps: is a shard missing?")
+    elif query.shape[1:] == (width,) and fc is not None:
+        kind = EAGLE
+    else:
+        raise ValueError(
+            f"{file.parent}: q_proj of the first layer takes {query.shape[-1]} inputs, but an EAGLE-3 head takes twice "
+            f"its hidden_size {width}, an EAGLE its hidden_size after an fc: this is no head of either kind"
+        )
+    if declared is not None and declared != kind:
+        raise ValueError(
+            f"{file} says {declared} (architectures: {_architectures(config)}), but the tensors are those of an {kind} "
+            f"head (q_proj takes {query.shape[1]} inputs for a hidden_size of {width}): run as the other it would "
+            "accept nothing; correct architectures, or copy the files again"
+        )
+    return kind
+
+
+def _takes_final_state(config: Mapping[str, Any]) -> bool:
+    variants = config.get("eagle_config")
+    return isinstance(variants, dict) and variants.get("use_aux_hidden_state") is False
+
+
+def _declared(config: Mapping[str, Any]) -> str | None:
+    names = list(config.get("architectures") or [])
+    names += [config["speculators_model_type"]] if isinstance(config.get("speculators_model_type"), str) else []
+    for pattern, kind in _DECLARED.items():
+        if any(re.search(pattern, name) for name in names):
+            return kind
+    return None
+
+
+def _architectures(config: Mapping[str, Any]) -> str:
+    return ", ".join(config.get("architectures") or ["none"])

@@ -1,0 +1,102 @@
+"""Sizes and rotary table of a draft head's decoder layers, in transformers' terms, from nested or flat keys."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.export.checkpoints.json_fields import count, nested
+from eagle3.export.checkpoints.rope import check_rope
+from eagle3.export.checkpoints.source import TensorHeader
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "llama4_text")
+"""Layers that are a Llama's but for biases and norms of queries and keys, which the tensors tell."""
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
+)
+_READ = (*_SIZES, "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
+_READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_window_layers")
+
+
+def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> "LlamaConfig":
+    """transformers' configuration of the decoder layers.
+
+    ``headers`` by ``DraftHead``'s names settle the head's size: SafeAILab takes hidden_size / heads whatever
+    ``head_dim`` says. Raises ValueError for what transformers makes no layer of, naming the key.
+    """
+    from transformers import AutoConfig, LlamaConfig
+    from transformers.activations import ACT2FN
+
+    model_type = fields.get("model_type", "llama")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"{file}: a draft layer of type {model_type!r}, but {', '.join(MODEL_TYPES)} are what we build"
+        )
+    for key in _SIZES:
+        count(fields, key, None, file)
+    activation = fields.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise ValueError(
+            f"{file}: hidden_act is {json.dumps(activation)}, which transformers does not know: correct it"
+        )
+    wanted = {key: deepcopy(fields[key]) for key in _READ if key in fields}
+    if model_type == "llama4_text":  # its dense layers are of another width than its experts
+        wanted["intermediate_size"] = fields.get("intermediate_size_mlp", fields.get("intermediate_size"))
+    for key in ("rope_scaling", "rope_parameters"):
+        nested(fields, key, file)
+        _text_alone(wanted.get(key))
+    try:
+        read = AutoConfig.for_model("llama" if model_type == "llama4_text" else model_type, **wanted)
+        config = LlamaConfig(
+            **{key: getattr(read, key, None) for key in (*_SIZES[:-1], "hidden_act", "rms_norm_eps")}
+            | {"rope_parameters": deepcopy(read.rope_parameters), "head_dim": _head_dim(read, headers)},
+            num_hidden_layers=wanted.get("num_hidden_layers") or 1,
+        )
+    except Exception as error:  # transformers validates field by field, with errors of its own kinds
+        cause = error.__cause__ if isinstance(error.__cause__, TypeError | ValueError) else error
+        reason = " ".join(str(cause).partition(" Errors: ")[0].split())
+        raise ValueError(f"{file}: transformers makes no decoder layer of this ({reason}): correct it") from error
+    config.layer_types = getattr(read, "layer_types", None)
+    config.sliding_window = getattr(read, "sliding_window", None)
+    check_rope(config, str(file))
+    return config
+
+
+def _text_alone(rope: dict[str, Any] | None) -> None:
+    """Without the sections of a multimodal rope: in a text all of them have the same positions."""
+    if rope and "mrope_section" in rope:
+        for key in ("mrope_section", "mrope_interleaved", "type", "rope_type"):
+            kind = rope.pop(key, None)
+            if key in ("type", "rope_type") and kind not in (None, "mrope"):
+                rope[key] = kind
+        rope.setdefault("rope_type", rope.get("type", "default"))
+
+
+def _head_dim(config: Any, headers: Mapping[str, TensorHeader]) -> int:
+    rows, heads = headers["layers.0.self_attn.q_proj.weight"].shape[0], config.num_attention_heads
+    if rows % heads:
+        raise ValueError(f"q_proj has {rows} rows, no multiple of num_attention_heads {heads}")
+    return rows // heads
+
+
+def windows(file: Path, config: Any, layers: int) -> tuple[int, ...]:
+    """The sliding window of each draft layer's own attention in tokens, 0 for full attention.
+
+    ``layer_types`` decides, as in speculators and vLLM: a ``sliding_window`` that no layer type names is not used.
+    """
+    kinds, window = config.layer_types or ["full_attention"] * layers, config.sliding_window
+    if len(kinds) < layers:
+        raise ValueError(f"{file}: layer_types names {len(kinds)} layers of {layers}: correct it")
+    for index, kind in enumerate(kinds[:layers]):
+        whole = isinstance(window, int) and not isinstance(window, bool) and window >= 1
+        if kind != "full_attention" and not (kind == "sliding_attention" and whole):
+            raise ValueError(
+                f"{file}: layer_types[{index}] is {kind!r} with sliding_window {window!r}, but a draft layer has "
+                "full_attention, or sliding_attention with a window in tokens"
+            )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])

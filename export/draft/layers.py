@@ -1,0 +1,88 @@
+"""A draft head's decoder layers: transformers' attention and MLP, with what sets the layers of each kind of head apart.
+
+first layer (EAGLE-3, P-EAGLE):  e = input_layernorm(embed(token));  h = hidden_norm(f)
+                                 x = (h if norm_before_residual else f) + attention(cat[e, h])
+first layer (EAGLE 1, 2, HASS):  f = fc(cat[embed_norm(embed(token)), f]);  x = f + attention(f)
+later layers:                    x = f + attention(input_layernorm(f)), SGLang's by hidden_norm
+all:                             g = x + mlp(post_attention_layernorm(x))
+"""
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from transformers.models.glm4_moe import modeling_glm4_moe
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from eagle3.export.draft.description import EAGLE, DraftDescription
+from eagle3.targets.attention import HF_ATTENTION
+
+RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's and GLM's are the same
+
+
+class DraftLayer(nn.Module):
+    """Layer ``index`` of a head. A norm that the checkpoint has not is none."""
+
+    def __init__(self, draft: DraftDescription, index: int):
+        super().__init__()
+        config, where = _config(draft), f"layers.{index}"
+        self.first = index == 0
+        self.joins = self.first and draft.kind != EAGLE
+        """Whether attention takes the embedding beside the feature."""
+        self.norm_before_residual = self.joins and draft.norm_before_residual
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if draft.has(f"{where}.{name}") else None
+            setattr(self, name, norm)
+        self.self_attn = _attention_class(draft, where)(config, layer_idx=0)
+        self.mlp = modeling_llama.LlamaMLP(config)
+        width = config.hidden_size * (2 if self.joins else 1)
+        for owner, names in ((self.self_attn, "qkvo"), (self.mlp, ("gate", "up", "down"))):
+            part = "self_attn" if owner is self.self_attn else "mlp"
+            for name in (f"{each}_proj" for each in names):
+                linear, bias = getattr(owner, name), f"{where}.{part}.{name}.bias" in draft.headers
+                inputs = width if name in ("q_proj", "k_proj", "v_proj") else linear.in_features
+                setattr(owner, name, nn.Linear(inputs, linear.out_features, bias=bias))
+
+    def forward(self, embedding: Tensor, feature: Tensor, last: int, **attention) -> Tensor:
+        """Embedding of the tokens (the first layer's alone) and feature, each [1, T, H] -> [1, T, H], or of the
+        ``last`` rows where that is not 0: only their keys and values outlive the others."""
+        if self.joins:
+            normed, embedding = _normed(self.hidden_norm, feature), _normed(self.input_layernorm, embedding)
+            residual, x = normed if self.norm_before_residual else feature, torch.cat((embedding, normed), dim=-1)
+        else:
+            residual, x = feature, _normed(self.input_layernorm or self.hidden_norm, feature)
+        attended, _ = self.self_attn(x, **attention)
+        if last:
+            residual, attended = residual[:, -last:], attended[:, -last:]
+        x = residual + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def rotary_table(draft: DraftDescription) -> nn.Module:
+    """transformers' rotary embedding, float32."""
+    partial = _rotates_in_part(draft)
+    return (modeling_glm4_moe.Glm4MoeRotaryEmbedding if partial else modeling_llama.LlamaRotaryEmbedding)(draft.layer)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _rotates_in_part(draft: DraftDescription) -> bool:
+    return draft.layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
+
+
+def _attention_class(draft: DraftDescription, where: str) -> type[nn.Module]:
+    """GLM's rotates the first dimensions of a head alone; it cuts each head in two for that, which costs a full one."""
+    if _rotates_in_part(draft):
+        return modeling_glm4_moe.Glm4MoeAttention
+    return modeling_qwen3.Qwen3Attention if draft.has(f"{where}.self_attn.q_norm") else modeling_llama.LlamaAttention
+
+
+def _config(draft: DraftDescription):
+    config = deepcopy(draft.layer)
+    config._attn_implementation = HF_ATTENTION
+    config.layer_types, config.sliding_window = ["full_attention"], None  # the window is kv_attention's
+    config.use_qk_norm = draft.has("layers.0.self_attn.q_norm")
+    return config

@@ -1,0 +1,43 @@
+"""Heads that are no EAGLE, recognized by their architecture, keys or tensors and refused by name."""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+_BY_ARCHITECTURE = {
+    r"DFlash": "a DFlash head (a block of tokens by diffusion)",
+    r"DSpark|Domino|XPress": "a block-parallel head",
+    r"Medusa": "a Medusa head",
+    r"MTP|NextN": "an MTP head (a layer of the target's own)",
+    r"MLPSpeculator": "an MLP speculator",
+    r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",
+    r"ReDrafter": "a ReDrafter head",
+}
+_BY_TENSOR = {
+    r".*kv_a_proj_with_mqa\..*|.*kv_b_proj\..*": "an EAGLE-3 head with MLA attention",
+    r".*medusa.*|parallel_draft_heads\..*": "a head with Medusa's parallel layers",
+    r".*\.experts\..*": "a head with experts",
+    r"(.*\.)?(eh_proj|enorm|hnorm)\..*": "an MTP head (a layer of the target's own)",
+}
+_BY_KEY = {"dflash_config": "a DFlash head (a block of tokens by diffusion)", "medusa_num_heads": "a Medusa head"}
+_SPECULATORS = ("eagle", "eagle3", "peagle")
+
+
+def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[str]) -> None:
+    """Raise ValueError naming what the checkpoint is."""
+    architectures = config.get("architectures") or []
+    kind = config.get("speculators_model_type")
+    named = " ".join(architectures)
+    found = [
+        *(what for pattern, what in _BY_ARCHITECTURE.items() if re.search(pattern, named)),
+        *(what for key, what in _BY_KEY.items() if key in config),
+        *(what for pattern, what in _BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in tensors)),
+    ]
+    if isinstance(kind, str) and kind not in _SPECULATORS:
+        found.append(f"a speculator of the kind {kind}")
+    if found:
+        raise ValueError(
+            f"{file.parent} is {found[0]} (architectures: {', '.join(architectures) or 'none'}): EAGLE-3, P-EAGLE and "
+            "EAGLE 1 and 2 heads are what is supported"
+        )

@@ -1,0 +1,257 @@
+"""Reads a draft checkpoint, whatever system wrote it, into a ``DraftDescription``: from its configuration and tensor
+headers alone. What contradicts itself is refused with both values; what is left open is guessed, and the guess told."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.checkpoints import open_source
+from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, read_object, texts
+from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription
+from eagle3.export.draft.dialects import DIALECTS, Dialect
+from eagle3.export.draft.kinds import head_kind
+from eagle3.export.draft.layer_config import layer_config, windows
+from eagle3.export.draft.other_heads import refuse_other_heads
+from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_name
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+Headers = Mapping[str, TensorHeader]
+
+
+def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: bool | None = None) -> DraftDescription:
+    """Describe the draft head in ``folder``.
+
+    Args:
+        dialect: a name of ``DIALECTS``; None: the first that recognizes the checkpoint
+        norm_before_residual: None: what the checkpoint says
+
+    Raises:
+        FileNotFoundError: a folder that lacks a file
+        ValueError: no draft head, one of another kind, or one that contradicts itself
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: --draft wants the folder of an EAGLE-3 draft head")
+    config, source = read_object(file), open_source(folder)
+    headers = source.headers()
+    texts(config, "architectures", file)
+    refuse_other_heads(file, config, headers)
+    chosen = DIALECTS[dialect] if dialect else _recognize(file, config, headers)
+    return _describe(source, file, config, headers, chosen, norm_before_residual)
+
+
+def _recognize(file: Path, config: dict[str, Any], headers: Headers) -> Dialect:
+    for dialect in DIALECTS.values():
+        if dialect.recognizes(config, headers):
+            return dialect
+    if "model_type" in config:
+        raise ValueError(
+            f"{file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: is it "
+            f"the target? Then type --checkpoint {file.parent}"
+        )
+    raise ValueError(
+        f"{file}: no draft head of a dialect that we read (architectures: {config.get('architectures') or 'none'}): "
+        f"type --draft-dialect with one of {', '.join(DIALECTS)} if it is one"
+    )
+
+
+def _describe(
+    source: Source,
+    file: Path,
+    config: dict[str, Any],
+    headers: Headers,
+    dialect: Dialect,
+    norm_before_residual: bool | None,
+) -> DraftDescription:
+    folder, warnings = source.path, []
+    names, own = _own_tensors(folder, headers)
+    if dialect.name == "speculators" and not isinstance(config.get("transformer_layer_config"), dict):
+        nested(config, "transformer_layer_config", file)
+        raise ValueError(f"{file} has no transformer_layer_config, as a head of speculators has: correct it")
+    fields = dialect.layer_fields(config)
+    variants = config | nested(config, "eagle_config", file)
+    _refuse_variants(file, variants)
+    kind = head_kind(file, config, fields, own)
+    layer, layers = layer_config(file, fields, own), layer_count(own)
+    if kind != EAGLE and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
+        raise ValueError(
+            f"{folder}: num_hidden_layers is {layer.num_hidden_layers} in config.json, but there are tensors of "
+            f"{layers} layers: is a shard missing?"
+        )
+    final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
+    if kind == EAGLE3 and final and "fc.weight" in own:
+        warnings.append(f"{file}: use_aux_hidden_state is false, so its fc.weight is not read")
+    later = _later_norm(folder, own, layers, dialect)
+    normed, feeds = _output_norm(file, variants, own, dialect, warnings)
+    unused = {"fc.weight", "fc.bias"} if kind != EAGLE and final else set()
+    unused |= set() if normed else {"norm.weight"}
+    unused |= {MASK} if kind != P_EAGLE else set()
+    other = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[later]
+    unused |= {f"layers.{index}.{other}.weight" for index in range(1, layers)}
+    names = {name: each for name, each in names.items() if each not in unused and each != SELECTOR}
+    own = {each: header for each, header in own.items() if each not in unused and each != SELECTOR}
+    selector = next((name for name in headers if own_name(name) == SELECTOR), None)
+    vocabulary = headers[selector].elements if selector else layer.vocab_size
+    shares, ties = _lm_head(folder, config, own, vocabulary, kind)
+    if norm_before_residual is None:
+        norm_before_residual = boolean(variants, "norm_before_residual", False, file)
+        if dialect.warns_of_residual and variants.get("norm_before_residual") is None and kind != EAGLE:
+            warnings.append(
+                f"{file} has no norm_before_residual: taken as false, as speculators does; vLLM takes it as true. If "
+                "hardly anything is accepted, type --norm-before-residual true"
+            )
+    _check_presence(folder, kind, variants, own, final, layers, warnings)
+    proposal = dialect.proposal(config, file)
+    return DraftDescription(
+        kind=kind,
+        dialect=dialect.name,
+        source=source,
+        layer=layer,
+        layers=layers,
+        tensor_names=names,
+        headers=own,
+        target_vocab_size=vocabulary,
+        aux_layers=None if final else layer_ids(variants, AUX_IDS, file),
+        aux_convention=dialect.ids_are,
+        takes_final_state=final,
+        norm_before_residual=norm_before_residual,
+        norm_before_fc=boolean(variants, "norm_before_fc", False, file),
+        feeds_normed=feeds,
+        later_norm=later,
+        shares_lm_head=shares,
+        ties_lm_head=ties,
+        mask_token_id=_mask_token(file, variants) if kind == P_EAGLE else None,
+        selector=selector,
+        windows=windows(file, layer, layers),
+        chain_len=proposal.chain_len,
+        verifier=proposal.verifier,
+        verifier_architectures=proposal.verifier_architectures,
+        warnings=tuple(warnings),
+    )
+
+
+def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[str, TensorHeader]]:
+    """Checkpoint name to ``DraftHead``'s, and headers by the latter."""
+    names = {name: own for name in headers if (own := own_name(name)) is not None}
+    own = {each: headers[name] for name, each in names.items()}
+    if len(own) != len(names):
+        twice = next(name for name in names if list(names.values()).count(names[name]) > 1)
+        raise ValueError(f"{folder} has {names[twice]} twice, once as {twice}: which one is meant?")
+    return names, own
+
+
+def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:
+    for key, what in (
+        ("use_mtp_layernorm", "norms embedding and state as MTP layers do"),
+        ("eh_proj_before_attn", "projects embedding and state before attention"),
+    ):
+        if boolean(variants, key, False, file):
+            raise ValueError(f"{file}: {key} is true: a head that {what} is not supported")
+    if count(variants, "parallel_draft_step", 1, file) > 1:
+        raise ValueError(
+            f"{file}: parallel_draft_step is {variants['parallel_draft_step']}: heads with Medusa's parallel layers "
+            "are not supported"
+        )
+    scale = variants.get("logit_scale", 1.0)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or scale <= 0:
+        raise ValueError(f"{file}: logit_scale is {scale!r}, but must be a number above 0: correct it")
+    if boolean(variants, "norm_before_fc", False, file) and boolean(variants, "fc_norm", False, file):
+        raise ValueError(f"{file}: norm_before_fc and fc_norm are both true, but exclude each other: correct it")
+
+
+def _later_norm(folder: Path, own: Headers, layers: int, dialect: Dialect) -> str:
+    """Which norm the layers after the first have for their input."""
+    found = {
+        norm
+        for norm in ("input_layernorm", "hidden_norm")
+        if layers > 1 and all(f"layers.{index}.{norm}.weight" in own for index in range(1, layers))
+    }
+    if layers > 1 and not found:
+        raise ValueError(f"{folder}: a layer after the first has neither input_layernorm nor hidden_norm")
+    return dialect.later_norm if len(found) != 1 else found.pop()
+
+
+def _output_norm(
+    file: Path, variants: Mapping[str, Any], own: Headers, dialect: Dialect, warnings: list[str]
+) -> tuple[bool, bool]:
+    """Whether lm_head takes the state normed, and whether the next step does."""
+    said = boolean(variants, "norm_output", False, file)
+    if variants.get("norm_output") is not None and dialect.name in ("sglang", "specforge"):
+        other = "specforge" if dialect.name == "sglang" else "sglang"
+        meaning = "the next step's feature" if dialect.norm_output_feeds else "what lm_head takes"
+        warnings.append(
+            f"{file}: norm_output is {str(said).lower()}, read as {dialect.name} does, of {meaning}: type "
+            f"--draft-dialect {other} if the head was trained by it"
+        )
+    if not dialect.norm_output_feeds:
+        return boolean(variants, "norm_output", True, file) and "norm.weight" in own, False
+    feeds = said or boolean(variants, "return_hidden_post_norm", False, file)
+    return "norm.weight" in own, feeds
+
+
+def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: int, kind: str) -> tuple[bool, bool]:
+    """Whether the head's lm_head is the target's, and whether it is its own embedding."""
+    spoken = count(config, "draft_vocab_size", None, folder / "config.json")
+    head = own.get("lm_head.weight")
+    if head is not None:
+        if spoken is not None and spoken != head.shape[0]:
+            raise ValueError(
+                f"{folder}: draft_vocab_size is {spoken} in config.json, but lm_head.weight has {head.shape[0]} rows: "
+                "the two are of different heads, or one is damaged"
+            )
+        return False, False
+    if spoken not in (None, vocabulary):
+        raise ValueError(
+            f"{folder}: no lm_head.weight, and draft_vocab_size {spoken} is not the target's vocabulary of "
+            f"{vocabulary}, so that the target's cannot stand in for it: is a shard missing?"
+        )
+    tied = boolean(config, "tie_word_embeddings", False, folder / "config.json")
+    if kind != EAGLE and tied and "embed_tokens.weight" in own:
+        return False, True
+    return True, False
+
+
+def _mask_token(file: Path, variants: Mapping[str, Any]) -> int:
+    found = [count(variants, key, None, file, least=0) for key in MASK_TOKENS if variants.get(key) is not None]
+    if not found:
+        raise ValueError(f"{file} has none of {', '.join(MASK_TOKENS)}, which a P-EAGLE head proposes from: add it")
+    return found[0]
+
+
+def _check_presence(
+    folder: Path,
+    kind: str,
+    variants: Mapping[str, Any],
+    own: Headers,
+    final: bool,
+    layers: int,
+    warnings: list[str],
+) -> None:
+    """Norms that the configuration implies are there, and none that it denies."""
+    file = folder / "config.json"
+    implied = {"embed_norm.weight": False} if kind != EAGLE else {}
+    if kind != EAGLE:
+        implied |= {
+            "layers.0.input_layernorm.weight": boolean(variants, "use_input_layernorm_in_first_layer", True, file),
+            "norm.weight": "norm.weight" in own or boolean(variants, "use_last_layernorm", True, file),
+        }
+        implied |= {} if final else {"layers.0.hidden_norm.weight": True}
+        if final and "layers.0.hidden_norm.weight" not in own:
+            warnings.append(f"{folder} has no hidden_norm: the target's final state is taken as it is")
+    for name, wanted in implied.items():
+        if wanted != (name in own):
+            raise ValueError(
+                f"{folder} {'lacks' if wanted else 'has'} {name}, which its config.json "
+                f"{'implies' if wanted else 'has no place for'}"
+            )
+    fc_norm = any(name.startswith("fc_norm.") for name in own)
+    said = boolean(variants, "fc_norm", None, file)
+    if not said:  # SGLang's older name of it
+        said = boolean(variants, "use_aux_norm", fc_norm and said is None, file)
+    if said != fc_norm:
+        raise ValueError(f"{folder}: fc_norm is {said} in config.json, but the tensors differ")
+    for key, name in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.gate_proj")):
+        if boolean(variants, key, False, file) and f"layers.0.{name}.bias" not in own:
+            raise ValueError(f"{folder} lacks layers.0.{name}.bias, which its config.json implies ({key} is true)")
