@@ -45,6 +45,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from transformers import LlamaConfig, Qwen3Config
 
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+THREE_LAYERS = {"num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True}
 CASES = {  # the seeds are the first from 704 on whose chains repeat no token and come close to no tie
     "llama_nbr_true": (LlamaConfig, {"norm_before_residual": True}, 704),
     "llama_nbr_false": (LlamaConfig, {"norm_before_residual": False}, 704),
@@ -53,10 +54,12 @@ CASES = {  # the seeds are the first from 704 on whose chains repeat no token an
     "llama_fc_norm": (LlamaConfig, {"norm_before_residual": False, "fc_norm": True}, 771),
     "llama_window": (partial(LlamaConfig, **WINDOW), {"norm_before_residual": True}, 706),
     "qwen3_window": (partial(Qwen3Config, **WINDOW), {"norm_before_residual": False}, 710),
+    "llama_three_layers": (partial(LlamaConfig, **THREE_LAYERS), {"norm_before_residual": True}, 745),
+    "qwen3_biases": (partial(Qwen3Config, attention_bias=True), {"norm_before_residual": True}, 853),
 }
 SLOTS, CHAIN = 12, 3
 HIDDEN, VOCAB, DRAFT_VOCAB, AUX_IDS = 64, 96, 48, [1, 3, 4]
-LAYER = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1, "vocab_size": VOCAB}
+LAYER = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": VOCAB}
 LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
 LAYER |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 LAYER |= {"attn_implementation": "eager"}  # left out, speculators takes flex attention; this is not saved
@@ -71,7 +74,7 @@ def build_model(layer_class, options: dict, generator: torch.Generator) -> Eagle
         verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
     )
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_class(**LAYER),
+        transformer_layer_config=layer_class(**{"num_hidden_layers": 1} | getattr(layer_class, "keywords", {}) | LAYER),
         draft_vocab_size=DRAFT_VOCAB,
         eagle_aux_hidden_state_layer_ids=AUX_IDS,
         speculators_config=speculators_config,
@@ -119,7 +122,9 @@ def one_pass(model: Eagle3DraftModel, tokens: torch.Tensor, features: torch.Tens
     length = tokens.shape[1]
     closed = torch.full((length, length), -torch.inf)
     mask = (closed.triu(1) + closed.tril(-(model.sliding_window or length)))[None, None]
-    x = model.layers[0](x, attention_mask=mask, position_embeddings=model.rotary_emb(x, torch.arange(length)[None]))
+    rotary = model.rotary_emb(x, torch.arange(length)[None])
+    for layer in model.layers:
+        x = layer(x, attention_mask=mask, position_embeddings=rotary)
     return model.lm_head(model.norm(x))
 
 

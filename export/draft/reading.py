@@ -83,6 +83,7 @@ def _describe(
     final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
     if kind == EAGLE3 and final and "fc.weight" in own:
         warnings.append(f"{file}: use_aux_hidden_state is false, so its fc.weight is not read")
+    _check_presence(folder, kind, variants, own, final, warnings)
     later = _later_norm(folder, own, layers, dialect)
     normed, feeds = _output_norm(file, variants, own, dialect, warnings)
     unused = {"fc.weight", "fc.bias"} if kind != EAGLE and final else set()
@@ -102,7 +103,6 @@ def _describe(
                 f"{file} has no norm_before_residual: taken as false, as speculators does; vLLM takes it as true. If "
                 "hardly anything is accepted, type --norm-before-residual true"
             )
-    _check_presence(folder, kind, variants, own, final, layers, warnings)
     proposal = dialect.proposal(config, file)
     return DraftDescription(
         kind=kind,
@@ -226,7 +226,6 @@ def _check_presence(
     variants: Mapping[str, Any],
     own: Headers,
     final: bool,
-    layers: int,
     warnings: list[str],
 ) -> None:
     """Norms that the configuration implies are there, and none that it denies."""
@@ -235,7 +234,7 @@ def _check_presence(
     if kind != EAGLE:
         implied |= {
             "layers.0.input_layernorm.weight": boolean(variants, "use_input_layernorm_in_first_layer", True, file),
-            "norm.weight": "norm.weight" in own or boolean(variants, "use_last_layernorm", True, file),
+            "norm.weight": boolean(variants, "use_last_layernorm", True, file),
         }
         implied |= {} if final else {"layers.0.hidden_norm.weight": True}
         if final and "layers.0.hidden_norm.weight" not in own:

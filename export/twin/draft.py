@@ -20,6 +20,7 @@ from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.formulas import Drafter
 from eagle3.export.draft.head import DraftHead, load_draft
 from eagle3.export.draft.reading import MASK_TOKENS, read_draft
+from eagle3.export.draft.tensor_names import own_name
 from eagle3.export.twin.comparison import TOLERANCE, Comparison
 from eagle3.export.twin.shrink import prompt_length, shrink
 from eagle3.targets.attention import EagerAttention
@@ -144,7 +145,9 @@ def _random_tensors(
     """A tensor for each one of the checkpoint, under its name. Raises ValueError for one without a formula."""
     shapes = _shapes(draft, layer, taps, width)
     tensors = {}
-    for name, own in draft.tensor_names.items():
+    unread = {name: own_name(name) for name in draft.source.headers()}  # what is there and must make no difference
+    unread = {name: own for name, own in unread.items() if own in shapes}
+    for name, own in (unread | draft.tensor_names).items():
         if own == "d2t":
             continue
         if own not in shapes:

@@ -1,0 +1,127 @@
+"""One random draft head written as each system writes its own: other names, other keys, the same numbers."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, VOCAB, SPOKEN, HEADS, HEAD_DIM = 64, 96, 48, 4, 16
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS // 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+}
+FLAT = SIZES | {"rope_theta": 10000.0, "rope_scaling": None, "draft_vocab_size": SPOKEN, "tie_word_embeddings": False}
+PROPOSAL = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+CONFIGS = {
+    "speculators": {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": SPOKEN,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+        "norm_before_residual": False,
+        "transformer_layer_config": SIZES | {"rope_theta": 10000.0},
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [PROPOSAL]},
+    },
+    "safeailab": FLAT | {"architectures": ["LlamaForCausalLM"]},
+    "specforge": FLAT
+    | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
+    },
+    "sglang": FLAT
+    | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "norm_output": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
+    },
+    "nemo": FLAT
+    | {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    },
+    "angelslim": FLAT
+    | {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "target_model_type": "qwen3",
+        "modal_type": "LLM",
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+    },
+    "modelopt": FLAT
+    | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [0, 2, 3],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    },
+}
+NAMES = {
+    "speculators": lambda name: name,
+    "safeailab": lambda name: name.replace("layers.0.", "midlayer."),
+    "specforge": lambda name: name.replace("layers.0.", "midlayer."),
+    "sglang": lambda name: name if name.split(".")[0] in ("lm_head", "d2t", "t2d") else f"model.{name}",
+    "nemo": lambda name: f"model.{name}",
+    "angelslim": lambda name: name.replace("layers.0.", "midlayer."),
+    "modelopt": lambda name: name,
+}
+
+
+def random_head(taps: int = 3, layers: int = 1, width: int = HIDDEN, head_dim: int = HEAD_DIM) -> dict[str, Tensor]:
+    """Tensors by speculators' names, the embedding among them; later layers have an ``input_layernorm``."""
+    generator = torch.Generator().manual_seed(5)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    tensors = {"embed_tokens.weight": noise(VOCAB, HIDDEN) * HIDDEN**0.5, "lm_head.weight": noise(SPOKEN, HIDDEN)}
+    tensors |= {"fc.weight": noise(HIDDEN, taps * width), "norm.weight": norm(HIDDEN)}
+    for index in range(layers):
+        at, inputs = f"layers.{index}.", HIDDEN if index else 2 * HIDDEN
+        for name, rows in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)):
+            tensors[f"{at}self_attn.{name}_proj.weight"] = noise(rows * head_dim, inputs)
+        tensors[f"{at}self_attn.o_proj.weight"] = noise(HIDDEN, HEADS * head_dim)
+        for name in ("gate", "up"):
+            tensors[f"{at}mlp.{name}_proj.weight"] = noise(2 * HIDDEN, HIDDEN)
+        tensors[f"{at}mlp.down_proj.weight"] = noise(HIDDEN, 2 * HIDDEN)
+        for name in ("input_layernorm", "post_attention_layernorm", *([] if index else ["hidden_norm"])):
+            tensors[f"{at}{name}.weight"] = norm(HIDDEN)
+    ids = torch.randperm(VOCAB, generator=generator)[:SPOKEN].sort().values
+    tensors["d2t"] = ids - torch.arange(SPOKEN)
+    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, pickled: bool = False, **keys) -> Path:
+    """A head in a dialect. ``keys`` change its configuration, those of a dictionary one by one, None leaves one out."""
+    config = json.loads(json.dumps(CONFIGS[dialect]))
+    for key, value in keys.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            config[key] |= value
+        else:
+            config[key] = value
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    named = {NAMES[dialect](name): tensor for name, tensor in (tensors or random_head()).items()}
+    if pickled:
+        torch.save(named, folder / "pytorch_model.bin")
+    else:
+        save_file(named, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,140 @@
+"""EAGLE 1 and 2, HASS and P-EAGLE heads are speculators' ``EagleSpeculator`` and ``PEagleDraftModel``, whose own code
+made the numbers: scripts/make_eagle_golden.py, scripts/make_peagle_golden.py."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig
+
+from eagle3.export.draft.description import EAGLE, P_EAGLE
+from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.pairing import check_pair
+from eagle3.export.twin.draft import check_draft
+from eagle3.targets.attention import EagerAttention
+
+HERE = Path(__file__).parent
+EAGLES, PEAGLES = (HERE / "golden_eagle", HERE / "golden_peagle")
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+TARGET = LlamaConfig(hidden_size=64, vocab_size=96, num_hidden_layers=6)
+
+
+def cases(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def verifier():
+    """What an EAGLE shares of its target."""
+    weights = load_file(EAGLES / "verifier.safetensors")
+    embedding, lm_head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
+    embedding.weight, lm_head.weight = (nn.Parameter(weights[name]) for name in ("embed_tokens", "lm_head"))
+    return SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+
+
+def open_case(folder: Path, proposals: int = 1):
+    draft = read_draft(folder)
+    head = load_draft(draft, 32, torch.float32, EagerAttention, verifier(), proposals)
+    return draft, head, load_file(folder / "golden.safetensors")
+
+
+@pytest.mark.parametrize("case", cases(EAGLES))
+def test_an_eagle_equals_speculators_in_one_pass_and_slot_by_slot(case):
+    draft, head, golden = open_case(EAGLES / case)
+    assert draft.kind == EAGLE and draft.takes_final_state and draft.shares_lm_head and not draft.has_embedding
+    check_pair(draft, TARGET, ())
+    feature = head.fuse((golden["states"],))
+    logits, following = head(golden["tokens"], feature, torch.arange(12))
+    torch.testing.assert_close(logits[0], golden["logits"], **CLOSE)
+    torch.testing.assert_close(following, golden["next"], **CLOSE)
+    for start in (9, 3, 6):  # written again, as after a rejected window
+        rows = slice(start, start + 3)
+        again, _ = head(golden["tokens"][:, rows], feature[:, rows], torch.arange(start, start + 3))
+        torch.testing.assert_close(again[0], golden["logits"][rows], **CLOSE)
+
+
+@pytest.mark.parametrize("case", cases(PEAGLES))
+def test_a_peagle_proposes_speculators_tokens_in_one_forward(case):
+    draft, head, golden = open_case(PEAGLES / case, proposals=4)
+    assert draft.kind == P_EAGLE and draft.chain_len == 4
+    features = head.fuse(golden["taps"].chunk(3, dim=-1))
+    tokens, slots = golden["tokens"], torch.arange(12)
+    with torch.no_grad():
+        for start in range(0, 12, 2):  # chunks whose mask rows fit a window of 5
+            rows = slice(start, start + 2)
+            logits, _ = head(tokens[:, rows], features[:, rows], slots[rows])
+            torch.testing.assert_close(logits[0, :2], golden["logits"][rows], **CLOSE)
+    torch.testing.assert_close(logits[0, 2:], golden["logits"][12:], **CLOSE)
+    assert head.target_ids(logits[:, -4:])[0].tolist() == golden["proposals"].tolist()
+
+
+@pytest.mark.parametrize(
+    "folder", [EAGLES / case for case in cases(EAGLES)] + [PEAGLES / case for case in cases(PEAGLES)]
+)
+def test_each_kind_holds_to_its_formulas(folder):
+    draft = read_draft(folder)
+    taps = 0 if draft.takes_final_state else 3
+    assert check_draft(draft, taps)["logits"] < 1e-4
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError) as refused:
+        read_draft(folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "architectures", "kind", "says"),
+    [
+        (EAGLES / "eagle", ["Eagle3DraftModel"], "eagle3", "says EAGLE-3"),
+        (
+            HERE / "golden" / "llama_nbr_true",
+            ["EagleSpeculator"],
+            "eagle",
+            "says EAGLE (architectures: EagleSpeculator)",
+        ),
+        (HERE / "golden" / "llama_nbr_true", ["PEagleDraftModel"], "peagle", "says P-EAGLE"),
+    ],
+)
+def test_a_head_of_one_kind_that_says_another_is_refused_by_its_tensors(folder, architectures, kind, says, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "draft"))
+    config = json.loads((copy / "config.json").read_text())
+    changed = config | {"architectures": architectures, "speculators_model_type": kind}
+    (copy / "config.json").write_text(json.dumps(changed))
+    assert says in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "what"),
+    [
+        ({"architectures": ["DFlashDraftModel"]}, [], "DFlash"),
+        ({"dflash_config": {}}, [], "DFlash"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, [], "MLA"),
+        ({}, ["layers.0.self_attn.kv_a_proj_with_mqa.weight"], "MLA"),
+        ({}, ["medusa_heads.0.linear.weight"], "Medusa"),
+        ({}, ["parallel_draft_heads.0.medusa_layers.0.linear.weight"], "Medusa"),
+        ({"architectures": ["Qwen3MTPModel"]}, [], "MTP"),
+        ({}, ["eh_proj.weight"], "MTP"),
+        ({"speculators_model_type": "dspark"}, [], "dspark"),
+    ],
+)
+def test_heads_of_other_kinds_are_refused_by_name(changes, names, what, tmp_path):
+    copy = Path(shutil.copytree(HERE / "golden" / "llama_nbr_true", tmp_path / "draft"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    tensors = load_file(copy / "model.safetensors") | {name: torch.zeros(2, 2) for name in names}
+    save_file(tensors, copy / "model.safetensors")
+    assert what in refusal(copy)
+
+
+def test_a_peagle_without_a_mask_token_is_refused(tmp_path):
+    copy = Path(shutil.copytree(PEAGLES / "peagle_fc_norm", tmp_path / "draft"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"mask_token_id": None}))
+    assert "mask_token_id" in refusal(copy)
