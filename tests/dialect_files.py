@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 HIDDEN, VOCAB, SPOKEN, HEADS, HEAD_DIM = 64, 96, 48, 4, 16
 SIZES = {
     "model_type": "llama",
@@ -125,3 +126,26 @@ def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, 
     else:
         save_file(named, folder / "model.safetensors")
     return folder
+
+
+def random_eagle() -> dict[str, Tensor]:
+    """An EAGLE 1 as SafeAILab writes it: the target's embedding and lm_head, a bias of fc, no norm before its layer."""
+    generator = torch.Generator().manual_seed(8)
+    tensors = {name: tensor for name, tensor in random_head().items() if name.startswith("layers.0.")}
+    for name in ("input_layernorm", "hidden_norm"):
+        del tensors[f"layers.0.{name}.weight"]
+    for name in ("q", "k", "v"):
+        key = f"layers.0.self_attn.{name}_proj.weight"
+        tensors[key] = tensors[key][:, :HIDDEN] * 2**0.5
+    fc = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) / (2 * HIDDEN) ** 0.5
+    return tensors | {"fc.weight": fc, "fc.bias": 0.1 * torch.randn(HIDDEN, generator=generator)}
+
+
+def random_peagle() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    return random_head(layers=2) | {"mask_hidden": torch.randn(1, 1, 3 * HIDDEN, generator=generator)}
+
+
+PEAGLE = {"architectures": ["PEagleDraftModel"], "mask_token_id": VOCAB - 1}
+PEAGLE |= {"transformer_layer_config": {"num_hidden_layers": 2}}
+"""Keys of a P-EAGLE of ``random_peagle`` in the dialect of speculators."""

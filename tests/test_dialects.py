@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dialect_files import CONFIGS, HIDDEN, SPOKEN, VOCAB, random_head, write
+from dialect_files import CONFIGS, HIDDEN, IDS, SPOKEN, VOCAB, random_head, write
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
@@ -85,7 +85,6 @@ def biases(*names, size):
     return {f"{name}.bias": torch.randn(size, generator=generator) for name in names}
 
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 FC_NORMS = norms("fc_norm.0", "fc_norm.1", "fc_norm.2")

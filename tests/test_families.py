@@ -1,8 +1,9 @@
-"""Every family exported and run, and one that nobody named: a random model, a random draft, and the tokens are greedy
-decoding's."""
+"""Families and kinds of draft head exported and run, and a family that nobody named: random weights, and the tokens are
+greedy decoding's."""
 
 import pytest
 import torch
+from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
 from random_checkpoints import random_model, save_random_draft
 from transformers import AutoModelForCausalLM
@@ -17,12 +18,14 @@ from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
 
+TAPS = (0, 2, 3)
 DRAFTS = {
-    "gemma4-31B": {},
-    "llama3.1-8B": {"draft_vocab": 96, "changes": {"d2t": None, "t2d": None}},  # speaks the whole vocabulary
-    "qwen3-4B": {"changes": {"embed_tokens.weight": None}},  # shares the target's embedding
-    "auto": {"window": 12},
+    "gemma4-31B": lambda folder, config: save_random_draft(folder, config, TAPS),
+    "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
+    "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: list(TAPS)}),
+    "auto": lambda folder, config: save_random_draft(folder, config, TAPS, window=12),
 }
+"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window."""
 
 
 def unnamed_model():
@@ -38,9 +41,9 @@ def unnamed_model():
 def test_export_and_run(name, tmp_path):
     model = unnamed_model() if name == "auto" else random_model(name, num_hidden_layers=3)
     model.save_pretrained(tmp_path / "target")
-    draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, 2, 3), **DRAFTS[name])
+    draft = DRAFTS[name](tmp_path / "draft", model.config)
     flags = {"target_model": name, "checkpoint": tmp_path / "target", "draft": draft, "output_dir": tmp_path / "out"}
-    lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": DRAFTS[name].get("window", 16)}
+    lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
     plan = make_plan(ExportConfig(**flags, **lengths, backend="xnnpack"))
     record = run_export(plan, preflight(plan, Progress()), Progress())
     assert record["check"]["compared_with_eager"]
@@ -52,18 +55,18 @@ def test_export_and_run(name, tmp_path):
         for _ in range(24):
             expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
         assert complete(session, prompt, max_new_tokens=24, stop_ids=[]).token_ids == expected[length:]
-    if name == "auto":
-        check_draft_slots(session, load_speculator(plan, EagerAttention, torch.float32))
+    assert session.metadata.proposals == (2 if name == "qwen3-4B" else 1)
+    check_draft_slots(session, load_speculator(plan, EagerAttention, torch.float32))
 
 
 def check_draft_slots(session, speculator):
     """Slots beyond the head's window, in chunks and one by one, as the eager head computes them."""
     generator = torch.Generator().manual_seed(9)
-    size = speculator.draft.fc.out_features
+    size = speculator.draft.norm.weight.numel() if speculator.draft.norm else 64
     for start, end in ((0, 12), (12, 24), (24, 25), (25, 26), (25, 33)):
         tokens = torch.randint(0, 96, (1, end - start), generator=generator)
         feature = torch.randn(1, end - start, size, generator=generator)
         token, state = session.draft_decode(tokens, feature, torch.arange(start, end))
-        logits, expected = speculator.draft(tokens, feature, torch.arange(start, end), last=True)
-        assert token.item() == speculator.draft.target_ids(logits).item()
+        wanted, expected = speculator.draft_decode(tokens, feature, torch.arange(start, end))
+        assert token.tolist() == wanted.tolist()
         torch.testing.assert_close(state, expected, atol=1e-4, rtol=1e-4)
