@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-HIDDEN, VOCAB, SPOKEN, HEADS, HEAD_DIM = 64, 96, 48, 4, 16
+HIDDEN, VOCAB, SPOKEN, HEADS = 64, 96, 48, 4
 SIZES = {
     "model_type": "llama",
     "hidden_size": HIDDEN,
@@ -82,9 +82,12 @@ NAMES = {
 }
 
 
-def random_head(taps: int = 3, layers: int = 1, width: int = HIDDEN, head_dim: int = HEAD_DIM) -> dict[str, Tensor]:
+def random_head(
+    taps: int = 3, layers: int = 1, width: int | None = None, head_dim: int | None = None, hidden: int = HIDDEN
+) -> dict[str, Tensor]:
     """Tensors by speculators' names, the embedding among them; later layers have an ``input_layernorm``."""
     generator = torch.Generator().manual_seed(5)
+    width, head_dim = width or hidden, head_dim or hidden // HEADS
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
@@ -92,18 +95,18 @@ def random_head(taps: int = 3, layers: int = 1, width: int = HIDDEN, head_dim: i
     def norm(size: int) -> Tensor:
         return 1 + 0.3 * torch.randn(size, generator=generator)
 
-    tensors = {"embed_tokens.weight": noise(VOCAB, HIDDEN) * HIDDEN**0.5, "lm_head.weight": noise(SPOKEN, HIDDEN)}
-    tensors |= {"fc.weight": noise(HIDDEN, taps * width), "norm.weight": norm(HIDDEN)}
+    tensors = {"embed_tokens.weight": noise(VOCAB, hidden) * hidden**0.5, "lm_head.weight": noise(SPOKEN, hidden)}
+    tensors |= {"fc.weight": noise(hidden, taps * width), "norm.weight": norm(hidden)}
     for index in range(layers):
-        at, inputs = f"layers.{index}.", HIDDEN if index else 2 * HIDDEN
+        at, inputs = f"layers.{index}.", hidden if index else 2 * hidden
         for name, rows in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)):
             tensors[f"{at}self_attn.{name}_proj.weight"] = noise(rows * head_dim, inputs)
-        tensors[f"{at}self_attn.o_proj.weight"] = noise(HIDDEN, HEADS * head_dim)
+        tensors[f"{at}self_attn.o_proj.weight"] = noise(hidden, HEADS * head_dim)
         for name in ("gate", "up"):
-            tensors[f"{at}mlp.{name}_proj.weight"] = noise(2 * HIDDEN, HIDDEN)
-        tensors[f"{at}mlp.down_proj.weight"] = noise(HIDDEN, 2 * HIDDEN)
+            tensors[f"{at}mlp.{name}_proj.weight"] = noise(2 * hidden, hidden)
+        tensors[f"{at}mlp.down_proj.weight"] = noise(hidden, 2 * hidden)
         for name in ("input_layernorm", "post_attention_layernorm", *([] if index else ["hidden_norm"])):
-            tensors[f"{at}{name}.weight"] = norm(HIDDEN)
+            tensors[f"{at}{name}.weight"] = norm(hidden)
     ids = torch.randperm(VOCAB, generator=generator)[:SPOKEN].sort().values
     tensors["d2t"] = ids - torch.arange(SPOKEN)
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
@@ -112,7 +115,11 @@ def random_head(taps: int = 3, layers: int = 1, width: int = HIDDEN, head_dim: i
 
 def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, pickled: bool = False, **keys) -> Path:
     """A head in a dialect. ``keys`` change its configuration, those of a dictionary one by one, None leaves one out."""
+    tensors = tensors or random_head()
     config = json.loads(json.dumps(CONFIGS[dialect]))
+    hidden = tensors["layers.0.mlp.down_proj.weight"].shape[0]
+    sizes = config["transformer_layer_config"] if dialect == "speculators" else config
+    sizes |= {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     for key, value in keys.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             config[key] |= value
@@ -120,7 +127,7 @@ def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, 
             config[key] = value
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    named = {NAMES[dialect](name): tensor for name, tensor in (tensors or random_head()).items()}
+    named = {NAMES[dialect](name): tensor for name, tensor in tensors.items()}
     if pickled:
         torch.save(named, folder / "pytorch_model.bin")
     else:
@@ -128,22 +135,22 @@ def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, 
     return folder
 
 
-def random_eagle() -> dict[str, Tensor]:
+def random_eagle(hidden: int = HIDDEN) -> dict[str, Tensor]:
     """An EAGLE 1 as SafeAILab writes it: the target's embedding and lm_head, a bias of fc, no norm before its layer."""
     generator = torch.Generator().manual_seed(8)
-    tensors = {name: tensor for name, tensor in random_head().items() if name.startswith("layers.0.")}
+    tensors = {name: tensor for name, tensor in random_head(hidden=hidden).items() if name.startswith("layers.0.")}
     for name in ("input_layernorm", "hidden_norm"):
         del tensors[f"layers.0.{name}.weight"]
     for name in ("q", "k", "v"):
         key = f"layers.0.self_attn.{name}_proj.weight"
-        tensors[key] = tensors[key][:, :HIDDEN] * 2**0.5
-    fc = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) / (2 * HIDDEN) ** 0.5
-    return tensors | {"fc.weight": fc, "fc.bias": 0.1 * torch.randn(HIDDEN, generator=generator)}
+        tensors[key] = tensors[key][:, :hidden] * 2**0.5
+    fc = torch.randn(hidden, 2 * hidden, generator=generator) / (2 * hidden) ** 0.5
+    return tensors | {"fc.weight": fc, "fc.bias": 0.1 * torch.randn(hidden, generator=generator)}
 
 
-def random_peagle() -> dict[str, Tensor]:
+def random_peagle(hidden: int = HIDDEN) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(8)
-    return random_head(layers=2) | {"mask_hidden": torch.randn(1, 1, 3 * HIDDEN, generator=generator)}
+    return random_head(layers=2, hidden=hidden) | {"mask_hidden": torch.randn(1, 1, 3 * hidden, generator=generator)}
 
 
 PEAGLE = {"architectures": ["PEagleDraftModel"], "mask_token_id": VOCAB - 1}

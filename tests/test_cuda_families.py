@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from random_checkpoints import FAMILIES, random_model, save_random_draft
 from torch import nn
@@ -16,6 +17,11 @@ from eagle3.export.plan import make_plan
 from eagle3.targets.attention import EagerAttention
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 8}
+DRAFTS = {
+    "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(256), draft_vocab_size=None),
+    "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(256), **PEAGLE, **{IDS: [1, 2, 3]}),
+}
+"""Where the head is no EAGLE-3 of one layer: an EAGLE that shares embedding and lm_head, a P-EAGLE of two layers."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -23,7 +29,8 @@ def plan(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = random_model(request.param, **WIDE)
     model.to(torch.bfloat16).save_pretrained(folder / "target")
-    draft = save_random_draft(folder / "draft", model.config, aux_layers=(1, 2, 3))
+    save = DRAFTS.get(request.param, lambda folder, config: save_random_draft(folder, config, aux_layers=(1, 2, 3)))
+    draft = save(folder / "draft", model.config)
     given = ExportConfig(
         request.param,
         output_dir=None,
@@ -49,9 +56,11 @@ def test_verify_decode_and_draft_take_the_small_m_kernels_in_every_linear(plan):
         with cuda.tracing(speculator, plan):
             program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.DTYPE)
         counts[name] = check_linears(name, program)
-    quantized = sum(isinstance(module, nn.Linear) for module in speculator.target.modules()) + 1  # and the draft's fc
+    fuses = not plan.draft.takes_final_state  # by the draft's fc
+    quantized = sum(isinstance(module, nn.Linear) for module in speculator.target.modules()) + fuses
     assert counts["target_verify"] == counts["decode"] == {"small_m": quantized, "dequantize": 0}
-    assert counts["draft_decode"] == {"small_m": 8, "dequantize": 0}  # seven in the layer and the head
+    drafting = 7 * plan.draft.layers + 1 + (not fuses)  # seven in a layer, the lm_head, and an EAGLE's fc
+    assert counts["draft_decode"] == {"small_m": drafting, "dequantize": 0}
 
 
 def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
@@ -61,11 +70,12 @@ def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
         if not isinstance(module, nn.Linear) or not isinstance(module.weight, TorchAOBaseTensor):
             continue
         x = torch.randn(1, 4, module.in_features, dtype=cuda.DTYPE)
-        weight = dequantized(module.weight)
+        weight, bias = dequantized(module.weight), None if module.bias is None else module.bias.float()
         with cuda.tracing(speculator, plan):
             found = module(x).float()
-        bound = F.linear(x.float().abs(), weight.abs()) * 2**-8 + 2**-9  # bf16 of the result; no weight is rounded
-        assert ((found - F.linear(x.float(), weight)).abs() <= bound).all(), name
+        roundings = 1 if bias is None else 2  # bf16 of the product, and with its bias; no weight is rounded
+        bound = F.linear(x.float().abs(), weight.abs(), None if bias is None else bias.abs()) * 2**-8 + 2**-9
+        assert ((found - F.linear(x.float(), weight, bias)).abs() <= roundings * bound).all(), name
         compared += 1
     assert compared > 4 * 4 + 8  # four a layer where query, key and value are one, gate and up another
 
