@@ -12,7 +12,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.draft.description import EAGLE3
 from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.kinds import head_kind
+from eagle3.export.draft.layer_config import layer_config
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.pairing import check_pair, check_trained_for
 from eagle3.export.taps import choose_taps
@@ -377,3 +381,22 @@ def test_shards_of_safetensors_are_one_head(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert torch.equal(run(folder)[2], whole[2])
     assert read_draft(folder).draft_vocab_size == SPOKEN
+
+
+def test_sizes_that_speculators_left_out_are_transformers_defaults(tmp_path):
+    """Its files hold what differs from the class: the head of an 8B Llama has no hidden_size."""
+    small = {"hidden_size": None, "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": 8}
+    folder = write(tmp_path / "head", "speculators", transformer_layer_config=small | {"num_hidden_layers": 1})
+    config = json.loads((folder / "config.json").read_text())
+    left = {key: value for key, value in config["transformer_layer_config"].items() if value is not None}
+    headers = {"layers.0.self_attn.q_proj.weight": TensorHeader((4096, 8192), "BF16", 0)}
+    headers["fc.weight"] = TensorHeader((4096, 12288), "BF16", 0)
+    layer = layer_config(folder / "config.json", left, headers)
+    assert (layer.hidden_size, layer.num_attention_heads, layer.head_dim) == (4096, 32, 128)
+    assert head_kind(folder / "config.json", config, layer.hidden_size, headers) == EAGLE3
+
+
+def test_a_dialect_that_does_not_fit_the_file_is_named(tmp_path):
+    nested, flat = write(tmp_path / "nested", "speculators"), write(tmp_path / "flat", "nemo")
+    assert "--draft-dialect speculators" in refusal(read_draft, nested, "sglang")
+    assert "no transformer_layer_config" in refusal(read_draft, flat, "speculators")

@@ -133,8 +133,20 @@ def test_heads_of_other_kinds_are_refused_by_name(changes, names, what, tmp_path
     assert what in refusal(copy)
 
 
-def test_a_peagle_without_a_mask_token_is_refused(tmp_path):
+def test_a_peagle_without_a_mask_token_or_an_embedding_is_refused(tmp_path):
     copy = Path(shutil.copytree(PEAGLES / "peagle_fc_norm", tmp_path / "draft"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"mask_token_id": None}))
     assert "mask_token_id" in refusal(copy)
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, copy / "model.safetensors")
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "lacks embed_tokens.weight" in refusal(copy)
+
+
+def test_a_lora_of_the_target_beside_a_head_is_told(tmp_path):
+    copy = Path(shutil.copytree(HERE / "golden" / "llama_nbr_true", tmp_path / "draft"))
+    (copy / "adapter_model.safetensors").write_bytes(b"")
+    (warning,) = read_draft(copy).warnings
+    assert "LoRA" in warning

@@ -19,14 +19,14 @@ _DECLARED = {
 }
 
 
-def head_kind(file: Path, config: Mapping[str, Any], fields: Mapping[str, Any], own: Mapping[str, TensorHeader]) -> str:
-    """``own``: headers by ``DraftHead``'s names. Raises ValueError for tensors of another kind than is declared."""
-    declared, width = _declared(config), fields.get("hidden_size")
-    query = own.get("layers.0.self_attn.q_proj.weight")
-    if query is None:
-        raise ValueError(f"{file.parent} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
-    fc = own.get("fc.weight")
-    if query.shape[1:] == (2 * (width or 0),):
+def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[str, TensorHeader]) -> str:
+    """Of a head of hidden size ``width``; ``own``: headers by ``DraftHead``'s names.
+
+    Raises ValueError for tensors of another kind than is declared.
+    """
+    declared = _declared(config)
+    query, fc = own["layers.0.self_attn.q_proj.weight"], own.get("fc.weight")
+    if query.shape[1:] == (2 * width,):
         masked = MASK in own and declared != EAGLE3
         kind = P_EAGLE if masked else EAGLE3
         if kind == EAGLE3 and fc is None and not _takes_final_state(config):

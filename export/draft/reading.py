@@ -71,10 +71,14 @@ def _describe(
         nested(config, "transformer_layer_config", file)
         raise ValueError(f"{file} has no transformer_layer_config, as a head of speculators has: correct it")
     fields = dialect.layer_fields(config)
+    if fields is config and "transformer_layer_config" in config:
+        raise ValueError(f"{file} is of speculators (transformer_layer_config): type --draft-dialect speculators")
     variants = config | nested(config, "eagle_config", file)
     _refuse_variants(file, variants)
-    kind = head_kind(file, config, fields, own)
+    if "layers.0.self_attn.q_proj.weight" not in own:
+        raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
     layer, layers = layer_config(file, fields, own), layer_count(own)
+    kind = head_kind(file, config, layer.hidden_size, own)
     if kind != EAGLE and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
         raise ValueError(
             f"{folder}: num_hidden_layers is {layer.num_hidden_layers} in config.json, but there are tensors of "
@@ -103,6 +107,13 @@ def _describe(
                 f"{file} has no norm_before_residual: taken as false, as speculators does; vLLM takes it as true. If "
                 "hardly anything is accepted, type --norm-before-residual true"
             )
+    if kind == P_EAGLE and "embed_tokens.weight" not in own:
+        raise ValueError(f"{folder} lacks embed_tokens.weight: a P-EAGLE's is trained, the target's is another")
+    if any(folder.glob("adapter_model.*")):
+        warnings.append(
+            f"{folder} has a LoRA of its target beside the head (adapter_model): merge it into the target, or less is "
+            "accepted"
+        )
     proposal = dialect.proposal(config, file)
     return DraftDescription(
         kind=kind,
