@@ -1,0 +1,52 @@
+"""In bfloat16, as CUDA computes, families and heads stay as close to float32 as rounding allows."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from random_checkpoints import FAMILIES, random_model
+from safetensors.torch import load_file
+
+from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.reading import read_draft
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+GOLDEN = Path(__file__).parent / "golden"
+REGRET, LARGEST = 0.02, 0.15
+"""Of the spread of the logits: what the chosen token falls short of the best one by, and how far any logit is off."""
+
+
+def assert_close(logits, expected):
+    scale = expected.max() - expected.min()
+    best = expected.max(-1).values - expected.gather(-1, logits.argmax(-1, keepdim=True))[..., 0]
+    assert best.max() / scale < REGRET
+    assert (logits - expected).abs().max() / scale < LARGEST
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_in_chunks_across_its_window(name):
+    model = random_model(name).to(torch.bfloat16)
+    weights = [(key, value.clone()) for key, value in model.state_dict().items()]
+    target = TARGETS[name].module().load(weights, deepcopy(model.config), 64, torch.bfloat16, EagerAttention)
+    tokens = torch.randint(0, 96, (1, 48), generator=torch.Generator().manual_seed(4))
+    expected = model.float()(tokens, output_hidden_states=True)
+    for start in range(0, 48, 16):
+        rows = slice(start, start + 16)
+        state, taps = target(tokens[:, rows], torch.arange(start, start + 16), (1, 3, 4))
+        assert_close(target.logits(state).float(), expected.logits[:, rows])
+        for tap, wanted in zip(taps, (1, 3, 4), strict=True):
+            wanted = expected.hidden_states[wanted][:, rows]
+            assert (tap.float() - wanted).abs().max() / wanted.abs().max() < LARGEST
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+def test_a_head_seeded_with_speculators_own_features(case):
+    draft, golden = read_draft(GOLDEN / case), load_file(GOLDEN / case / "golden.safetensors")
+    head = load_draft(draft, 32, torch.bfloat16, EagerAttention, target=None)
+    feature = head.fuse(tuple(golden["taps"].bfloat16().chunk(3, dim=-1)))
+    for start in range(0, 12, 4):
+        rows = slice(start, start + 4)
+        logits, _ = head(golden["tokens"][:, rows], feature[:, rows], torch.arange(start, start + 4))
+        assert_close(logits.float(), golden["logits_0"][:, rows])
