@@ -13,8 +13,8 @@ from eagle3.export.checkpoints.source import TensorHeader
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "llama4_text")
-"""Layers that are a Llama's but for biases and norms of queries and keys, which the tensors tell."""
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Of model types whose layers are a Llama's, but for biases and norms of queries and keys, which the tensors tell."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
@@ -33,10 +33,8 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
     from transformers.activations import ACT2FN
 
     model_type = fields.get("model_type", "llama")
-    if model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"{file}: a draft layer of type {model_type!r}, but {', '.join(MODEL_TYPES)} are what we build"
-        )
+    if not isinstance(model_type, str) or not model_type.startswith(FAMILIES):
+        raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {', '.join(FAMILIES)} are supported")
     for key in _SIZES:
         count(fields, key, None, file)
     activation = fields.get("hidden_act", "silu")
@@ -51,7 +49,7 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
         nested(fields, key, file)
         _text_alone(wanted.get(key))
     try:
-        read = AutoConfig.for_model("llama" if model_type == "llama4_text" else model_type, **wanted)
+        read = AutoConfig.for_model(model_type if model_type in FAMILIES else "llama", **wanted)
         config = LlamaConfig(
             **{key: getattr(read, key, None) for key in (*_SIZES[:-1], "hidden_act", "rms_norm_eps")}
             | {"rope_parameters": deepcopy(read.rope_parameters), "head_dim": _head_dim(read, headers)},
