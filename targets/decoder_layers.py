@@ -25,6 +25,8 @@ from eagle3.targets.attention import (
     ring_window,
 )
 from eagle3.targets.complex_rotary import RealRotary
+from eagle3.targets.conversion import Conversion
+from eagle3.targets.experts import use_experts
 from eagle3.targets.spec import Skeleton, Weights, Window, layer_windows
 
 
@@ -35,6 +37,7 @@ class DecoderLayersTarget(nn.Module):
         super().__init__()
         config = model.config
         config._attn_implementation = HF_ATTENTION
+        use_experts(model)
         self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
             attn = layer.self_attn
@@ -125,7 +128,13 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config))
     tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
-    return Skeleton(model, text_name, tied)
+    conversion = Conversion(model)
+
+    def name(given: str) -> str | None:
+        own = text_name(given)
+        return None if own is None else conversion.name(own)
+
+    return Skeleton(model, name, tied, conversion)
 
 
 def text_name(name: str) -> str | None:

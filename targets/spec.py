@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from eagle3.targets.conversion import Conversion
+
 SHIPPED = Path(__file__).parent
 CHUNK = "attention_chunk_size"
 
@@ -52,20 +54,23 @@ class Skeleton:
     key_map: Callable[[str], str | None]
     """Checkpoint name to the model's, None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
+    conversion: "Conversion | None" = None
+    """Where the names that ``key_map`` gives are not all the model's own."""
+
+    def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Name to shape of what a checkpoint with tensors ``names``, as ``key_map`` gives them, must hold."""
+        if self.conversion is not None:
+            return self.conversion.expected(names)
+        return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
 
     def fill(self, weights: Weights, dtype: "torch.dtype") -> None:
         """Load the tensors of a checkpoint; a tied head is the embedding itself."""
         import torch
         from executorch.extension.llm.export.load import load_checkpoint
 
-        load_checkpoint(
-            "",
-            self.model,
-            key_map=self.key_map,
-            tie_map=self.tie_map,
-            dtype=dtype,
-            raw_iter=lambda _: weights,
-        )
+        named = ((own, tensor) for name, tensor in weights if (own := self.key_map(name)) is not None)
+        joined = named if self.conversion is None else self.conversion.joined(named)
+        load_checkpoint("", self.model, tie_map=self.tie_map, dtype=dtype, raw_iter=lambda _: joined)
         for embedding, (head, _) in self.tie_map.items():
             weight, own = self.model.get_parameter(embedding), self.model.get_parameter(head)
             plain = type(weight.data) is type(own.data) is torch.Tensor
