@@ -123,16 +123,20 @@ def attend(
     """
     _, kv_heads, slots, head_dim = keys.shape
     heads, length = query.shape[1:3]
-    packed = query.reshape(kv_heads, heads // kv_heads * length, head_dim)  # the heads that share keys are one product
+    groups = heads // kv_heads  # the heads that share keys are one product, their rows below each other
+    packed = query.contiguous().view(kv_heads, groups * length, head_dim)
     scores = torch.bmm(packed * scale, keys[0].transpose(1, 2)).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.reshape(1, heads, length, slots).masked_fill(~mask, float("-inf"))
+    hidden = ~mask[0].expand(groups, length, slots).reshape(1, groups * length, slots)
+    scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
-        column = sinks.float().reshape(1, heads, 1, 1).expand(1, heads, length, 1)
-        scores = torch.cat((scores, column), dim=-1)
+        column = sinks.float().view(kv_heads, groups, 1).expand(kv_heads, groups, length)
+        scores = torch.cat((scores, column.reshape(kv_heads, groups * length, 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :slots].to(values.dtype)
-    return torch.bmm(weights.reshape(kv_heads, -1, slots), values[0]).reshape(query.shape)
+    # Split, never merged: the strides of a product are not known to be contiguous in a trace of many lengths.
+    out = torch.bmm(weights, values[0]).unflatten(1, (groups, length))
+    return out.permute(2, 0, 1, 3).contiguous().view(1, length, heads, head_dim).transpose(1, 2)
 
 
 def ring_window(window: int, max_seq_len: int) -> int:

@@ -1,8 +1,8 @@
 """Rotary embeddings that a family of transformers computes on complex numbers (Llama 4), in real ones.
 
 Neither backend lowers complex tensors. Within ``RealRotary`` the unit numbers that ``torch.polar`` makes and the pairs
-that ``torch.view_as_complex`` makes stay real, interleaved: (a + ib)(c + is) = (ac - bs) + i(bc + as), the same products
-and sums. Anything else that is done to them is an error.
+that ``torch.view_as_complex`` makes stay real, interleaved: (a + ib)(c + is) = (ac - bs) + i(bc + as), the same
+products and sums. Anything else that is done to them is an error.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are not a model's own one for one: experts, a tensor each on disk and stacked in the module.
+"""Checkpoints whose tensors are not a model's own one for one: experts, single on disk and stacked in the module.
 
 Which become which, and how, is transformers' own mapping (``conversion_mapping.py`` there); what it does when it saves
 says which tensors, of which shapes, a checkpoint must have.

@@ -1,12 +1,12 @@
 """Experts in shapes that do not depend on what is routed where: all of them as two linear layers.
 
-transformers loops over the experts that were chosen, which no trace can follow. Here every row goes through every expert
-and is weighted with zero where it was not sent. A backend may do better: it finds the ``Experts`` of a model and has
-what was chosen as their inputs (``eagle3.export.lowering.cuda.experts``).
+transformers loops over the experts that were chosen, which no trace can follow. Here every row goes through every
+expert and is weighted with zero where it was not sent. A backend may do better: it finds the ``Experts`` of a model and
+has what was chosen as their inputs (``eagle3.export.lowering.cuda.experts``).
 
 On the CPU this is what to do. A verify window alone sends its rows to most of 8 or 16 experts, and to 32 of 128;
-gathering the matrices that were chosen would read, write and read them again, hold a gigabyte for a chunk of prefill,
-and want its own copy of the weights beside the one that XNNPACK packs for prefill.
+gathering the matrices that were chosen would read, write and read them again, hold gigabytes for a chunk of prefill,
+and want a copy of the weights beside the one that XNNPACK packs for prefill.
 """
 
 from collections.abc import Callable
@@ -49,10 +49,8 @@ class Experts(nn.Module):
         each = torch.zeros(x.shape[0], self.count, dtype=x.dtype, device=x.device)
         each = each.scatter(1, chosen, weights.to(x.dtype))
         inner = self.gate_up(x).unflatten(-1, (self.count, -1))  # [T, experts, 2 * width]
-        if self.weighs_inputs:
-            inner = self.gate(inner * each[..., None])  # there is no bias: before is after
-        else:
-            inner = self.gate(inner) * each[..., None]
+        each_inner = each[..., None]  # without a bias it is one whether inputs or products are weighted
+        inner = self.gate(inner * each_inner) if self.weighs_inputs else self.gate(inner) * each_inner
         out = self.down(inner.flatten(1))
         return out if self.down_bias is None else out + each @ self.down_bias
 

@@ -25,8 +25,8 @@ SINK_COLUMNS = 8  # beside a head's own, of which the sink takes one: what follo
 
 
 class Rows(NamedTuple):
-    """``start``: the first slot of a layer that attends fully, 0 of others. ``slots`` [1, T] and ``additive`` [T, slots]
-    where the op needs them, with the sink's; ``mask``: bool [1, 1, T, slots] without."""
+    """``start``: the first slot of a layer that attends fully, 0 of others. ``slots`` [1, T] and ``additive``
+    [T, slots] where the op needs them, with the sink's; ``mask``: bool [1, 1, T, slots] without."""
 
     start: int
     slots: Tensor | None
