@@ -20,6 +20,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from eagle3.targets.experts import use_experts
+
 
 @dataclass(frozen=True)
 class Part:
@@ -32,11 +34,15 @@ class Part:
 
 
 class Conversion:
-    """Of one model of transformers. Names are the model's own, and for a part what transformers renames it to."""
+    """Of one model of transformers on the meta device, which gets our ``Experts``.
+
+    Names are those of transformers' own model, and for a part what transformers renames it to.
+    """
 
     def __init__(self, model: nn.Module):
         transforms = get_model_conversion_mapping(model)
-        self.model = model
+        self.model, self.own = model, dict(model.state_dict())
+        self.replaced = use_experts(model)
         self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
 
@@ -52,11 +58,10 @@ class Conversion:
     @cached_property
     def _saved(self) -> dict[str, Part | tuple[int, ...]]:
         """What a checkpoint holds, by name: a part, or the shape of what is a tensor of the model itself."""
-        own = self.model.state_dict()
         if not self.converters:
-            return {name: tuple(value.shape) for name, value in own.items()}
+            return {name: tuple(value.shape) for name, value in self.own.items()}
         saved = {}
-        for name, value in revert_weight_conversion(self.model, own).items():
+        for name, value in revert_weight_conversion(self.model, self.own).items():
             name, shape = self.name(name), tuple(value.shape)
             target, pattern = apply_converters(name, self.converters)
             saved[name] = shape if pattern is None else Part(target, pattern, shape)
@@ -65,24 +70,31 @@ class Conversion:
     def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Name to shape of what a checkpoint with tensors ``names`` must hold: the parts of what it does not have
         whole."""
-        own = {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
+        own = {name: tuple(value.shape) for name, value in self.own.items()}
         whole = {name for name in names if name in own and name not in self._saved}
         parts = {name: part.shape for name, part in self.parts.items() if part.target not in whole}
         return {name: shape for name, shape in own.items() if name in self._saved or name in whole} | parts
 
     def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of a checkpoint by name -> of the model. Parts are kept as they come, mapped where the checkpoint is,
-        and joined in the end one target after the other, so that one target at a time is in memory twice."""
+        """Tensors of a checkpoint by name -> of the model with our ``Experts``.
+
+        Parts are kept as they come, mapped where the checkpoint is, and joined in the end one target after the other,
+        so that one target at a time is in memory twice.
+        """
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             part = self.parts.get(name)
             if part is None:
-                yield name, tensor
+                yield self._flat(name, tensor)
             else:
                 waiting.setdefault(part.target, {})[name] = tensor
         while waiting:
-            target, given = waiting.popitem()
-            yield from self._join(target, given)
+            for name, tensor in self._join(*waiting.popitem()):
+                yield self._flat(name, tensor)
+
+    def _flat(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        own, flatten = self.replaced.get(name, (name, None))
+        return own, tensor if flatten is None else flatten(tensor).contiguous()
 
     def _join(self, target: str, given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         patterns = {self.parts[name].pattern for name in given}

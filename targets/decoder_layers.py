@@ -26,7 +26,6 @@ from eagle3.targets.attention import (
 )
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
-from eagle3.targets.experts import use_experts
 from eagle3.targets.spec import Skeleton, Weights, Window, layer_windows
 
 
@@ -37,7 +36,6 @@ class DecoderLayersTarget(nn.Module):
         super().__init__()
         config = model.config
         config._attn_implementation = HF_ATTENTION
-        use_experts(model)
         self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
             attn = layer.self_attn
