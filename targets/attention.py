@@ -205,9 +205,12 @@ def _attend(
         plain = isinstance(argument, bool | float)
         if argument is not None and not (plain and argument in _NEUTRAL.get(name, ())):
             raise ValueError(f"its attention takes {name}, which ours does not compute")
+    narrower = key.shape[-1] - value.shape[-1]  # attention to latents: keys have a rotary part besides
+    value = F.pad(value, (0, narrower)) if narrower else value
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
     extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
-    return module.kv_attention(query, key, value, rows, scaling, **extras), None
+    out = module.kv_attention(query, key, value, rows, scaling, **extras)
+    return out[..., :-narrower] if narrower else out, None
 
 
 def has_sinks(module: nn.Module) -> bool:

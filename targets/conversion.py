@@ -46,9 +46,10 @@ class Conversion:
         self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
 
-    def name(self, name: str) -> str:
-        """Of a checkpoint's tensor."""
-        return apply_renamings(name, self.renamings)
+    def name(self, name: str) -> str | None:
+        """Of a checkpoint's tensor, None for one that is no part of the model."""
+        name = apply_renamings(name, self.renamings)
+        return name if name in self.own or name in self.parts else None
 
     @cached_property
     def parts(self) -> dict[str, Part]:
@@ -62,7 +63,7 @@ class Conversion:
             return {name: tuple(value.shape) for name, value in self.own.items()}
         saved = {}
         for name, value in revert_weight_conversion(self.model, self.own).items():
-            name, shape = self.name(name), tuple(value.shape)
+            name, shape = apply_renamings(name, self.renamings), tuple(value.shape)
             target, pattern = apply_converters(name, self.converters)
             saved[name] = shape if pattern is None else Part(target, pattern, shape)
         return saved

@@ -42,7 +42,8 @@ class DecoderLayersTarget(nn.Module):
             attn.kv_window, attn.forward_rows = window, self.rows
             ring = ring_window(window.tokens, max_seq_len)
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            shape = KVCacheShape(kv_heads, attn.head_dim, max_seq_len, ring, dtype, has_sinks(attn))
+            head_dim = getattr(attn, "qk_head_dim", None) or attn.head_dim
+            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn))
             attn.kv_attention = attention(shape)
 
     @property
@@ -128,20 +129,15 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
     tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
     conversion = Conversion(model)
 
-    def name(given: str) -> str | None:
-        own = text_name(given)
-        return None if own is None else conversion.name(own)
-
-    return Skeleton(model, name, tied, conversion)
+    return Skeleton(model, lambda name: conversion.name(text_name(name)), tied, conversion)
 
 
-def text_name(name: str) -> str | None:
-    """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down. Old checkpoints hold
-    rotary tables, which are made anew."""
+def text_name(name: str) -> str:
+    """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down."""
     for prefix, own in (("model.language_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
             name = own + name.removeprefix(prefix)
-    return None if name.endswith("rotary_emb.inv_freq") else name
+    return name
 
 
 def load(
