@@ -22,7 +22,10 @@ DRAFTS = {
     "llama3.1-8B": {"draft_vocab": 96, "changes": {"d2t": None, "t2d": None}},  # speaks the whole vocabulary
     "qwen3-4B": {"changes": {"embed_tokens.weight": None}},  # shares the target's embedding
     "auto": {"window": 12},
+    "gpt-oss-20b": {},  # sinks, experts with biases
+    "llama4-maverick": {},  # chunks, rotations on complex numbers, experts in some of the layers
 }
+WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 
 
 def unnamed_model():
@@ -45,7 +48,7 @@ def test_export_and_run(name, tmp_path):
     record = run_export(plan, preflight(plan, Progress()), Progress())
     assert record["check"]["compared_with_eager"]
     session = open_session(open_artifact(tmp_path / "out"))
-    assert session.metadata.sliding_window == (16 if name in ("gemma4-31B", "auto") else 0)
+    assert session.metadata.sliding_window == WINDOWS.get(name, 0)
     for length in (3, 12, 70):
         prompt = torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         expected = list(prompt)
