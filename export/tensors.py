@@ -41,14 +41,14 @@ def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: S
     ``quantized``: weights that torchao quantized are welcome.
     """
     given: dict[str, TensorHeader] = {}
-    expected = {name: tuple(value.shape) for name, value in skeleton.model.state_dict().items()}
-    for name, header in headers.items():
-        if not is_read(name):
-            continue
-        own = skeleton.key_map(name)
+    names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
+    expected = skeleton.expected(names.values())
+    parts = skeleton.conversion.parts if skeleton.conversion else {}
+    for name, own in names.items():
+        header = headers[name]
         if own not in expected:
             raise ValueError(f"{checkpoint} has {name}, which {_cause(name)}")
-        if header.dtype not in (*FLOATS, *(QUANTIZED if quantized else ())):
+        if header.dtype not in (*FLOATS, *(QUANTIZED if quantized and own not in parts else ())):
             raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
         if header.shape != expected[own]:
             raise ValueError(

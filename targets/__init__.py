@@ -20,13 +20,21 @@ TARGETS: dict[str, TargetSpec] = {
         max_seq_len=1024,
     ),
     "gemma3-27B": TargetSpec("Gemma 3 27B, text only", DECODER_LAYERS, model_types=("gemma3_text",)),
+    "gpt-oss-20b": TargetSpec("gpt-oss 20B, 32 experts", DECODER_LAYERS, model_types=("gpt_oss",)),
     "granite3-8B": TargetSpec("Granite 3 8B", DECODER_LAYERS, model_types=("granite",)),
     "llama3.1-8B": TargetSpec("Llama 3.1 8B", DECODER_LAYERS, model_types=("llama",)),
     "llama3.3-70B": TargetSpec("Llama 3.3 70B", DECODER_LAYERS, model_types=("llama",)),
+    "llama4-maverick": TargetSpec(
+        "Llama 4 Maverick 17B, 128 experts, text only", DECODER_LAYERS, model_types=("llama4_text",)
+    ),
+    "llama4-scout": TargetSpec(
+        "Llama 4 Scout 17B, 16 experts, text only", DECODER_LAYERS, model_types=("llama4_text",)
+    ),
     "mistral-7B": TargetSpec("Mistral 7B", DECODER_LAYERS, model_types=("mistral",)),
     "phi4": TargetSpec("Phi-4 14B", DECODER_LAYERS, model_types=("phi3",)),
     "qwen3-4B": TargetSpec("Qwen3 4B", DECODER_LAYERS, model_types=("qwen3",)),
     "qwen3-8B": TargetSpec("Qwen3 8B", DECODER_LAYERS, model_types=("qwen3",)),
+    "qwen3-30B-A3B": TargetSpec("Qwen3 30B-A3B, 128 experts", DECODER_LAYERS, model_types=("qwen3_moe",)),
     "qwen3-32B": TargetSpec("Qwen3 32B", DECODER_LAYERS, model_types=("qwen3",)),
     "auto": TargetSpec(
         "what config.json says: any decoder-only model of transformers whose twin agrees", DECODER_LAYERS

@@ -17,16 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eagle3.targets.spec import Window
+
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """Of one layer. ``window`` is the sliding window in tokens, 0 for full attention."""
+    """Of one layer. ``window`` is the sliding window or the chunk in tokens, 0 for full attention; ``sinks``: each head
+    has a logit that is no position's."""
 
     kv_heads: int
     head_dim: int
     max_seq_len: int
     window: int = 0
     dtype: torch.dtype = torch.float32
+    sinks: bool = False
 
     @property
     def slots(self) -> int:
@@ -64,7 +68,16 @@ class EagerAttention(nn.Module):
         """
         return input_pos, mask
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Any, scale: float) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Any,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Write ``key`` and ``value`` at the rows' positions, then attend.
 
         Args:
@@ -72,6 +85,8 @@ class EagerAttention(nn.Module):
             key, value: [1, T, kv_heads, head_dim]
             rows: what ``rows`` returned in this forward
             scale: factor on the products of query and key
+            softcap: the scaled products x become softcap * tanh(x / softcap)
+            sinks: [heads], a logit that each softmax has besides, with a value of zero; given where the shape says so
 
         Returns:
             [1, T, heads, head_dim]
@@ -79,8 +94,49 @@ class EagerAttention(nn.Module):
         input_pos, mask = rows
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, heads, T, head_dim]
         keys, values = self.kv_cache.update(input_pos, key, value)
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        if softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        else:
+            out = attend(query, keys, values, mask, scale, softcap, sinks)
         return out.transpose(1, 2)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention written out, as transformers' eager one of Gemma 2 (softcap) and gpt-oss (sinks).
+
+    Args:
+        query: [1, heads, T, head_dim]
+        keys, values: [1, kv_heads, slots, head_dim]
+        mask: bool [1, 1, T, slots]
+        scale, softcap, sinks: see ``EagerAttention``
+
+    Returns:
+        [1, heads, T, head_dim]
+    """
+    _, kv_heads, slots, head_dim = keys.shape
+    heads, length = query.shape[1:3]
+    groups = heads // kv_heads  # the heads that share keys are one product, their rows below each other
+    packed = query.contiguous().view(kv_heads, groups * length, head_dim)
+    scores = torch.bmm(packed * scale, keys[0].transpose(1, 2)).float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    hidden = ~mask[0].expand(groups, length, slots).reshape(1, groups * length, slots)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(kv_heads, groups, 1).expand(kv_heads, groups, length)
+        scores = torch.cat((scores, column.reshape(kv_heads, groups * length, 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :slots].to(values.dtype)
+    # Split, never merged: the strides of a product are not known to be contiguous in a trace of many lengths.
+    out = torch.bmm(weights, values[0]).unflatten(1, (groups, length))
+    return out.permute(2, 0, 1, 3).contiguous().view(1, length, heads, head_dim).transpose(1, 2)
 
 
 def ring_window(window: int, max_seq_len: int) -> int:
@@ -88,9 +144,9 @@ def ring_window(window: int, max_seq_len: int) -> int:
     return window if window < max_seq_len else 0
 
 
-def attention_mask(input_pos: Tensor, max_seq_len: int, ring: int) -> Tensor:
+def attention_mask(input_pos: Tensor, max_seq_len: int, ring: int, chunked: bool = False) -> Tensor:
     """Of rows at ``input_pos`` [T] over the slots of a layer with this ``ring_window``: bool [1, 1, T, slots]."""
-    return ring_mask(input_pos, ring) if ring else causal_mask(input_pos, max_seq_len)
+    return ring_mask(input_pos, ring, chunked) if ring else causal_mask(input_pos, max_seq_len)
 
 
 def causal_mask(input_pos: Tensor, slots: int) -> Tensor:
@@ -99,16 +155,18 @@ def causal_mask(input_pos: Tensor, slots: int) -> Tensor:
     return (columns[None, :] <= input_pos[:, None])[None, None]
 
 
-def ring_mask(input_pos: Tensor, window: int) -> Tensor:
+def ring_mask(input_pos: Tensor, window: int, chunked: bool = False) -> Tensor:
     """Rows at ``input_pos`` [T] attend to the ``window`` positions up to their own: bool [1, 1, T, 2 * window].
 
-    Slot j of the ring holds the last position written that is j modulo its length, T of them by this forward.
+    ``chunked``: to those of their own chunk alone, which begins at a multiple of ``window``. Slot j of the ring holds
+    the last position written that is j modulo its length, T of them by this forward.
     """
     slots = 2 * window
     columns, last = torch.arange(slots, device=input_pos.device), input_pos[-1]
     positions = columns + (last - columns).div(slots, rounding_mode="floor") * slots
     distance = input_pos[:, None] - positions[None, :]
-    return ((positions >= 0) & (distance >= 0) & (distance < window))[None, None]
+    reach = input_pos[:, None] % window + 1 if chunked else window
+    return ((positions >= 0) & (distance >= 0) & (distance < reach))[None, None]
 
 
 _NEUTRAL = {"dropout": (0.0,), "is_causal": (True,), "use_cache": (False, True)}
@@ -121,22 +179,43 @@ class ForwardRows:
     code: not every family hands keyword arguments down to its attention."""
 
     def __init__(self):
-        self.by_window: dict[int, Any] = {}
+        self.by_window: dict[Window, Any] = {}
 
 
 def _attend(
-    module, query, key, value, attention_mask, scaling, sliding_window=None, position_ids=None, **given
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling,
+    sliding_window=None,
+    position_ids=None,
+    softcap=None,
+    s_aux=None,
+    **given,
 ) -> tuple[Tensor, None]:
     shared = getattr(module, "forward_rows", None)  # a draft head gives its rows as the mask
     rows = attention_mask if shared is None else shared.by_window[module.kv_window]
-    if sliding_window and sliding_window != module.kv_window:
-        raise ValueError(f"its attention takes a window of {sliding_window}, its layer has {module.kv_window}")
+    if sliding_window and sliding_window != module.kv_window.tokens:
+        raise ValueError(f"its attention takes a window of {sliding_window}, its layer has {module.kv_window.tokens}")
+    if (s_aux is not None) != has_sinks(module):
+        raise ValueError("its attention takes sinks that are no parameter of its layer's")
     for name, argument in given.items():
         plain = isinstance(argument, bool | float)
         if argument is not None and not (plain and argument in _NEUTRAL.get(name, ())):
             raise ValueError(f"its attention takes {name}, which ours does not compute")
+    narrower = key.shape[-1] - value.shape[-1]  # attention to latents: keys have a rotary part besides
+    value = F.pad(value, (0, narrower)) if narrower else value
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
-    return module.kv_attention(query, key, value, rows, scaling), None
+    extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
+    out = module.kv_attention(query, key, value, rows, scaling, **extras)
+    return out[..., :-narrower] if narrower else out, None
+
+
+def has_sinks(module: nn.Module) -> bool:
+    """Whether an attention layer of transformers has a logit a head that is no position's."""
+    return isinstance(getattr(module, "sinks", None), Tensor)
 
 
 HF_ATTENTION = "eagle3"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from eagle3.targets.attention import (
     HF_ATTENTION,
@@ -21,9 +21,12 @@ from eagle3.targets.attention import (
     ForwardRows,
     KVCacheShape,
     attention_mask,
+    has_sinks,
     ring_window,
 )
-from eagle3.targets.spec import Skeleton, Weights, layer_windows
+from eagle3.targets.complex_rotary import RealRotary
+from eagle3.targets.conversion import Conversion
+from eagle3.targets.spec import Skeleton, Weights, Window, layer_windows
 
 
 class DecoderLayersTarget(nn.Module):
@@ -37,9 +40,11 @@ class DecoderLayersTarget(nn.Module):
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
             attn = layer.self_attn
             attn.kv_window, attn.forward_rows = window, self.rows
-            ring = ring_window(window, max_seq_len)
+            ring = ring_window(window.tokens, max_seq_len)
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            attn.kv_attention = attention(KVCacheShape(kv_heads, attn.head_dim, max_seq_len, ring, dtype))
+            head_dim = getattr(attn, "qk_head_dim", None) or attn.head_dim
+            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn))
+            attn.kv_attention = attention(shape)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -66,7 +71,9 @@ class DecoderLayersTarget(nn.Module):
         hooks.append(self.layers[-1].register_forward_hook(keep_output))
         try:
             self.rows.by_window = self._rows(input_pos)
-            out = self.causal_lm.model(tokens, position_ids=input_pos[None], use_cache=False)
+            positions = {"position_ids": input_pos[None], "past_key_values": _Past(input_pos[0])}
+            with RealRotary():
+                out = self.causal_lm.model(tokens, use_cache=False, **positions)
         finally:
             self.rows.by_window = {}
             for hook in hooks:
@@ -77,15 +84,29 @@ class DecoderLayersTarget(nn.Module):
         """By transformers' own forward from the final state on: some scale or cap what ``lm_head`` gives."""
         return type(self.causal_lm).forward(_Tail(self.causal_lm, state), inputs_embeds=state).logits.float()
 
-    def _rows(self, input_pos: Tensor) -> dict[int, Any]:
+    def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
         """By window, what the attention modules of its layers want of a forward."""
         rows = {}
         for attn in (layer.self_attn for layer in self.layers):
             window = attn.kv_window
             if window not in rows:
-                mask = attention_mask(input_pos, self.slots, ring_window(window, self.slots))
+                ring = ring_window(window.tokens, self.slots)
+                mask = attention_mask(input_pos, self.slots, ring, window.chunked)
                 rows[window] = attn.kv_attention.rows(input_pos, mask)
         return rows
+
+
+class _Past:
+    """transformers' cache as far as a layer asks it for positions (Llama 4): ``kv_attention`` holds what is in it."""
+
+    def __init__(self, seen: Tensor):
+        self._seen = seen
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self._seen
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return key, value
 
 
 class _Tail:
@@ -97,8 +118,8 @@ class _Tail:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._causal_lm, name)
 
-    def model(self, *args, **kwargs) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self._state)
+    def model(self, *args, **kwargs) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self._state)
 
 
 Target = DecoderLayersTarget
@@ -110,16 +131,17 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config))
     tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
-    return Skeleton(model, text_name, tied)
+    conversion = Conversion(model)
+
+    return Skeleton(model, lambda name: conversion.name(text_name(name)), tied, conversion)
 
 
-def text_name(name: str) -> str | None:
-    """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down. Old checkpoints hold
-    rotary tables, which are made anew."""
+def text_name(name: str) -> str:
+    """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down."""
     for prefix, own in (("model.language_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
             name = own + name.removeprefix(prefix)
-    return None if name.endswith("rotary_emb.inv_freq") else name
+    return name
 
 
 def load(

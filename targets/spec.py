@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from eagle3.targets.conversion import Conversion
+
 SHIPPED = Path(__file__).parent
+CHUNK = "attention_chunk_size"
 
 
 class TapTarget(Protocol):
@@ -53,20 +56,23 @@ class Skeleton:
     key_map: Callable[[str], str | None]
     """Checkpoint name to the model's, None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
+    conversion: "Conversion | None" = None
+    """Where the names that ``key_map`` gives are not all the model's own."""
+
+    def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Name to shape of what a checkpoint with tensors ``names``, as ``key_map`` gives them, must hold."""
+        if self.conversion is not None:
+            return self.conversion.expected(names)
+        return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
 
     def fill(self, weights: Weights, dtype: "torch.dtype") -> None:
         """Load the tensors of a checkpoint; a tied head is the embedding itself."""
         import torch
         from executorch.extension.llm.export.load import load_checkpoint
 
-        load_checkpoint(
-            "",
-            self.model,
-            key_map=self.key_map,
-            tie_map=self.tie_map,
-            dtype=dtype,
-            raw_iter=lambda _: weights,
-        )
+        named = ((own, tensor) for name, tensor in weights if (own := self.key_map(name)) is not None)
+        joined = named if self.conversion is None else self.conversion.joined(named)
+        load_checkpoint("", self.model, tie_map=self.tie_map, dtype=dtype, raw_iter=lambda _: joined)
         for embedding, (head, _) in self.tie_map.items():
             weight, own = self.model.get_parameter(embedding), self.model.get_parameter(head)
             plain = type(weight.data) is type(own.data) is torch.Tensor
@@ -105,21 +111,36 @@ class TargetSpec:
         return importlib.import_module(self.family)
 
 
-def layer_windows(config) -> list[int]:
-    """The sliding window of each layer of a transformers text configuration, in tokens, 0 where it attends fully.
+class Window(NamedTuple):
+    """How far back a layer attends, in tokens: 0 for all the way. ``chunked``: not past the last multiple of it."""
+
+    tokens: int = 0
+    chunked: bool = False
+
+
+_WINDOW_FIELDS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": CHUNK}
+
+
+def layer_windows(config) -> list[Window]:
+    """The window of each layer of a transformers text configuration.
 
     Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2). Raises ValueError for a
     layer that attends otherwise.
     """
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
     if not kinds:
-        return [window] * config.num_hidden_layers
+        return [Window(getattr(config, "sliding_window", None) or 0)] * config.num_hidden_layers
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"layer_types has {kind}, but full_attention and sliding_attention are what is supported")
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+        if kind not in _WINDOW_FIELDS:
+            raise ValueError(f"layer_types has {kind}, but {', '.join(_WINDOW_FIELDS)} are what is supported")
+    return [_window(config, kind) for kind in kinds]
+
+
+def _window(config, kind: str) -> Window:
+    tokens = getattr(config, _WINDOW_FIELDS[kind] or "", None) or 0
+    return Window(tokens, bool(tokens) and _WINDOW_FIELDS[kind] == CHUNK)
 
 
 def sliding_window(config) -> int:
-    """The sliding window in tokens of a transformers text configuration, 0 where every layer attends fully."""
-    return max(layer_windows(config))
+    """The longest window or chunk in tokens of a transformers text configuration, 0 where every layer attends fully."""
+    return max(window.tokens for window in layer_windows(config))

@@ -10,8 +10,12 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,6 +24,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SIZE = {
@@ -55,6 +61,23 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "pad_token_id": None}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+LLAMA4 = {
+    "intermediate_size_mlp": 160,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 12,
+    "attn_scale": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SCOUT = LLAMA4 | {"num_local_experts": 4, "attention_chunk_size": 16}
+MAVERICK = LLAMA4 | {
+    "num_local_experts": 8,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "attention_chunk_size": 24,
+}
 FAMILIES = {
     "gemma4-31B": lambda size: Gemma4ForCausalLM(Gemma4TextConfig(**size, **GEMMA4)),
     "llama3.1-8B": lambda size: LlamaForCausalLM(LlamaConfig(**size, rope_parameters=LLAMA3_ROPE)),
@@ -63,6 +86,10 @@ FAMILIES = {
     "phi4": lambda size: Phi3ForCausalLM(Phi3Config(**size, pad_token_id=0, sliding_window=None)),
     "granite3-8B": lambda size: GraniteForCausalLM(GraniteConfig(**size, **GRANITE)),
     "gemma3-27B": lambda size: Gemma3ForCausalLM(Gemma3TextConfig(**size, sliding_window=16)),
+    "gpt-oss-20b": lambda size: GptOssForCausalLM(GptOssConfig(**size, **GPT_OSS)),
+    "llama4-maverick": lambda size: Llama4ForCausalLM(Llama4TextConfig(**size, **MAVERICK)),
+    "llama4-scout": lambda size: Llama4ForCausalLM(Llama4TextConfig(**size, **SCOUT)),
+    "qwen3-30B-A3B": lambda size: Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **QWEN3_MOE)),
 }
 
 
@@ -73,8 +100,10 @@ def random_model(name: str, **changes):
     for key, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if "norm" in key or "layer_scalar" in key:
             value.add_(0.3 * torch.randn_like(value))
-        elif value.ndim == 2 and "embed" not in key:
-            value.copy_(torch.randn_like(value) / value.shape[1] ** 0.5)
+        elif "sinks" in key:
+            value.copy_(torch.randn_like(value))
+        elif value.ndim >= 2 and "embed" not in key:
+            value.copy_(torch.randn_like(value) / value.shape[-1] ** 0.5)
     return model
 
 

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
@@ -24,10 +24,10 @@ def sdpa(query, keys, values, mask, dropout, causal, scale, gqa, written):
 
 
 class Attend(nn.Module):
-    def __init__(self, attention, window: int):
+    def __init__(self, attention, window: int, softcap: float | None = None, sinks: Tensor | None = None):
         super().__init__()
-        self.window = window
-        self.attention = attention(KVCacheShape(2, DIM, SLOTS, window))
+        self.window, self.softcap, self.sinks = window, softcap, sinks
+        self.attention = attention(KVCacheShape(2, DIM, SLOTS, window, sinks=sinks is not None))
 
     def forward(self, query, key, value, input_pos):
         if self.window:
@@ -38,7 +38,8 @@ class Attend(nn.Module):
             mask = ((position >= 0) & (delta >= 0) & (delta < self.window))[None, None]
         else:
             mask = causal_mask(input_pos, SLOTS)
-        return self.attention(query, key, value, self.attention.rows(input_pos, mask), 0.25)
+        rows = self.attention.rows(input_pos, mask)
+        return self.attention(query, key, value, rows, 0.25, softcap=self.softcap, sinks=self.sinks)
 
 
 def inputs(first: int, rows: int):
@@ -47,9 +48,15 @@ def inputs(first: int, rows: int):
     return *(torch.randn(1, rows, count, DIM) for count in heads), torch.arange(first, first + rows)
 
 
-@pytest.mark.parametrize("window", [0, 16])
-def test_it_equals_eager_attention_at_every_length_of_a_window_and_beyond(window):
-    eager, bounded = Attend(EagerAttention, window), Attend(BoundedAttention, window)
+SINKS = torch.tensor([0.5, -2.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(0, None, None), (16, None, None), (0, None, SINKS), (16, None, SINKS), (16, 2.0, None), (0, 2.0, SINKS)],
+)
+def test_it_equals_eager_attention_at_every_length_of_a_window_and_beyond(window, softcap, sinks):
+    eager, bounded = (Attend(kind, window, softcap, sinks) for kind in (EagerAttention, BoundedAttention))
     first = 0
     with patch.object(torch.ops.triton, "sdpa", sdpa):
         for rows in (*range(1, 17), 5, 2, 16):

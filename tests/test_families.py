@@ -24,8 +24,12 @@ DRAFTS = {
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
     "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: list(TAPS)}),
     "auto": lambda folder, config: save_random_draft(folder, config, TAPS, window=12),
+    "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, TAPS),
+    "llama4-maverick": lambda folder, config: save_random_draft(folder, config, TAPS),
 }
-"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window."""
+"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with
+sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
+WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 
 
 def unnamed_model():
@@ -48,7 +52,7 @@ def test_export_and_run(name, tmp_path):
     record = run_export(plan, preflight(plan, Progress()), Progress())
     assert record["check"]["compared_with_eager"]
     session = open_session(open_artifact(tmp_path / "out"))
-    assert session.metadata.sliding_window == (16 if name in ("gemma4-31B", "auto") else 0)
+    assert session.metadata.sliding_window == WINDOWS.get(name, 0)
     for length in (3, 12, 70):
         prompt = torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         expected = list(prompt)

@@ -59,14 +59,10 @@ def greedy(model) -> list[int]:
     return tokens
 
 
-NOT_YET = {"deepseek_v3", "gemma2", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe"}
-"""Experts that are stacked in the module and not on disk, attention sinks, softcaps and chunks: refused."""
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_that_nobody_named_is_right_or_refused(name, tmp_path):
+def test_a_family_that_nobody_named_is_right(name, tmp_path):
     what, line = outcome(family_config(name), "auto", tmp_path)
-    assert what == (REFUSED if name in NOT_YET else RIGHT), line
+    assert what == RIGHT, line
 
 
 BASES = {

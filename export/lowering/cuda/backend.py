@@ -30,6 +30,7 @@ from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.attention import BoundedAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
@@ -97,7 +98,8 @@ def memory(plan: Plan) -> tuple[int, str]:
 def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
     """Quantize what the plan says and lay the weights out for their kernels; the model stays on the host."""
     if plan.qlinear in RECIPES[1:]:
-        quantize(speculator.target, fitted_recipe(plan.qlinear, plan.target_config))
+        quantize(speculator.target, fitted_recipe(plan.qlinear, plan.target_config, speculator.target))
+        use_fused_experts(speculator.target)
     if plan.draft_qlinear in RECIPES[1:]:
         recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())

@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
 from executorch.extension.llm.export.load import assign_state_dict
-from executorch.extension.llm.export.quant import QuantRecipe, QuantRule, quantize_model
+from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, QuantRule, quantize_model
 from torch import nn
 
 from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.lowering.cuda.experts import expert_rules
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
+INT8 = QuantConfig(bits=8, group_size=32, symmetric=True, method="min_max")
 INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width of a linear is a multiple of it
 
 
-def fitted_recipe(name: str, config: Any) -> QuantRecipe:
-    """The recipe ``default`` or ``sensitive`` for a model of transformers' ``config``."""
+def fitted_recipe(name: str, config: Any, model: nn.Module | None = None) -> QuantRecipe:
+    """The recipe ``default`` or ``sensitive`` for a model of transformers' ``config``; with ``model`` also for its
+    experts and for widths that INT4 has no layout for."""
     width, layers = config.hidden_size, config.num_hidden_layers
 
     def fitted(rule: QuantRule) -> QuantRule:
@@ -33,12 +36,20 @@ def fitted_recipe(name: str, config: Any) -> QuantRecipe:
             sensitive = {layer for layer in range(layers) if layer * _WRITTEN_FOR_LAYERS // layers in sensitive}
         return QuantRule(rf"(.*\.)?{rule.pattern}", config, sensitive)
 
-    return QuantRecipe([fitted(rule) for rule in _RECIPES[name].rules])
+    own = [] if model is None else [*expert_rules(model), *_rules_of_widths(model)]
+    return QuantRecipe([*own, *(fitted(rule) for rule in _RECIPES[name].rules)])
+
+
+def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
+    """INT8 where INT4 would have to be padded (gpt-oss is 2,880 wide): it takes any multiple of 32 as it is."""
+    linears = ((name, module.in_features) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    names = [re.escape(name) for name, width in linears if width % INT4_BLOCK and width % INT8.group_size == 0]
+    return [QuantRule(rf"(.*\.)?({'|'.join(names)})\.weight", INT8)] if names else []
 
 
 def check_recipe(flag: str, name: str, model: nn.Module, config: Any) -> None:
     """Raise ValueError for a linear that INT4 has no layout for, and where quantizing needs a GPU and there is none."""
-    recipe = fitted_recipe(name, config)
+    recipe = fitted_recipe(name, config, model)
     for linear, module in model.named_modules(remove_duplicate=False):
         rule = recipe.get_config(f"{linear}.weight") if isinstance(module, nn.Linear) else None
         if rule is not None and rule.bits == 4:

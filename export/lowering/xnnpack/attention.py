@@ -2,16 +2,36 @@
 
 Plain PyTorch attention would lower to an ``index_put`` that copies each cache and a dozen portable kernels over all of
 its slots. ``llama::update_cache`` writes in place and ``llama::custom_sdpa`` reads only what has been written, so a
-step costs the same whatever ``max_seq_len`` is.
+step costs the same whatever ``max_seq_len`` is. It knows no softcap: with one, products and softmax are XNNPACK's, over
+all slots.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
 from torch import Tensor, nn
 
-from eagle3.targets.attention import KVCacheShape
+from eagle3.targets.attention import KVCacheShape, attend
+from eagle3.targets.sinks import (
+    after_the_sink,
+    mask_with_sink,
+    query_with_sinks,
+    sink_slots,
+    slots_after_the_sink,
+)
+
+SINK_COLUMNS = 8  # beside a head's own, of which the sink takes one: what follows stays aligned
+
+
+class Rows(NamedTuple):
+    """``start``: the first slot of a layer that attends fully, 0 of others. ``slots`` [1, T] and ``additive``
+    [T, slots] where the op needs them, with the sink's; ``mask``: bool [1, 1, T, slots] without."""
+
+    start: int
+    slots: Tensor | None
+    additive: Tensor | None
+    mask: Tensor
 
 
 class LlmOpsAttention(nn.Module):
@@ -19,27 +39,53 @@ class LlmOpsAttention(nn.Module):
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
-        self.window, self.slots = shape.window, shape.slots
+        self.window, self.slots, self.head_dim, self.sinks = shape.window, shape.slots, shape.head_dim, shape.sinks
+        width = shape.head_dim + (SINK_COLUMNS if shape.sinks else 0)
         for name in ("k_cache", "v_cache"):
-            empty = torch.zeros(1, shape.slots, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+            empty = torch.zeros(1, shape.slots + shape.sinks, shape.kv_heads, width, dtype=shape.dtype)
             self.register_buffer(name, empty, persistent=False)
+        if shape.sinks:
+            key, value = sink_slots(shape.kv_heads, shape.head_dim, width, shape.dtype)
+            self.register_buffer("sink_key", key, persistent=False)
+            self.register_buffer("sink_value", value, persistent=False)
 
-    def rows(self, input_pos: Tensor, mask: Tensor) -> tuple[int, Tensor | None, Tensor | None]:
-        """First position, ring slots [1, T], additive mask [T, slots]; a full layer needs the first alone."""
+    def rows(self, input_pos: Tensor, mask: Tensor) -> Rows:
         if self.window:
-            additive = torch.zeros_like(mask[0, 0], dtype=torch.float32).masked_fill(~mask[0, 0], float("-inf"))
-            return 0, (input_pos % self.slots)[None], additive
+            slots, seen = input_pos % self.slots, mask
+            if self.sinks:
+                slots, seen = slots_after_the_sink(slots), mask_with_sink(mask)
+            additive = torch.zeros_like(seen[0, 0], dtype=torch.float32).masked_fill(~seen[0, 0], float("-inf"))
+            return Rows(0, slots[None], additive, mask)
         start = input_pos[0].item()
         torch._check(start >= 0)
         torch._check(start + input_pos.shape[0] <= self.slots)
-        return start, None, None
+        if self.sinks:
+            return Rows(start + 1, slots_after_the_sink(input_pos)[None], None, mask)
+        return Rows(start, None, None, mask)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Any, scale: float) -> Tensor:
-        start, ring, mask = rows
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Rows,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if self.sinks:
+            key, value = after_the_sink(key, self.sink_key), after_the_sink(value, self.sink_value)
         for new, cache in ((key, self.k_cache), (value, self.v_cache)):
-            if ring is None:
-                torch.ops.llama.update_cache(new, cache, start)
+            if rows.slots is None:
+                torch.ops.llama.update_cache(new, cache, rows.start)
             else:
-                torch.ops.llama.update_cache_with_indices(new, cache, start, ring)
-        causal = mask is None
-        return torch.ops.llama.custom_sdpa(query, self.k_cache, self.v_cache, start, mask, 0.0, causal, scale)
+                torch.ops.llama.update_cache_with_indices(new, cache, 0, rows.slots)
+        if softcap is not None:
+            keys, values = (cache[:, self.sinks :, :, : self.head_dim] for cache in (self.k_cache, self.v_cache))
+            heads_first = (x.transpose(1, 2) for x in (query, keys, values))
+            return attend(*heads_first, rows.mask, scale, softcap, sinks).transpose(1, 2)
+        if sinks is not None:
+            query = query_with_sinks(query, sinks, scale, self.k_cache.shape[-1])
+        causal = rows.additive is None
+        given = (query, self.k_cache, self.v_cache, rows.start, rows.additive, 0.0, causal, scale)
+        return torch.ops.llama.custom_sdpa(*given)[..., : self.head_dim]

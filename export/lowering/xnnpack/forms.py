@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 
+from eagle3.targets import complex_rotary
+
 
 class ProductRMSNorm(nn.Module):
     """``x * rsqrt(mean(x^2) + eps) * weight``, the mean and eps as a linear layer with one output."""
@@ -78,7 +80,8 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
     rotate halves or neighbours: what one does to the unit vectors of a head is its permutation. A partial embedding
     cuts heads before it rotates, and stays as it is.
     """
-    families = {type(module).__module__ for module in owner.modules()} | {modeling_llama.__name__}
+    families = {type(module).__module__ for module in owner.modules()}
+    families |= {modeling_llama.__name__, complex_rotary.__name__}
     with ExitStack() as stack:
         for index, family in enumerate(sorted(families)):
             original = getattr(sys.modules.get(family), "rotate_half", None)

@@ -1,0 +1,84 @@
+"""A folder of safetensors whose experts are in MXFP4, as gpt-oss is published: blocks of 32 codes of 4 bits and a power
+of two for each. They are dequantized as they are read, by transformers' own code and exactly: bfloat16 holds every
+product."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
+from eagle3.export.checkpoints.source import TensorHeader
+
+QUANT_METHOD = "mxfp4"  # as transformers names it
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK_BYTES, BLOCK = 16, 32  # of a block: bytes, and the columns in them
+ROWS = 1 << 20  # blocks that are dequantized at once, at 200 bytes each beside the result
+
+
+class Mxfp4Folder(SafetensorsFolder):
+    """``gate_up_proj_blocks`` [experts, rows, blocks, 16] and ``gate_up_proj_scales`` [experts, rows, blocks] are given
+    as ``gate_up_proj`` [experts, 32 * blocks, rows] in bfloat16; what has no blocks is given as it is."""
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:
+        if not (path / "config.json").is_file():
+            return False
+        said = read_object(path / "config.json").get("quantization_config")
+        return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
+
+    def headers(self) -> dict[str, TensorHeader]:
+        given = {}
+        for name, header in self._raw.items():
+            if not name.endswith((BLOCKS, SCALES)):
+                given[name] = header
+        for name in self._packed:
+            experts, rows, blocks, _ = self._raw[name + BLOCKS].shape
+            shape = (experts, blocks * BLOCK, rows)
+            given[name] = TensorHeader(shape, "BF16", 2 * experts * blocks * BLOCK * rows)
+        return given
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        packed = self._packed
+        for name, value in super().tensors():
+            if name.endswith(BLOCKS):
+                own = name.removesuffix(BLOCKS)
+                scales = self._scales(own)
+                yield own, convert_moe_packed_tensors(value, scales, rows_per_chunk=ROWS)
+            elif not (name.endswith(SCALES) and name.removesuffix(SCALES) in packed):
+                yield name, value
+
+    @cached_property
+    def _raw(self) -> dict[str, TensorHeader]:
+        return read_headers(self.path)
+
+    @cached_property
+    def _packed(self) -> list[str]:
+        """Weights in blocks. Raises ValueError for one whose blocks and scales do not fit."""
+        names = dict.fromkeys(
+            name.removesuffix(part) for name in self._raw for part in (BLOCKS, SCALES) if name.endswith(part)
+        )
+        for name in names:
+            blocks, scales = (self._raw.get(name + part) for part in (BLOCKS, SCALES))
+            if blocks is None or scales is None:
+                has, lacks = (SCALES, BLOCKS) if blocks is None else (BLOCKS, SCALES)
+                raise ValueError(f"{self.path} has {name}{has}, but {name}{lacks} is not there: is a shard missing?")
+            fits = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, BLOCK_BYTES)
+            if not fits or {blocks.dtype, scales.dtype} != {"U8"}:
+                raise ValueError(
+                    f"{self.path}: {name} has blocks {list(blocks.shape)} ({blocks.dtype}) and scales "
+                    f"{list(scales.shape)} ({scales.dtype}), which are no MXFP4 weight: copy the file again"
+                )
+        return list(names)
+
+    def _scales(self, name: str) -> Tensor:
+        for path in self.files():
+            with safe_open(path, framework="pt") as file:
+                if name + SCALES in file.keys():  # noqa: SIM118 (not a dict)
+                    return file.get_tensor(name + SCALES)
+        raise ValueError(f"{self.path} lacks {name}{SCALES}: is a shard missing?")

@@ -1,0 +1,106 @@
+"""Checkpoints whose tensors are not a model's own one for one: experts, single on disk and stacked in the module.
+
+Which become which, and how, is transformers' own mapping (``conversion_mapping.py`` there); what it does when it saves
+says which tensors, of which shapes, a checkpoint must have.
+"""
+
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    revert_weight_conversion,
+)
+
+from eagle3.targets.experts import use_experts
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a checkpoint that makes ``target`` of the model together with others. ``pattern``: transformers' own
+    name of its role."""
+
+    target: str
+    pattern: str
+    shape: tuple[int, ...]
+
+
+class Conversion:
+    """Of one model of transformers on the meta device, which gets our ``Experts``.
+
+    Names are those of transformers' own model, and for a part what transformers renames it to.
+    """
+
+    def __init__(self, model: nn.Module):
+        transforms = get_model_conversion_mapping(model)
+        self.model, self.own = model, dict(model.state_dict())
+        self.replaced = use_experts(model)
+        self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
+
+    def name(self, name: str) -> str | None:
+        """Of a checkpoint's tensor, None for one that is no part of the model."""
+        name = apply_renamings(name, self.renamings)
+        return name if name in self.own or name in self.parts else None
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """By name. Empty where the model's own tensors are on disk."""
+        return {name: part for name, part in self._saved.items() if isinstance(part, Part)}
+
+    @cached_property
+    def _saved(self) -> dict[str, Part | tuple[int, ...]]:
+        """What a checkpoint holds, by name: a part, or the shape of what is a tensor of the model itself."""
+        if not self.converters:
+            return {name: tuple(value.shape) for name, value in self.own.items()}
+        saved = {}
+        for name, value in revert_weight_conversion(self.model, self.own).items():
+            name, shape = apply_renamings(name, self.renamings), tuple(value.shape)
+            target, pattern = apply_converters(name, self.converters)
+            saved[name] = shape if pattern is None else Part(target, pattern, shape)
+        return saved
+
+    def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Name to shape of what a checkpoint with tensors ``names`` must hold: the parts of what it does not have
+        whole."""
+        own = {name: tuple(value.shape) for name, value in self.own.items()}
+        whole = {name for name in names if name in own and name not in self._saved}
+        parts = {name: part.shape for name, part in self.parts.items() if part.target not in whole}
+        return {name: shape for name, shape in own.items() if name in self._saved or name in whole} | parts
+
+    def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of a checkpoint by name -> of the model with our ``Experts``.
+
+        Parts are kept as they come, mapped where the checkpoint is, and joined in the end one target after the other,
+        so that one target at a time is in memory twice.
+        """
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            part = self.parts.get(name)
+            if part is None:
+                yield self._flat(name, tensor)
+            else:
+                waiting.setdefault(part.target, {})[name] = tensor
+        while waiting:
+            for name, tensor in self._join(*waiting.popitem()):
+                yield self._flat(name, tensor)
+
+    def _flat(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        own, flatten = self.replaced.get(name, (name, None))
+        return own, tensor if flatten is None else flatten(tensor).contiguous()
+
+    def _join(self, target: str, given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        patterns = {self.parts[name].pattern for name in given}
+        converter = deepcopy(next(each for each in self.converters if patterns <= set(each.source_patterns)))
+        for name in sorted(given, key=dot_natural_key):  # experts in their order
+            converter.add_tensor(target, name, self.parts[name].pattern, given.pop(name))
+        for own, made in converter.convert(target, model=self.model, config=self.model.config).items():
+            yield own, made[0] if isinstance(made, list) else made

@@ -1,0 +1,117 @@
+"""Experts in shapes that do not depend on what is routed where: all of them as two linear layers.
+
+transformers loops over the experts that were chosen, which no trace can follow. Here every row goes through every
+expert and is weighted with zero where it was not sent. A backend may do better: it finds the ``Experts`` of a model,
+whose inputs say what was chosen (``eagle3.export.lowering.cuda.experts``).
+
+On the CPU this is what to do. A verify window alone sends its rows to most of 8 or 16 experts, and to 32 of 128;
+gathering the matrices that were chosen would read, write and read them again, hold gigabytes for a chunk of prefill,
+and want a copy of the weights beside the one that XNNPACK packs for prefill.
+"""
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+
+Flatten = Callable[[Tensor], Tensor]
+
+
+class Experts(nn.Module):
+    """``gate_up`` of all experts below each other, ``down`` of all beside each other, in place of ``stacked``.
+
+    Args:
+        stacked: a module of transformers with ``gate_up_proj`` [experts, 2 * width, hidden], ``down_proj``
+            [experts, hidden, width], and perhaps ``gate_up_proj_bias`` [experts, 2 * width], ``down_proj_bias``
+            [experts, hidden]; it loses them
+        transposed: the last two dimensions of its weights are the other way round
+        gate: [..., 2 * width] -> [..., width]
+        weighs_inputs: a row is multiplied with its weight before the expert and not after it
+    """
+
+    def __init__(self, stacked: nn.Module, transposed: bool, gate: Callable[[Tensor], Tensor], weighs_inputs: bool):
+        super().__init__()
+        self.count, *shape = stacked.down_proj.shape
+        hidden, self.width = reversed(shape) if transposed else shape
+        bias = hasattr(stacked, "gate_up_proj_bias")
+        self.gate_up = nn.Linear(hidden, self.count * 2 * self.width, bias=bias)
+        self.down = nn.Linear(self.count * self.width, hidden, bias=False)
+        if bias:
+            self.down_bias = nn.Parameter(torch.empty(self.count, hidden))
+        self.transposed, self.gate, self.weighs_inputs = transposed, gate, weighs_inputs
+        for name in list(stacked._parameters):
+            delattr(stacked, name)  # the gate is a method of it
+
+    def sources(self) -> Iterator[tuple[str, str, Flatten]]:
+        """Name of each tensor of transformers' module, the own one, and how one becomes the other."""
+
+        def gate_up(stacked: Tensor) -> Tensor:
+            return (stacked.transpose(1, 2) if self.transposed else stacked).flatten(0, 1)
+
+        def down(stacked: Tensor) -> Tensor:
+            return (stacked.permute(2, 0, 1) if self.transposed else stacked.transpose(0, 1)).flatten(1)
+
+        yield "gate_up_proj", "gate_up.weight", gate_up
+        yield "down_proj", "down.weight", down
+        if self.gate_up.bias is not None:
+            yield "gate_up_proj_bias", "gate_up.bias", torch.flatten
+            yield "down_proj_bias", "down_bias", lambda bias: bias
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
+        each = torch.zeros(x.shape[0], self.count, dtype=x.dtype, device=x.device)
+        each = each.scatter(1, chosen, weights.to(x.dtype))
+        by_expert = each[..., None]
+        inner = self.gate_up(x).unflatten(-1, (self.count, -1))  # [T, experts, 2 * width]
+        # Without a bias it is one whether inputs or products are weighted.
+        inner = self.gate(inner * by_expert) if self.weighs_inputs else self.gate(inner) * by_expert
+        out = self.down(inner.flatten(1))
+        return out if self.gate_up.bias is None else out + each @ self.down_bias
+
+
+def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
+    """Put ``Experts`` in the place of transformers' own, on the meta device.
+
+    Returns what becomes of each tensor that they held: name to name and function. Raises ValueError for a kind that is
+    not known.
+    """
+    replaced = {}
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            with torch.device("meta"):
+                experts = _made_of(child)
+            if experts is None:
+                continue
+            setattr(parent, name, experts)
+            if isinstance(parent, Llama4TextMoe):
+                parent.forward = MethodType(_llama4_forward, parent)
+            prefix = f"{path}.{name}"
+            replaced |= {f"{prefix}.{was}": (f"{prefix}.{own}", flatten) for was, own, flatten in experts.sources()}
+    return replaced
+
+
+def _made_of(module: nn.Module) -> Experts | None:
+    if isinstance(module, Llama4TextExperts):
+        return Experts(module, True, MethodType(_llama4_gate, module), weighs_inputs=True)
+    if not hasattr(type(module), "_apply_gate"):  # what transformers gives every class of stacked experts
+        return None
+    if not module.has_gate or module.has_post_expert_norm:
+        raise ValueError(f"its experts ({type(module).__name__}) have no gate, or a norm of their own: not supported")
+    return Experts(module, module.is_transposed, module._apply_gate, weighs_inputs=False)
+
+
+def _llama4_gate(experts: nn.Module, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * experts.act_fn(gate)
+
+
+def _llama4_forward(self: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' own gives each expert every row, with those that were not sent to it multiplied by zero."""
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    logits = F.linear(x, self.router.weight)
+    best, chosen = torch.topk(logits, self.top_k, dim=1)
+    routed = self.experts(x, chosen, torch.sigmoid(best.float()).to(x.dtype))
+    return self.shared_expert(x) + routed, logits
