@@ -23,7 +23,7 @@ from eagle3.targets.attention import (
     attention_mask,
     ring_window,
 )
-from eagle3.targets.spec import Skeleton, Weights, layer_windows
+from eagle3.targets.spec import Convert, Skeleton, Weights, layer_windows
 
 
 class DecoderLayersTarget(nn.Module):
@@ -119,10 +119,15 @@ def text_name(name: str) -> str | None:
 
 
 def load(
-    weights: Weights, config: PreTrainedConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+    weights: Weights,
+    config: PreTrainedConfig,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    attention: AttentionFactory,
+    convert: Convert | None = None,
 ) -> DecoderLayersTarget:
     bones = skeleton(config, max_seq_len)
-    bones.fill(weights, dtype)
+    bones.fill(weights, dtype, convert)
     make_buffers(bones.model)
     return Target(bones.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
 

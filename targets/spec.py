@@ -1,7 +1,7 @@
 """What a target is to the exporter: a protocol for the module, a record for the registry."""
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,8 @@ class TapTarget(Protocol):
 
 Weights = Iterable[tuple[str, "Tensor"]]
 """The tensors of a checkpoint under its own names, some of them quantized (torchao's classes); read once, in order."""
+Convert = Callable[[str, "Tensor"], "Tensor"]
+"""From the model's own name and a checkpoint's tensor to what the model holds; the tensor itself where it stays."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +54,43 @@ class Skeleton:
     """Checkpoint name to the model's, None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
 
-    def fill(self, weights: Weights, dtype: "torch.dtype") -> None:
-        """Load the tensors of a checkpoint; a tied head is the embedding itself."""
-        import torch
+    def fill(self, weights: Weights, dtype: "torch.dtype", convert: Convert | None = None) -> None:
+        """Load the tensors of a checkpoint, each converted as it is read: no more of them is in memory.
+
+        A tied head is the embedding itself, unless ``convert`` makes something else of it.
+        """
         from executorch.extension.llm.export.load import load_checkpoint
+        from executorch.extension.llm.export.quant import identity
+        from executorch.extension.llm.export.quant.convert import to_default
 
         load_checkpoint(
             "",
             self.model,
-            key_map=self.key_map,
-            tie_map=self.tie_map,
+            convert=identity,
             dtype=dtype,
-            raw_iter=lambda _: weights,
+            raw_iter=lambda _: self._converted(weights, convert or to_default),
         )
-        for embedding, (head, _) in self.tie_map.items():
-            weight, own = self.model.get_parameter(embedding), self.model.get_parameter(head)
-            plain = type(weight.data) is type(own.data) is torch.Tensor
-            if plain and weight.data_ptr() == own.data_ptr():
-                self.model.get_submodule(head.rpartition(".")[0]).weight = weight
+
+    def _converted(self, weights: Weights, convert: Convert) -> Iterator[tuple[str, "Tensor"]]:
+        """Under the model's own names, the heads that are tied last."""
+        given, embeddings = set(), {}
+        for name, value in weights:
+            own = self.key_map(name)
+            if own is None:
+                continue
+            given.add(own)
+            if own in self.tie_map:
+                embeddings[own] = value
+            yield own, convert(own, value)
+        for embedding, raw in embeddings.items():
+            head, _ = self.tie_map[embedding]
+            if head in given:
+                continue
+            value = convert(head, raw)
+            if value is not raw:
+                yield head, value
+            else:
+                self.model.get_submodule(head.rpartition(".")[0]).weight = self.model.get_parameter(embedding)
 
 
 @dataclass(frozen=True)
@@ -80,10 +101,10 @@ class TargetSpec:
 
     - ``skeleton(config, max_seq_len) -> Skeleton``: the model without weights; ValueError for a variant it has not;
     - ``Target(model, max_seq_len, attention, dtype)``: the class of its ``TapTarget``, over such a model;
-    - ``load(weights, config, max_seq_len, dtype, attention) -> TapTarget``,
+    - ``load(weights, config, max_seq_len, dtype, attention, convert=None) -> TapTarget``,
 
-    where ``weights`` are a checkpoint's tensors, ``config`` is transformers' text configuration and ``attention`` an
-    ``AttentionFactory``.
+    where ``weights`` are a checkpoint's tensors, ``config`` is transformers' text configuration, ``attention`` an
+    ``AttentionFactory`` and ``convert`` what each tensor becomes as it is read.
     """
 
     summary: str

@@ -52,11 +52,7 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     text_config = read.get_text_config()
-    if any(getattr(config, "quantization_config", None) is not None for config in (read, text_config)):
-        raise ValueError(
-            f"{checkpoint} is quantized by transformers (quantization_config in config.json): name the original "
-            "checkpoint, or one that ExecuTorch's quantize_and_save wrote"
-        )
+    text_config.__dict__.pop("quantization_config", None)  # says how the weights are stored: packed_folder.py
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
