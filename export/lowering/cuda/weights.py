@@ -17,7 +17,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.int4_layout import exact_layout, has_whole_zeros
 
-ELEMENTS = 1 << 24
+ELEMENTS = 1 << 25
 """Of a weight, quantized at once: its float32 copies are what quantizing takes in memory."""
 
 
