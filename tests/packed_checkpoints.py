@@ -4,12 +4,19 @@ Codes are random and the dense weights follow from them: what a loader must find
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
-from random_checkpoints import random_model
+from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.plan import Plan, make_plan
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+"""Widths that are multiples of 256, as CUDA's INT4 wants them."""
 
 
 def words(values: Tensor, bits: int) -> Tensor:
@@ -38,7 +45,43 @@ def compressed_tensors_config(bits: int, group: int, symmetric: bool) -> dict:
     return stored | {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"], "kv_cache_scheme": None}
 
 
-FORMATS = {"compressed-tensors": (compressed_tensors, compressed_tensors_config)}
+def gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, less: int = 1) -> dict[str, Tensor]:
+    """Along the inputs; zero points along the outputs, in the format v1 less 1."""
+    zero = torch.full(scale.shape, 1 << (bits - 1)) if zero is None else zero
+    columns, groups = codes.shape[1], scale.shape[1]
+    return {
+        "qweight": words(codes, bits).t(),
+        "qzeros": words(zero.t() - less, bits),
+        "scales": scale.t(),
+        "g_idx": (torch.arange(columns) // (columns // groups)).int(),
+    }
+
+
+def gptq_config(bits: int, group: int, symmetric: bool, kind: str = "gptq") -> dict:
+    stored = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False}
+    return stored | {"checkpoint_format": kind}
+
+
+def awq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
+    """Along the outputs, from the lowest bits on the outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight."""
+
+    def mixed(values: Tensor) -> Tensor:
+        return words(values.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    zero = torch.full(scale.shape, 8) if zero is None else zero
+    return {"qweight": mixed(codes.t()), "qzeros": mixed(zero.t()), "scales": scale.t()}
+
+
+def awq_config(bits: int, group: int, symmetric: bool) -> dict:
+    return {"quant_method": "awq", "bits": bits, "group_size": group, "zero_point": not symmetric, "version": "gemm"}
+
+
+FORMATS = {
+    "compressed-tensors": (compressed_tensors, compressed_tensors_config),
+    "gptq": (gptq, gptq_config),
+    "gptq_v2": (partial(gptq, less=0), partial(gptq_config, kind="gptq_v2")),
+    "awq": (awq, awq_config),
+}
 
 
 def dense(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
@@ -81,3 +124,12 @@ def _pack(module: nn.Linear, pack, bits: int, group: int, symmetric: bool, dtype
 def change_config(folder: Path, **fields) -> None:
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def planned(folder: Path, model, backend: str) -> Plan:
+    """Of the target in ``folder`` with a random draft."""
+    arch = "sm_90" if backend == "cuda" and not torch.cuda.is_available() else None
+    draft = save_random_draft(folder / "draft", model.config, aux_layers=(0, 1, 2))
+    folders = {"checkpoint": folder / "target", "draft": draft}
+    config = ExportConfig("auto", output_dir=None, backend=backend, cuda_arch=arch, max_seq_len=64, **folders)
+    return make_plan(config)

@@ -24,7 +24,7 @@ from eagle3.export.checkpoints.packed import (
     as_tensor,
     check_in_order,
     expect,
-    nibbles,
+    unpacked,
 )
 
 PACKED, SCALE, SHAPE, ZERO, G_IDX = (f"weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx"))
@@ -87,9 +87,7 @@ class CompressedTensors(Format):
     def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
         zero = None
         if not layout.symmetric:
-            words = read(ZERO).t().contiguous()  # [groups, rows / per word]
-            zero = nibbles(words) if layout.bits == 4 else words.view(torch.uint8)
-            zero = zero[:, : layout.rows].t()
+            zero = unpacked(read(ZERO).t(), layout.bits)[:, : layout.rows].t()
         return as_tensor(layout, read(PACKED).view(torch.uint8), read(SCALE), zero)
 
     def _scheme_of(self, linear: str) -> Scheme:
@@ -128,8 +126,8 @@ def _scheme(where: str, group: Any, config: dict[str, Any]) -> Scheme:
         ("dynamic", weights.get("dynamic", False), (False,)),
     ):
         if isinstance(value, bool) != isinstance(known[0], bool) or value not in known:
-            taken = " and ".join(map(_shown, known))
-            raise ValueError(f"{where} has {field} {_shown(value)}, but {taken} is what is read: {ANOTHER}")
+            taken = " or ".join(map(_shown, known))
+            raise ValueError(f"{where} has {field} {_shown(value)}, but must have {taken} to be read: {ANOTHER}")
     if strategy == "group" and (type(size) is not int or size < 1):
         raise ValueError(f"{where} has group_size {_shown(size)}, no number of columns: copy config.json again")
     targets = group.get("targets")

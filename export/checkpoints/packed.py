@@ -1,7 +1,7 @@
 """Linears that another tool quantized and packed into int32 words: their codes as torchao's tensors, nothing rounded.
 
 ``w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`` with unsigned codes and zero points, ``g`` the group of column k.
-What the words hold is a format's own, a file each: ``compressed_tensors``.
+What the words hold is a format's own, a file each: ``compressed_tensors``, ``gptq``, ``awq``.
 """
 
 from abc import ABC, abstractmethod
@@ -15,11 +15,12 @@ from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from torch import Tensor
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
+from eagle3.export.checkpoints.json_fields import count
 from eagle3.export.checkpoints.source import TensorHeader
 
 BITS = (4, 8)
 FLOAT_SCALES = ("F16", "BF16", "F32")
-ANOTHER = "name the original checkpoint, or one of 4 or 8 bits by compressed-tensors (pack-quantized)"
+ANOTHER = "name the original checkpoint, or one by compressed-tensors (pack-quantized), GPTQ or AWQ (gemm)"
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,23 @@ def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor |
     )
 
 
-def nibbles(words: Tensor) -> Tensor:
-    """The eight 4-bit codes of each int32 word, the lowest first: int32 [R, C] -> uint8 [R, 8 * C]."""
-    halves = words.contiguous().view(torch.uint8)
-    return torch.stack((halves & 0xF, halves >> 4), dim=-1).flatten(1)
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The codes in each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
+
+
+def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> int:
+    """``bits`` of a quantization_config."""
+    bits = count(config, "bits", None, where)
+    if bits not in known:
+        raise ValueError(f"{where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}")
+    return bits
+
+
+def check_group(where: str, config: dict[str, Any]) -> int:
+    """``group_size`` of a quantization_config; -1: a row has one scale."""
+    return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
 
 
 def expect(linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str):

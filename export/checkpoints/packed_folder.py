@@ -10,13 +10,15 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from eagle3.export.checkpoints.awq import Awq
 from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
+from eagle3.export.checkpoints.gptq import Gptq
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
 
-FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors}
+FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
 """By ``quant_method``, as transformers names them (``QuantizationMethod``)."""
 
 
