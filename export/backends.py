@@ -5,7 +5,8 @@ The module is imported only when it is used and has, in the order of an export,
 - ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
 - ``memory(plan) -> (bytes, whose)``: of what will run the artifact, or of this machine;
 - ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
-- ``prepare(speculator, plan)``: rewrite the weights that were loaded;
+- ``conversion(plan) -> Conversion``: what each of the target's tensors becomes as it is read;
+- ``prepare(speculator, plan)``: rewrite the draft head's weights, once they are loaded;
 - ``tracing(speculator, plan)``: a context manager around each trace;
 - ``runs_here()``: whether this machine runs the artifacts; ``EAGER_ON_HOST``: whether the prepared module runs eagerly;
 - ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;
@@ -25,7 +26,8 @@ class Backend:
     summary: str
     module: str
     quantizes: bool = False
-    """Whether it has kernels for quantized weights: it quantizes a checkpoint, or takes one that is quantized."""
+    """Whether it has kernels for quantized weights: it quantizes a checkpoint, or keeps one that is quantized, which
+    the others dequantize as it loads."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
 

@@ -15,10 +15,12 @@ from eagle3.export.draft.head import load_draft
 from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
+from eagle3.export.report import quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.tensors import is_read
 from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PARALLEL_VERSION, PREFILL, Metadata
 from eagle3.targets.attention import AttentionFactory
+from eagle3.targets.spec import Convert
 
 
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -31,8 +33,12 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("finite weights"):
             check_finite(plan.target_source, is_read)
             check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
+        convert = backend.conversion(plan)
+        if plan.qlinear == "checkpoint":
+            progress.say(quantized_text(plan))
         with progress.stage("load target and draft"):
-            speculator = load_speculator(plan, backend.attention, backend.DTYPE)
+            speculator = load_speculator(plan, backend.attention, backend.DTYPE, convert)
+        manifest |= convert.record()
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
         programs = {}
@@ -76,10 +82,12 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
     return outcome.record
 
 
-def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype) -> Eagle3Speculator:
-    """Both models in memory, their attention made by ``attention``."""
+def load_speculator(
+    plan: Plan, attention: AttentionFactory, dtype: torch.dtype, convert: Convert | None = None
+) -> Eagle3Speculator:
+    """Both models in memory, their attention made by ``attention``; the target's tensors converted as they are read."""
     target = plan.spec.module().load(
-        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention
+        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention, convert
     )
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
     return Eagle3Speculator(target, draft, plan.taps)

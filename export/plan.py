@@ -110,8 +110,7 @@ def make_plan(config: ExportConfig) -> Plan:
     target_headers = target_source.headers()
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     check_context(spec, target_config, max_seq_len)
-    quantizes = BACKENDS[config.backend].quantizes
-    check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len), quantizes)
+    check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len))
     folder = _folder(config.draft or spec.draft, config.target_model, "--draft")
     draft = read_draft(folder, config.draft_dialect, config.norm_before_residual)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)

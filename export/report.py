@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from eagle3.export.backends import BACKENDS
 from eagle3.export.plan import Plan
 
 
@@ -38,10 +39,22 @@ def plan_text(plan: Plan) -> str:
         f"taps     {plan.chosen_taps}",
         f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
     ]
+    if plan.qlinear == "checkpoint":
+        lines.insert(1, quantized_text(plan))
     for method in plan.methods:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
         lines.append(f"method   {method.name:<14} {span} rows")
     return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def quantized_text(plan: Plan) -> str:
+    """How many of a quantized checkpoint's weights are, and what becomes of them."""
+    quantized = [header for header in plan.target_headers.values() if header.quantized]
+    kinds = " and ".join(sorted({header.dtype for header in quantized}))
+    if BACKENDS[plan.config.backend].quantizes:
+        return f"weights  {len(quantized)} are quantized already ({kinds}) and stay as they are"
+    dense = sum(4 * header.elements for header in quantized)
+    return f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load, {_mb(dense)}"
 
 
 def result_text(plan: Plan, record: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.description import DraftDescription
 from eagle3.targets.spec import Skeleton
 
-QUANTIZED = ("Int4Tensor", "IntxUnpackedToInt8Tensor")
-"""The tensor classes of torchao that ExecuTorch's recipes make and its CUDA backend has layouts for."""
+QUANTIZED = ("Int4Tensor", "ExportableInt4Tensor", "IntxUnpackedToInt8Tensor")
+"""The tensor classes of torchao and ExecuTorch that every backend takes: it has layouts for them, or dequantizes."""
 
 FLOATS = ("F32", "F16", "BF16", "F64")
 INTEGERS = ("I64", "I32")
@@ -35,11 +35,8 @@ _CAUSES = {
 }
 
 
-def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton, quantized: bool) -> None:
-    """Every tensor of the target as its configuration has it, by name. Raises ValueError.
-
-    ``quantized``: weights that torchao quantized are welcome.
-    """
+def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton) -> None:
+    """Every tensor of the target as its configuration has it, by name. Raises ValueError."""
     given: dict[str, TensorHeader] = {}
     names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
     expected = skeleton.expected(names.values())
@@ -48,7 +45,7 @@ def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: S
         header = headers[name]
         if own not in expected:
             raise ValueError(f"{checkpoint} has {name}, which {_cause(name)}")
-        if header.dtype not in (*FLOATS, *(QUANTIZED if quantized and own not in parts else ())):
+        if header.dtype not in (*FLOATS, *(QUANTIZED if own not in parts else ())):
             raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
         if header.shape != expected[own]:
             raise ValueError(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 import torch
-from executorch.extension.llm.export.quant import QuantConfig
+from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from safetensors.torch import save_file
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import IntxUnpackedToInt8Tensor
@@ -75,9 +75,9 @@ def random_weight(shape: torch.Size, quantization: QuantConfig | None) -> torch.
     return IntxUnpackedToInt8Tensor(codes, scales, zeros, torch.int8, block, torch.bfloat16, None)
 
 
-def save_target(folder: Path, config: Gemma4TextConfig) -> None:
+def save_target(folder: Path, config: Gemma4TextConfig, unquantized: bool = False) -> None:
     """A shard a layer, so that no more than one is in memory."""
-    recipe = fitted_recipe("default", config)
+    recipe = QuantRecipe([]) if unquantized else fitted_recipe("default", config)
     shards: dict[str, dict[str, torch.Size]] = {}
     for name, value in gemma4.skeleton(config, max_seq_len=1024).model.state_dict().items():
         parts = name.split(".")
@@ -85,7 +85,11 @@ def save_target(folder: Path, config: Gemma4TextConfig) -> None:
     weight_map = {}
     for key, shapes in shards.items():
         weights = {name: random_weight(shape, recipe.get_config(name)) for name, shape in shapes.items()}
-        tensors, metadata = flatten_tensor_state_dict(weights)
+        if unquantized:
+            weights.pop("lm_head.weight", None)  # tied
+        if not weights:
+            continue
+        tensors, metadata = (weights, None) if unquantized else flatten_tensor_state_dict(weights)
         save_file(tensors, folder / f"{key}.safetensors", metadata=metadata)
         weight_map |= {name: f"{key}.safetensors" for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -172,9 +176,10 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 @click.command()
 @click.option("--layers", default="6,12", show_default=True, help="Numbers of layers, each an export of its own.")
 @click.option("--cuda-arch", help="As eagle3-export's.")
+@click.option("--unquantized", is_flag=True, help="A checkpoint in bfloat16, quantized by the export.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(layers: str, cuda_arch: str | None, folder: Path | None, as_json: bool) -> None:
+def main(layers: str, cuda_arch: str | None, unquantized: bool, folder: Path | None, as_json: bool) -> None:
     """Export synthetic Gemma 4 31B checkpoints of a few layers and report what it took.
 
     \b
@@ -185,20 +190,20 @@ def main(layers: str, cuda_arch: str | None, folder: Path | None, as_json: bool)
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
         place = folder or Path(temporary)
         for count in map(int, layers.split(",")):
-            results.append(measure(count, cuda_arch, place / str(count)))
+            results.append(measure(count, cuda_arch, place / str(count), unquantized))
             if not as_json:
                 show(results[-1])
     if as_json:
         click.echo(json.dumps(results))
 
 
-def measure(layers: int, cuda_arch: str | None, place: Path) -> dict:
+def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool = False) -> dict:
     target, draft, output = place / "target", place / "draft", place / "artifact"
     if not (target / "config.json").is_file():
         for path in (target, draft):
             path.mkdir(parents=True)
         config = gemma4_config(layers)
-        save_target(target, config)
+        save_target(target, config, unquantized)
         save_draft(draft, config, [1, layers // 2, layers - 1])
     command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", "gemma4-31B", "--overwrite"]
     command += ["--checkpoint", str(target), "--draft", str(draft), "--output-dir", str(output)]

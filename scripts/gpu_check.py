@@ -131,7 +131,7 @@ class EagerGreedy:
     def __init__(self, device: str = "cuda", arch: str | None = None):
         self.device = device
         self.plan: Plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
-        self.speculator = load_speculator(self.plan, EagerAttention, cuda.DTYPE)
+        self.speculator = load_speculator(self.plan, EagerAttention, cuda.DTYPE, cuda.conversion(self.plan))
         cuda.prepare(self.speculator, self.plan)
         self.target = placed(self.speculator, device).target
 

@@ -26,7 +26,7 @@ from eagle3.targets.attention import (
 )
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
-from eagle3.targets.spec import Skeleton, Weights, Window, layer_windows
+from eagle3.targets.spec import Convert, Skeleton, Weights, Window, layer_windows
 
 
 class DecoderLayersTarget(nn.Module):
@@ -145,10 +145,15 @@ def text_name(name: str) -> str:
 
 
 def load(
-    weights: Weights, config: PreTrainedConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+    weights: Weights,
+    config: PreTrainedConfig,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    attention: AttentionFactory,
+    convert: Convert | None = None,
 ) -> DecoderLayersTarget:
     bones = skeleton(config, max_seq_len)
-    bones.fill(weights, dtype)
+    bones.fill(weights, dtype, convert)
     make_buffers(bones.model)
     return Target(bones.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
 

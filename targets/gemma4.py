@@ -21,7 +21,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
-from eagle3.targets.spec import Skeleton, Weights
+from eagle3.targets.spec import Convert, Skeleton, Weights
 
 
 class Rows(NamedTuple):
@@ -160,11 +160,16 @@ def use_rotary_tables(model: Gemma4_31B, config: Gemma4TextConfig) -> None:
 
 
 def load(
-    weights: Weights, config: Gemma4TextConfig, max_seq_len: int, dtype: torch.dtype, attention: AttentionFactory
+    weights: Weights,
+    config: Gemma4TextConfig,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    attention: AttentionFactory,
+    convert: Convert | None = None,
 ) -> Gemma4TapTarget:
     bones = skeleton(config, max_seq_len)
     model = bones.model
-    bones.fill(weights, dtype)
+    bones.fill(weights, dtype, convert)
     target = Target(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     use_rotary_tables(model, config)

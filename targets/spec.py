@@ -1,7 +1,7 @@
 """What a target is to the exporter: a protocol for the module, a record for the registry."""
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,8 @@ class TapTarget(Protocol):
 
 Weights = Iterable[tuple[str, "Tensor"]]
 """The tensors of a checkpoint under its own names, some of them quantized (torchao's classes); read once, in order."""
+Convert = Callable[[str, "Tensor"], "Tensor"]
+"""From the model's own name and a checkpoint's tensor to what the model holds; the tensor itself where it stays."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,42 @@ class Skeleton:
             return self.conversion.expected(names)
         return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
 
-    def fill(self, weights: Weights, dtype: "torch.dtype") -> None:
-        """Load the tensors of a checkpoint; a tied head is the embedding itself."""
-        import torch
+    def fill(self, weights: Weights, dtype: "torch.dtype", convert: Convert | None = None) -> None:
+        """Load the tensors of a checkpoint, each converted as it is read: no more of them is in memory.
+
+        A tied head is the embedding itself, unless ``convert`` makes something else of it.
+        """
         from executorch.extension.llm.export.load import load_checkpoint
+        from executorch.extension.llm.export.quant import identity
+        from executorch.extension.llm.export.quant.convert import to_default
 
         named = ((own, tensor) for name, tensor in weights if (own := self.key_map(name)) is not None)
         joined = named if self.conversion is None else self.conversion.joined(named)
-        load_checkpoint("", self.model, tie_map=self.tie_map, dtype=dtype, raw_iter=lambda _: joined)
-        for embedding, (head, _) in self.tie_map.items():
-            weight, own = self.model.get_parameter(embedding), self.model.get_parameter(head)
-            plain = type(weight.data) is type(own.data) is torch.Tensor
-            if plain and weight.data_ptr() == own.data_ptr():
-                self.model.get_submodule(head.rpartition(".")[0]).weight = weight
+        load_checkpoint(
+            "",
+            self.model,
+            convert=identity,
+            dtype=dtype,
+            raw_iter=lambda _: self._converted(joined, convert or to_default),
+        )
+
+    def _converted(self, tensors: Weights, convert: Convert) -> Iterator[tuple[str, "Tensor"]]:
+        """Of tensors under the model's own names; the heads that are tied come last."""
+        given, embeddings = set(), {}
+        for own, value in tensors:
+            given.add(own)
+            if own in self.tie_map:
+                embeddings[own] = value
+            yield own, convert(own, value)
+        for embedding, raw in embeddings.items():
+            head, _ = self.tie_map[embedding]
+            if head in given:
+                continue
+            value = convert(head, raw)
+            if value is not raw:
+                yield head, value
+            else:
+                self.model.get_submodule(head.rpartition(".")[0]).weight = self.model.get_parameter(embedding)
 
 
 @dataclass(frozen=True)
@@ -88,10 +113,10 @@ class TargetSpec:
 
     - ``skeleton(config, max_seq_len) -> Skeleton``: the model without weights; ValueError for a variant it has not;
     - ``Target(model, max_seq_len, attention, dtype)``: the class of its ``TapTarget``, over such a model;
-    - ``load(weights, config, max_seq_len, dtype, attention) -> TapTarget``,
+    - ``load(weights, config, max_seq_len, dtype, attention, convert=None) -> TapTarget``,
 
-    where ``weights`` are a checkpoint's tensors, ``config`` is transformers' text configuration and ``attention`` an
-    ``AttentionFactory``.
+    where ``weights`` are a checkpoint's tensors, ``config`` is transformers' text configuration, ``attention`` an
+    ``AttentionFactory`` and ``convert`` what each tensor becomes as it is read.
     """
 
     summary: str

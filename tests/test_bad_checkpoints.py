@@ -241,7 +241,6 @@ def test_what_may_not_differ_between_layers(target):
         ({"dtype": "float17"}, 'dtype is "float17"'),
         ({"per_layer_config": 7}, "per_layer_config is 7"),
         ({"rope_parameters": {}}, "rope_parameters has nothing for sliding_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"eagle_config": 1, "draft_vocab_size": 32000}, "type --draft"),
     ],
 )

@@ -54,7 +54,7 @@ def test_the_artifact_is_complete_and_as_recorded(found):
 
 def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=ARCH[1] if ARCH else None))
-    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE)
+    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     index = read_ptd_index(cuda_artifact / WEIGHTS_FILE)
     stored = (cuda_artifact / WEIGHTS_FILE).read_bytes()

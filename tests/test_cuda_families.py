@@ -45,7 +45,7 @@ def plan(request, tmp_path_factory):
 
 
 def prepared(plan, attention):
-    speculator = load_speculator(plan, attention, cuda.DTYPE)
+    speculator = load_speculator(plan, attention, cuda.DTYPE, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     return speculator
 

@@ -9,9 +9,10 @@ import torch
 from commands import fail_command
 from executorch.examples.models.gemma4_31b.model import _hf_to_model_key
 from executorch.extension.llm.export.load import iter_checkpoint
-from executorch.extension.llm.export.quant import identity, quantize_stream
+from executorch.extension.llm.export.quant import dequantize_weight, identity, quantize_stream
 from safetensors.torch import save_file
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig
 
 from eagle3.export.checkpoints.safetensors_folder import read_headers
@@ -19,8 +20,10 @@ from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.lowering.cuda.quantization import fitted_recipe
+from eagle3.export.lowering.xnnpack import backend as xnnpack
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
+from eagle3.export.report import plan_text
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -45,7 +48,7 @@ def quantized(tmp_path_factory) -> Path:
 def prepared(checkpoint: Path | None):
     arch = None if torch.cuda.is_available() else "sm_90"
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=checkpoint, cuda_arch=arch))
-    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE)
+    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     return plan, speculator
 
@@ -95,9 +98,15 @@ def test_it_is_not_quantized_twice(quantized, tmp_path):
     assert "quantized already: leave --qlinear default out" in line
 
 
-def test_the_cpu_takes_none(quantized, tmp_path):
-    line = fails(tmp_path, "--checkpoint", quantized, "--backend", "xnnpack")
-    assert "Tensor, quantized: name the original checkpoint" in line
+def test_the_cpu_dequantizes_it_exactly(quantized):
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=quantized, backend="xnnpack"))
+    assert "dequantized to float32 as they load" in plan_text(plan)
+    convert = xnnpack.conversion(plan)
+    found = load_speculator(plan, EagerAttention, xnnpack.DTYPE, convert).target.model.state_dict()
+    dense = {name: value for name, value in plan.target_source.tensors() if isinstance(value, TorchAOBaseTensor)}
+    assert convert.record() == {"dequantized": len(dense)}
+    for name, value in dense.items():
+        assert torch.equal(found[name], dequantize_weight(value, torch.float32)), name
 
 
 def test_a_missing_part_is_named(quantized, tmp_path):

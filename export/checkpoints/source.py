@@ -17,6 +17,8 @@ class TensorHeader:
     dtype: str
     bytes: int
     quantized: bool = False
+    group: int | None = None
+    """Columns that share a scale, of a weight that another tool quantized."""
 
     @property
     def elements(self) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.mxfp4_folder import Mxfp4Folder
 from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
 from eagle3.targets import TARGETS, spec_for
@@ -53,13 +52,9 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     text_config = read.get_text_config()
-    if Mxfp4Folder.recognizes(checkpoint):
-        del text_config.quantization_config  # says how the weights are stored
-    if any(getattr(config, "quantization_config", None) is not None for config in (read, text_config)):
-        raise ValueError(
-            f"{checkpoint} is quantized by transformers (quantization_config in config.json): name the original "
-            "checkpoint, or one that ExecuTorch's quantize_and_save wrote"
-        )
+    text_config.__dict__.pop(
+        "quantization_config", None
+    )  # says how the weights are stored, which is a source's to read
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]

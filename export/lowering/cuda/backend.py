@@ -35,9 +35,15 @@ from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
-from eagle3.export.lowering.cuda.quantization import check_int4_headers, check_recipe, fitted_recipe, quantize
+from eagle3.export.lowering.cuda.quantization import (
+    check_quantized_headers,
+    check_recipe,
+    fitted_recipe,
+    quantize,
+)
 from eagle3.export.lowering.cuda.shortcuts import analyzed_once
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 
@@ -73,11 +79,11 @@ def check(plan: Plan) -> None:
         )
     cuda_home()
     cpp_compiler()
+    skeleton = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len)
     if plan.qlinear == "checkpoint":
-        check_int4_headers(plan.target_headers)
+        check_quantized_headers(plan.target_headers, skeleton)
     if plan.qlinear in RECIPES[1:]:
-        target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model
-        check_recipe("--qlinear", plan.qlinear, target, plan.target_config)
+        check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
     if plan.draft_qlinear in RECIPES[1:]:
         with torch.device("meta"):
             draft = DraftHead(plan.draft, max_seq_len=1)
@@ -95,15 +101,20 @@ def memory(plan: Plan) -> tuple[int, str]:
     return gpu.memory, gpu.name
 
 
+def conversion(plan: Plan) -> CudaWeights:
+    """The target is quantized as it is read, and laid out for its kernels; the model stays on the host."""
+    target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model
+    recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in RECIPES[1:] else None
+    return CudaWeights(target, recipe, DTYPE)
+
+
 def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
-    """Quantize what the plan says and lay the weights out for their kernels; the model stays on the host."""
-    if plan.qlinear in RECIPES[1:]:
-        quantize(speculator.target, fitted_recipe(plan.qlinear, plan.target_config, speculator.target))
-        use_fused_experts(speculator.target)
+    """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
+    use_fused_experts(speculator.target)
     if plan.draft_qlinear in RECIPES[1:]:
         recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())
-    convert_quantized_tensors_for_cuda(speculator)
+        convert_quantized_tensors_for_cuda(speculator.draft)
 
 
 def tracing(speculator: Eagle3Speculator, plan: Plan) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.lowering.cuda.experts import expert_rules
+from eagle3.targets.spec import Skeleton
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
 INT8 = QuantConfig(bits=8, group_size=32, symmetric=True, method="min_max")
@@ -62,11 +63,22 @@ def check_recipe(flag: str, name: str, model: nn.Module, config: Any) -> None:
         )
 
 
-def check_int4_headers(headers: dict[str, TensorHeader]) -> None:
-    """Raise ValueError for a weight of a quantized checkpoint that INT4 has no layout for."""
+def check_quantized_headers(headers: dict[str, TensorHeader], skeleton: Skeleton) -> None:
+    """Raise ValueError for a weight of a quantized checkpoint that CUDA has no layout for."""
+    embeddings = {f"{name}.weight" for name, m in skeleton.model.named_modules() if isinstance(m, nn.Embedding)}
     for name, header in headers.items():
-        if header.dtype == "Int4Tensor":
+        four_bits = header.dtype in ("Int4Tensor", "ExportableInt4Tensor")
+        if four_bits:
             _check_int4_width(name.removesuffix(".weight"), header.shape[1], "leave it unquantized, or in INT8")
+        if four_bits and skeleton.key_map(name) in embeddings:
+            raise ValueError(f"{name} is an embedding of 4 bits, but 8 are what CUDA looks up: leave it unquantized")
+        group, least = header.group, 32 if four_bits else 16
+        if group and (group % least or (four_bits and group > INT4_BLOCK and group % INT4_BLOCK)):
+            sizes = "32, 64, 128 and multiples of 256" if four_bits else "multiples of 16"
+            raise ValueError(
+                f"{name} has scales for groups of {group} columns, but {sizes} are what the kernels take: name a "
+                "checkpoint with coarser groups, or type --backend xnnpack, which dequantizes"
+            )
 
 
 def _check_int4_width(linear: str, width: int, cure: str) -> None:

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.weights import Dequantized
 from eagle3.export.plan import Plan
 
 DTYPE = torch.float32
@@ -41,6 +42,10 @@ def runs_here() -> bool:
 
 def memory(plan: Plan) -> tuple[int, str]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+
+
+def conversion(plan: Plan) -> Dequantized:
+    return Dequantized()
 
 
 def prepare(speculator: nn.Module, plan: Plan) -> None:

@@ -1,0 +1,65 @@
+"""AWQ's packing, version gemm, as AutoAWQ writes it: 4 bits, along the outputs, eight of them in an order of its own.
+
+``qweight`` int32 [K, N / 8], ``qzeros`` int32 [groups, N / 8] and ``scales`` [groups, N].
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eagle3.export.checkpoints.packed import (
+    ANOTHER,
+    FLOAT_SCALES,
+    Format,
+    PackedLinear,
+    Parts,
+    Read,
+    as_tensor,
+    check_bits,
+    check_group,
+    expect,
+    unpacked,
+)
+
+QWEIGHT, QZEROS, SCALES = "qweight", "qzeros", "scales"
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word, counted from its lowest bits, each of the eight outputs lies."""
+
+
+class Awq(Format):
+    REQUIRED = (QWEIGHT, QZEROS, SCALES)
+
+    def __init__(self, file: Path, config: dict[str, Any]):
+        where = f"{file}: quantization_config"
+        check_bits(where, config, (4,))
+        self.group = check_group(where, config)
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
+        if version != "gemm" or config.get("backend") == "llm-awq":
+            raise ValueError(f"{where} has the version {version}, but gemm is what is read: {ANOTHER}")
+
+    def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
+        shape = parts[QWEIGHT].shape
+        columns, rows = shape[0], 8 * shape[-1]
+        group = columns if self.group == -1 else self.group
+        if len(shape) != 2 or not columns or columns % group or columns % 8:
+            raise ValueError(
+                f"{linear}.{QWEIGHT} is {list(shape)}, which quantization_config divides into groups of {group}: "
+                "config.json and the weights are of different checkpoints"
+            )
+        layout = PackedLinear(rows, columns, 4, group)
+        why = f"{linear} of {rows} x {columns} in groups of {group} (quantization_config)"
+        expect(linear, QWEIGHT, parts[QWEIGHT], (columns, rows // 8), ("I32",), why)
+        expect(linear, QZEROS, parts[QZEROS], (layout.groups, rows // 8), ("I32",), why)
+        expect(linear, SCALES, parts[SCALES], (layout.groups, rows), FLOAT_SCALES, why)
+        return layout
+
+    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+        codes = _in_order(read(QWEIGHT)).t().contiguous()  # [N, K]
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+        return as_tensor(layout, codes, read(SCALES).t(), _in_order(read(QZEROS)).t())
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """int32 [R, N / 8] -> uint8 [R, N]."""
+    return unpacked(words, 4).unflatten(1, (-1, 8))[:, :, PLACES].flatten(1)

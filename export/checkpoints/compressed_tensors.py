@@ -1,0 +1,142 @@
+"""compressed-tensors' pack-quantized, as llm-compressor writes it (w4a16, w8a16): the weights alone are quantized.
+
+Codes lie along a row in int32 words, the lowest bits first; signed ones are stored with half their range added, zero
+points likewise, packed along the rows (``compressed_tensors/compressors/pack_quantized`` of compressed-tensors 0.20).
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.checkpoints.packed import (
+    ANOTHER,
+    BITS,
+    FLOAT_SCALES,
+    Format,
+    PackedLinear,
+    Parts,
+    Read,
+    as_tensor,
+    check_in_order,
+    expect,
+    unpacked,
+)
+
+PACKED, SCALE, SHAPE, ZERO, G_IDX = (f"weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx"))
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A group of quantization_config: ``group`` columns share a scale, -1: a whole row."""
+
+    targets: tuple[str, ...]
+    bits: int
+    group: int
+    symmetric: bool
+
+
+class CompressedTensors(Format):
+    REQUIRED, OPTIONAL = (PACKED, SCALE, SHAPE), (ZERO, G_IDX)
+
+    def __init__(self, file: Path, config: dict[str, Any]):
+        for field, meaning in (
+            ("kv_cache_scheme", "quantizes the KV cache, which is kept in the activations' dtype here"),
+            ("transform_config", "rotates weights and activations, which is not computed here"),
+            ("sparsity_config", "stores the weights without their zeros, which is not read"),
+        ):
+            value = config.get(field)
+            if value and not (field == "sparsity_config" and value.get("format") == "dense"):
+                raise ValueError(f"{file}: quantization_config has a {field}, which {meaning}: {ANOTHER}")
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise ValueError(f"{file}: quantization_config has no config_groups: copy config.json again")
+        self.schemes = [_scheme(f"{file}: {name} of config_groups", group, config) for name, group in groups.items()]
+
+    def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
+        scheme = self._scheme_of(linear)
+        expect(linear, SHAPE, parts[SHAPE], (2,), ("I64", "I32"), "a linear")
+        rows, columns = map(int, read(SHAPE))
+        group = columns if scheme.group == -1 else scheme.group
+        if min(rows, columns) < 1 or columns % group or columns % (32 // scheme.bits):
+            raise ValueError(
+                f"{linear}.{SHAPE} says {rows} x {columns}, which quantization_config divides into groups of {group}: "
+                "config.json and the weights are of different checkpoints"
+            )
+        layout = PackedLinear(rows, columns, scheme.bits, group, scheme.symmetric)
+        why = f"{linear}.{SHAPE} {rows} x {columns} with {scheme.bits} bits in groups of {group} (quantization_config)"
+        expect(linear, PACKED, parts[PACKED], (rows, columns // layout.per_word), ("I32",), why)
+        expect(linear, SCALE, parts[SCALE], (rows, layout.groups), FLOAT_SCALES, why)
+        if scheme.symmetric == (ZERO in parts):
+            has, says = ("no ", "false") if ZERO not in parts else ("", "true")
+            raise ValueError(
+                f"{linear} has {has}{ZERO}, but quantization_config says symmetric: {says}: is a shard missing, or is "
+                "config.json another checkpoint's?"
+            )
+        if ZERO in parts:
+            expect(linear, ZERO, parts[ZERO], (-(-rows // layout.per_word), layout.groups), ("I32",), why)
+        if G_IDX in parts:
+            expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
+            check_in_order(linear, G_IDX, layout, read(G_IDX))
+        return layout
+
+    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+        zero = None
+        if not layout.symmetric:
+            zero = unpacked(read(ZERO).t(), layout.bits)[:, : layout.rows].t()
+        return as_tensor(layout, read(PACKED).view(torch.uint8), read(SCALE), zero)
+
+    def _scheme_of(self, linear: str) -> Scheme:
+        """By name, by pattern, by class, in this order, as compressed-tensors matches its targets."""
+        for matches in (
+            lambda target: target == linear,
+            lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), linear),
+            lambda target: target == "Linear",
+        ):
+            for scheme in self.schemes:
+                if any(matches(target) for target in scheme.targets):
+                    return scheme
+        targets = ", ".join(target for scheme in self.schemes for target in scheme.targets)
+        raise ValueError(
+            f"{linear} is packed, but no group of quantization_config is for it (targets {targets}): config.json and "
+            "the weights are of different checkpoints"
+        )
+
+
+def _scheme(where: str, group: Any, config: dict[str, Any]) -> Scheme:
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise ValueError(f"{where} says nothing of weights: copy config.json again")
+    stored, weights = group.get("format") or config.get("format"), group["weights"]
+    if stored != "pack-quantized":
+        raise ValueError(f"{where} has the format {_shown(stored)}, but pack-quantized is what is read: {ANOTHER}")
+    for field in ("input_activations", "output_activations"):
+        if group.get(field):
+            raise ValueError(f"{where} has {field}, but activations are not quantized here: {ANOTHER}")
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    for field, value, known in (
+        ("type", weights.get("type", "int"), ("int",)),
+        ("num_bits", weights.get("num_bits", 8), BITS),
+        ("strategy", strategy, ("group", "channel")),
+        ("symmetric", weights.get("symmetric", True), (True, False)),
+        ("dynamic", weights.get("dynamic", False), (False,)),
+    ):
+        if isinstance(value, bool) != isinstance(known[0], bool) or value not in known:
+            taken = " or ".join(map(_shown, known))
+            raise ValueError(f"{where} has {field} {_shown(value)}, but must have {taken} to be read: {ANOTHER}")
+    if strategy == "group" and (type(size) is not int or size < 1):
+        raise ValueError(f"{where} has group_size {_shown(size)}, no number of columns: copy config.json again")
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"{where} has targets {_shown(targets)}, which is no list of names: copy config.json again")
+    return Scheme(
+        tuple(targets), weights.get("num_bits", 8), size if strategy == "group" else -1, weights.get("symmetric", True)
+    )
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:60]

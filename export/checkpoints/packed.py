@@ -1,0 +1,133 @@
+"""Linears that another tool quantized and packed into int32 words: their codes as torchao's tensors, nothing rounded.
+
+``w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`` with unsigned codes and zero points, ``g`` the group of column k.
+What the words hold is a format's own, a file each: ``compressed_tensors``, ``gptq``, ``awq``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.extension.llm.export.int4 import ExportableInt4Tensor
+from torch import Tensor
+from torchao.quantization import IntxUnpackedToInt8Tensor
+
+from eagle3.export.checkpoints.json_fields import count
+from eagle3.export.checkpoints.source import TensorHeader
+
+BITS = (4, 8)
+FLOAT_SCALES = ("F16", "BF16", "F32")
+ANOTHER = "name the original checkpoint, or one by compressed-tensors (pack-quantized), GPTQ or AWQ (gemm)"
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """How a linear of ``rows`` outputs and ``columns`` inputs is stored."""
+
+    rows: int
+    columns: int
+    bits: int
+    group: int
+    """Columns that share a scale: all of them where scales are a row's."""
+    symmetric: bool = False
+    """Without zero points: they are in the middle of the codes."""
+
+    @property
+    def groups(self) -> int:
+        return self.columns // self.group
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.bits
+
+    @property
+    def tensor_class(self) -> str:
+        return (ExportableInt4Tensor if self.bits == 4 else IntxUnpackedToInt8Tensor).__name__
+
+
+Parts = Mapping[str, TensorHeader]
+Read = Callable[[str], Tensor]
+
+
+class Format(ABC):
+    """A way to pack, read from the quantization_config of ``file``. Raises ValueError for what it does not unpack."""
+
+    REQUIRED: tuple[str, ...]
+    """Parts that every packed linear has, by the last component of their names."""
+    OPTIONAL: tuple[str, ...] = ()
+
+    @abstractmethod
+    def __init__(self, file: Path, config: dict[str, Any]): ...
+
+    @abstractmethod
+    def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
+        """How ``linear`` is stored. ``read`` gives a part, to be asked for the small ones alone. Raises ValueError for
+        parts that do not go together."""
+
+    @abstractmethod
+    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+        """The weight, by ``as_tensor``."""
+
+
+def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The weight as torchao and ExecuTorch have it, with the same codes, scales and zero points.
+
+    Args:
+        codes: uint8 [rows, columns], or of 4 bits [rows, columns / 2], the even column in the low half
+        scale: [rows, groups], of any floating dtype
+        zero: uint8 [rows, groups]; None: the middle of the codes
+    """
+    if zero is None:
+        zero = torch.full(scale.shape, 1 << (layout.bits - 1), dtype=torch.uint8)
+    if layout.bits == 4:
+        zero = zero.to(scale.dtype).t().contiguous()
+        return ExportableInt4Tensor(codes, scale.t().contiguous(), zero, layout.group, scale.dtype)
+    signed = (codes ^ 0x80).view(torch.int8), (zero ^ 0x80).contiguous().view(torch.int8)
+    block = (1, layout.group)
+    return IntxUnpackedToInt8Tensor(
+        signed[0], scale.contiguous(), signed[1], torch.int8, block, scale.dtype, activation_quantization=None
+    )
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The codes in each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
+
+
+def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> int:
+    """``bits`` of a quantization_config."""
+    bits = count(config, "bits", None, where)
+    if bits not in known:
+        raise ValueError(f"{where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}")
+    return bits
+
+
+def check_group(where: str, config: dict[str, Any]) -> int:
+    """``group_size`` of a quantization_config; -1: a row has one scale."""
+    return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
+
+
+def expect(linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str):
+    """Raise ValueError where a part has another shape or dtype than the rest implies."""
+    if found.shape != shape or found.dtype not in dtypes:
+        raise ValueError(
+            f"{linear}.{part} is {found.dtype} {list(found.shape)}, but {why} implies {'/'.join(dtypes)} {list(shape)}"
+            ": config.json and the weights are of different checkpoints, or another tool packed them"
+        )
+
+
+def check_in_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> None:
+    """Raise ValueError where the columns of a group are not neighbours."""
+    expected = torch.arange(layout.columns) // layout.group
+    wrong = (g_idx.long() != expected).nonzero().flatten()
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"{linear}.{part} puts column {first} into group {int(g_idx[first])}, not {int(expected[first])}: its "
+            "columns were reordered by activation (desc_act, actorder group), which no kernel here reads: name a "
+            "checkpoint made without it"
+        )

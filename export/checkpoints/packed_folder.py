@@ -1,0 +1,117 @@
+"""A folder of safetensors whose config.json says that a tool quantized it (``quantization_config``): the parts of each
+packed linear are joined into one weight, code for code."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from eagle3.export.checkpoints.awq import Awq
+from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
+from eagle3.export.checkpoints.gptq import Gptq
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
+from eagle3.export.checkpoints.source import TensorHeader
+
+FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
+"""By ``quant_method``, as transformers names them (``QuantizationMethod``)."""
+
+
+class PackedFolder(SafetensorsFolder):
+    def __init__(self, path: Path):
+        super().__init__(path)
+        file, config = path / "config.json", quantization_config(path)
+        method = config.get("quant_method")
+        if method not in FORMATS:
+            raise ValueError(f"{file}: quantization_config has quant_method {method}, which is not read: {ANOTHER}")
+        self.format = FORMATS[method](file, config)
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:
+        return quantization_config(path) is not None
+
+    def headers(self) -> dict[str, TensorHeader]:
+        joined = dict(self._raw)
+        for linear, layout in self._layouts.items():
+            parts = [joined.pop(f"{linear}.{part}") for part in self._parts[linear]]
+            stored = sum(part.bytes for part in parts)
+            joined[f"{linear}.weight"] = TensorHeader(
+                (layout.rows, layout.columns), layout.tensor_class, stored, quantized=True, group=layout.group
+            )
+        return joined
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        first = self.format.REQUIRED[0]
+        with self._opened() as read:
+            for name in self._raw:
+                linear, _, part = name.rpartition(".")
+                if linear not in self._parts or part not in self._parts[linear]:
+                    yield name, read(name)
+                elif part == first:
+                    yield f"{linear}.weight", self.format.unpack(linear, self._layouts[linear], _parts_of(linear, read))
+
+    @cached_property
+    def _raw(self) -> dict[str, TensorHeader]:
+        return read_headers(self.path)
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        """Packed linear to the parts that it has. Raises ValueError where one is missing."""
+        found: dict[str, list[str]] = {}
+        for name in self._raw:
+            linear, _, part = name.rpartition(".")
+            if part in (*self.format.REQUIRED, *self.format.OPTIONAL):
+                found.setdefault(linear, []).append(part)
+        for linear, parts in found.items():
+            missing = [part for part in self.format.REQUIRED if part not in parts]
+            if missing:
+                raise ValueError(
+                    f"{self.path} has {linear}.{parts[0]}, but its part {linear}.{missing[0]} is not there: is a shard "
+                    "missing?"
+                )
+            if f"{linear}.weight" in self._raw:
+                raise ValueError(f"{self.path} has {linear}.weight and {linear}.{parts[0]}: which one is meant?")
+        return {linear: tuple(parts) for linear, parts in found.items()}
+
+    @cached_property
+    def _layouts(self) -> dict[str, PackedLinear]:
+        with self._opened() as read:
+            try:
+                return {
+                    linear: self.format.layout(
+                        linear, {part: self._raw[f"{linear}.{part}"] for part in parts}, _parts_of(linear, read)
+                    )
+                    for linear, parts in self._parts.items()
+                }
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}") from error
+
+    @contextmanager
+    def _opened(self) -> Iterator[Read]:
+        """All files at once, memory-mapped: the parts of a linear may lie in several."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.files()]
+            holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+            yield lambda name: holder[name].get_tensor(name)
+
+
+def _parts_of(linear: str, read: Read) -> Read:
+    return lambda part: read(f"{linear}.{part}")
+
+
+def quantization_config(path: Path) -> dict[str, Any] | None:
+    """What config.json in a folder says of its weights' quantization, at its top level or of its text part; None where
+    it says nothing."""
+    if not (path / "config.json").is_file():
+        return None
+    fields = read_object(path / "config.json")
+    for part in (fields, fields.get("text_config")):
+        found = part.get("quantization_config") if isinstance(part, dict) else None
+        if found is not None:
+            return found if isinstance(found, dict) else {"quant_method": found}
+    return None

@@ -1,0 +1,186 @@
+"""Packed checkpoints that are damaged, inconsistent or of another kind: one line that says what and what to do."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from packed_checkpoints import (
+    WIDE,
+    awq_config,
+    change_config,
+    compressed_tensors_config,
+    gptq_config,
+    planned,
+    save_packed,
+)
+from safetensors.torch import load_file, save_file
+from test_packed_checkpoints import GOLDEN, SCATTERED
+
+from eagle3.export.checkpoints import open_source
+from eagle3.export.lowering.cuda import backend as cuda
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Format to the folder of an asymmetric checkpoint of 4 bits and its model."""
+    made = {}
+
+    def make(name: str):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, save_packed(folder / "target", name, 4, 64, False, **WIDE)
+        return made[name]
+
+    return make
+
+
+def refusal(packed, tmp_path, name="compressed-tensors", change=lambda tensors: None, **fields) -> str:
+    """The line for a copy whose tensors and config.json's fields are changed."""
+    folder, model = packed(name)
+    shutil.copytree(folder / "target", tmp_path / "target")
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "target" / "model.safetensors")
+    change_config(tmp_path / "target", **fields)
+    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+        planned(tmp_path, model, "xnnpack")
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def without(part: str):
+    return lambda tensors: tensors.pop(f"{DOWN}.{part}")
+
+
+def with_part(part: str, value):
+    return lambda tensors: tensors.update({f"{DOWN}.{part}": value})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without("weight_scale"), f"{DOWN}.weight_scale is not there: is a shard missing?"),
+        (without("weight_packed"), f"{DOWN}.weight_packed is not there: is a shard missing?"),
+        (without("weight_zero_point"), "has no weight_zero_point, but quantization_config says symmetric: false"),
+        (with_part("weight_scale", torch.ones(256, 4)), "weight_scale is F32 [256, 4], but .* implies .* [256, 8]"),
+        (with_part("weight_zero_point", torch.ones(256, 8).char()), "is I8 [256, 8], but .* implies I32 [32, 8]"),
+        (with_part("weight_shape", torch.tensor([256, 500])), "says 256 x 500, which .* groups of 64"),
+        (with_part("weight_shape", torch.tensor([256, 1024])), "is I32 [256, 64], but .* implies I32 [256, 128]"),
+        (with_part("weight_g_idx", torch.arange(512) % 8), "puts column 1 into group 1, not 0: .* without it"),
+        (with_part("weight", torch.ones(256, 512)), "down_proj.weight and .*: which one is meant?"),
+        (with_part("k_scale", torch.ones(1)), "k_scale, which a model of its config.json has no place for"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_named(packed, tmp_path, change, says):
+    assert is_in(says, refusal(packed, tmp_path, change=change))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("gptq", without("qzeros"), f"{DOWN}.qzeros is not there: is a shard missing?"),
+        ("gptq", with_part("qzeros", torch.zeros(4, 32).int()), "qzeros is I32 [4, 32], but .* implies I32 [8, 32]"),
+        ("gptq", with_part("scales", torch.ones(8, 128).half()), "scales is F16 [8, 128], but .* [8, 256]"),
+        ("gptq", with_part("g_idx", torch.arange(500).int()), "has 500 inputs of 4 bits, .* groups of 64"),
+        ("gptq", with_part("g_idx", torch.arange(512).int() % 8), "puts column 1 into group 1, not 0: .* (desc_act"),
+        ("gptq", with_part("qzeros", torch.full((8, 32), 0x10F00).int()), "stores a zero point of 15 .* gptq_v2"),
+        ("awq", without("scales"), f"{DOWN}.scales is not there"),
+        ("awq", with_part("qzeros", torch.zeros(8, 16).int()), "qzeros is I32 [8, 16], but .* implies I32 [8, 32]"),
+        ("awq", with_part("qweight", torch.zeros(500, 32).int()), "qweight is [500, 32], .* groups of 64"),
+    ],
+)
+def test_parts_by_gptq_and_awq_likewise(packed, tmp_path, name, change, says):
+    assert is_in(says, refusal(packed, tmp_path, name, change))
+
+
+def is_in(says: str, line: str) -> bool:
+    assert re.search(re.escape(says).replace(r"\.\*", ".*"), line), line
+    return True
+
+
+def scheme(**weights):
+    stored = compressed_tensors_config(4, 64, False)
+    stored["config_groups"]["group_0"]["weights"] |= weights
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        ({"quant_method": "fp8"}, "quant_method fp8, which is not read: name the original checkpoint, or one by"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
+        (scheme(num_bits=3), "group_0 of config_groups has num_bits 3, but must have 4 or 8 to be read"),
+        (scheme(type="float"), 'type "float", but must have "int"'),
+        (scheme(strategy="tensor_group", group_size=16), 'strategy "tensor_group"'),
+        (scheme(group_size=0), "group_size 0"),
+        (scheme(group_size=128), "weight_scale is F16 .* implies F16/BF16/F32"),
+        (scheme(symmetric=True), "has weight_zero_point, but quantization_config says symmetric: true"),
+        (scheme() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme, which quantizes the KV cache"),
+        (scheme() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config, which rotates"),
+        (scheme() | {"format": "nvfp4-pack-quantized"}, 'format "nvfp4-pack-quantized", but pack-quantized'),
+        (scheme() | {"config_groups": {}}, "no config_groups"),
+        (
+            scheme() | {"config_groups": {"a": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}},
+            "a of config_groups has input_activations",
+        ),
+    ],
+)
+def test_schemes_that_are_not_computed_are_refused_by_name(packed, tmp_path, stored, says):
+    assert is_in(says, refusal(packed, tmp_path, quantization_config=stored))
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        (gptq_config(3, 64, False), "bits 3, but must have 4 or 8"),
+        (gptq_config("4", 64, False), 'bits is "4"'),
+        (
+            gptq_config(4, 128, False),
+            "qzeros is I32 [8, 32], but .* in groups of 128 (quantization_config) implies I32 [4, 32]",
+        ),
+        (gptq_config(4, 0, False), "group_size is 0"),
+        (gptq_config(8, 64, False), "qweight is I32 [64, 256], but .* with 8 bits .* implies I32 [128, 256]"),
+        (gptq_config(4, 64, False, "gptq_p"), "the format gptq_p, but gptq and gptq_v2"),
+        (gptq_config(4, 64, False) | {"is_marlin_format": True}, "gptq and gptq_v2 are what is read"),
+        (awq_config(8, 64, False), "bits 8, but must have 4"),
+        (awq_config(4, 32, False), "qzeros is I32 .* in groups of 32"),
+        (awq_config(4, 64, False) | {"version": "gemv_fast"}, "the version gemv_fast, but gemm"),
+    ],
+)
+def test_schemes_of_gptq_and_awq_likewise(packed, tmp_path, stored, says):
+    assert is_in(says, refusal(packed, tmp_path, stored["quant_method"], quantization_config=stored))
+
+
+def test_columns_in_the_order_of_activations_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"model.proj.g_idx puts column 0 into group 1, not 0: .* \(desc_act"):
+        open_source(GOLDEN / SCATTERED).headers()
+
+
+def test_linears_that_gptqmodel_stores_otherwise_are_what_their_parts_say(packed, tmp_path):
+    """Its ``dynamic`` gives single linears other bits and groups."""
+    folder, _ = packed("gptq")
+    shutil.copytree(folder / "target", tmp_path / "target")
+    change_config(tmp_path / "target", quantization_config=gptq_config(8, 128, False) | {"dynamic": {".*": {}}})
+    assert open_source(tmp_path / "target").headers() == open_source(folder / "target").headers()
+
+
+def test_groups_are_found_by_name_then_pattern_then_class(packed, tmp_path):
+    stored = scheme(num_bits=8)
+    right = scheme()["config_groups"]["group_0"]
+    stored["config_groups"] |= {"of_mlp": right | {"targets": ["re:.*mlp.*", DOWN]}}
+    assert "self_attn" in refusal(packed, tmp_path, quantization_config=stored)
+    stored["config_groups"]["group_0"]["weights"] |= {"num_bits": 4}
+    assert stored["config_groups"]["of_mlp"]["weights"] == stored["config_groups"]["group_0"]["weights"]
+    stored["config_groups"] = {"of_mlp": right | {"targets": ["re:.*mlp.*"]}}
+    shutil.rmtree(tmp_path / "target")
+    assert "no group of quantization_config is for it" in refusal(packed, tmp_path, quantization_config=stored)
+
+
+def test_what_cuda_has_no_layout_for_is_refused_before_weights_load(tmp_path):
+    model = save_packed(tmp_path / "target", "compressed-tensors", 4, 16, True, **WIDE)
+    with pytest.raises(ValueError, match="proj.weight has scales for groups of 16 columns, but 32, 64, 128"):
+        cuda.check(planned(tmp_path, model, "cuda"))

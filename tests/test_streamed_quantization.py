@@ -1,0 +1,104 @@
+"""A target is quantized as it is read: the same weights as when it is quantized whole, and never whole in memory."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
+from random_checkpoints import random_model
+from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.lowering.cuda import weights
+from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.weights import CudaWeights
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 8}
+TIED = "qwen3-4B"
+
+
+class Checkpoint:
+    """The tensors of a model one by one, each in memory of its own; ``live`` counts the bytes of the matrices that are
+    still there, ``most`` is the largest that it was."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.tied = model.config.tie_word_embeddings
+        self.state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+        if self.tied:
+            del self.state["lm_head.weight"]
+        self.live = self.most = 0
+
+    def tensors(self):
+        for name, value in self.state.items():
+            yield name, self._tracked(value)
+
+    def _tracked(self, value: Tensor) -> Tensor:
+        array = np.array(value.view(torch.int16).numpy())
+        if value.ndim == 2:
+            self.live += array.nbytes
+            self.most = max(self.most, self.live)
+            weakref.finalize(array, self._gone, array.nbytes)
+        return torch.from_numpy(array).view(torch.bfloat16)
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+    @property
+    def sizes(self) -> list[int]:
+        return [value.nbytes for value in self.state.values() if value.ndim == 2]
+
+
+def checkpoint(name: str) -> tuple[Checkpoint, object]:
+    model = random_model(name, **WIDE)
+    return Checkpoint(model), model.config
+
+
+def loaded(name: str, given: Checkpoint, config, convert=None):
+    return TARGETS[name].module().load(given.tensors(), config, 64, torch.bfloat16, EagerAttention, convert)
+
+
+def conversion(name: str, config) -> CudaWeights:
+    skeleton = TARGETS[name].module().skeleton(config, 64)
+    return CudaWeights(skeleton.model, fitted_recipe("default", config), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8B", TIED, "gemma4-31B"])
+def test_weights_are_bit_for_bit_those_of_a_model_quantized_whole(name, monkeypatch):
+    given, config = checkpoint(name)
+    whole = loaded(name, given, config)
+    quantize(whole, fitted_recipe("default", config))
+    convert_quantized_tensors_for_cuda(whole)
+    monkeypatch.setattr(weights, "ELEMENTS", 7 * 256)  # a few rows at a time
+    streamed = loaded(name, given, config, conversion(name, config)).state_dict()
+    quantized = 0
+    for key, expected in whole.state_dict().items():
+        found = streamed[key]
+        assert type(found) is type(expected) and found.dtype == expected.dtype, key
+        if isinstance(expected, TorchAOBaseTensor):
+            names, attributes = expected.__tensor_flatten__()
+            assert found.__tensor_flatten__() == (names, attributes), key
+            assert all(torch.equal(getattr(found, part), getattr(expected, part)) for part in names), key
+            quantized += 1
+        elif "kv_cache" not in key:
+            assert torch.equal(found, expected), key
+    assert quantized == len(given.sizes) + given.tied
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8B", TIED])
+def test_no_more_than_two_unquantized_matrices_are_in_memory(name):
+    given, config = checkpoint(name)
+    target = loaded(name, given, config, conversion(name, config))
+    assert given.live == 0  # and the model holds none of them
+    embedding = given.state["model.embed_tokens.weight"].nbytes if given.tied else 0
+    assert given.most <= 2 * max(given.sizes) + embedding < sum(given.sizes) / 4
+    assert isinstance(target.causal_lm.lm_head.weight, TorchAOBaseTensor)
+
+
+def test_a_model_that_is_not_quantized_holds_them_all():
+    given, config = checkpoint(TIED)
+    target = loaded(TIED, given, config)
+    assert given.live == given.most == sum(given.sizes)
+    assert target.causal_lm.lm_head.weight is target.embed_tokens.weight
