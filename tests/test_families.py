@@ -27,8 +27,8 @@ DRAFTS = {
     "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, TAPS),
     "llama4-maverick": lambda folder, config: save_random_draft(folder, config, TAPS),
 }
-"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with
-sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
+"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
+with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
 WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 
 

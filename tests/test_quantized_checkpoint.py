@@ -125,15 +125,15 @@ def test_a_missing_part_is_named(quantized, tmp_path):
 def test_a_width_without_a_layout_is_refused_before_weights_load(quantized, tmp_path):
     narrow = Path(shutil.copytree(TINY.checkpoint, tmp_path / "narrow"))
     config = json.loads((narrow / "config.json").read_text())
-    (narrow / "config.json").write_text(json.dumps(config | {"intermediate_size": 704}))
+    (narrow / "config.json").write_text(json.dumps(config | {"intermediate_size": 720}))
     from safetensors.torch import load_file
 
     tensors = load_file(narrow / "model.safetensors")
     for name, value in tensors.items():
         if "gate_proj" in name or "up_proj" in name:
-            tensors[name] = value[:704].contiguous()
+            tensors[name] = value[:720].contiguous()
         elif "down_proj" in name:
-            tensors[name] = value[:, :704].contiguous()
+            tensors[name] = value[:, :720].contiguous()
     save_file(tensors, narrow / "model.safetensors")
     line = fails(tmp_path, "--checkpoint", narrow, *CUDA)
-    assert "down_proj takes 704 inputs" in line and "type --qlinear none" in line
+    assert "down_proj takes 720 inputs" in line and "type --qlinear none" in line
