@@ -11,6 +11,7 @@ from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, wri
 from eagle3.export.backends import BACKENDS
 from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.checkpoints.gguf_file import dequantized
 from eagle3.export.draft.head import load_draft
 from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
@@ -78,9 +79,10 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
 
 def load_speculator(plan: Plan, attention: AttentionFactory, dtype: torch.dtype) -> Eagle3Speculator:
     """Both models in memory, their attention made by ``attention``."""
-    target = plan.spec.module().load(
-        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention
-    )
+    weights = plan.target_source.tensors()
+    if not BACKENDS[plan.config.backend].quantizes:
+        weights = dequantized(weights)
+    target = plan.spec.module().load(weights, plan.target_config, plan.max_seq_len, dtype, attention)
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target.embed_tokens)
     return Eagle3Speculator(target, draft, plan.taps)
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.pickled import PickledFolder
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import Source
 
-SOURCES: tuple[type[Source], ...] = (SafetensorsFolder, PickledFolder)
+SOURCES: tuple[type[Source], ...] = (SafetensorsFolder, PickledFolder, GGUFFile)
 
 
 def open_source(path: Path) -> Source:

@@ -34,7 +34,7 @@ from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
-from eagle3.export.lowering.cuda.quantization import check_int4_headers, check_recipe, fitted_recipe, quantize
+from eagle3.export.lowering.cuda.quantization import check_headers, check_recipe, fitted_recipe, quantize
 from eagle3.export.lowering.cuda.shortcuts import analyzed_once
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.plan import Plan
@@ -73,7 +73,7 @@ def check(plan: Plan) -> None:
     cuda_home()
     cpp_compiler()
     if plan.qlinear == "checkpoint":
-        check_int4_headers(plan.target_headers)
+        check_headers(plan.target_headers)
     if plan.qlinear in RECIPES[1:]:
         target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model
         check_recipe("--qlinear", plan.qlinear, target, plan.target_config)

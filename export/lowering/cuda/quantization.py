@@ -15,6 +15,7 @@ from executorch.extension.llm.export.load import assign_state_dict
 from executorch.extension.llm.export.quant import QuantRecipe, QuantRule, quantize_model
 from torch import nn
 
+from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
 from eagle3.export.checkpoints.source import TensorHeader
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
@@ -51,9 +52,14 @@ def check_recipe(flag: str, name: str, model: nn.Module, config: Any) -> None:
         )
 
 
-def check_int4_headers(headers: dict[str, TensorHeader]) -> None:
-    """Raise ValueError for a weight of a quantized checkpoint that INT4 has no layout for."""
+def check_headers(headers: dict[str, TensorHeader]) -> None:
+    """Raise ValueError for a weight of a quantized checkpoint that CUDA has no layout for."""
     for name, header in headers.items():
+        if header.dtype in BLOCKS and header.dtype not in K_QUANTS:
+            raise ValueError(
+                f"{name} is {header.dtype}, but {', '.join(K_QUANTS)} are the quantized types of GGUF that CUDA has "
+                "kernels for: name a file of another quantization, such as Q4_K_M"
+            )
         if header.dtype == "Int4Tensor":
             _check_int4_width(name.removesuffix(".weight"), header.shape[1], "leave it unquantized, or in INT8")
 
