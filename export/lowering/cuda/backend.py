@@ -13,7 +13,6 @@ import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.o
 import torch
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from executorch.exir import (
     EdgeCompileConfig,
     ExecutorchBackendConfig,
@@ -31,6 +30,7 @@ from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.attention import BoundedAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears
+from eagle3.export.lowering.cuda.k_quants import lay_out
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
@@ -101,7 +101,7 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
     if plan.draft_qlinear in RECIPES[1:]:
         recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())
-    convert_quantized_tensors_for_cuda(speculator)
+    lay_out(speculator)
 
 
 def tracing(speculator: Eagle3Speculator, plan: Plan) -> AbstractContextManager[None]:
