@@ -16,8 +16,12 @@ from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.gguf_file import GGUFFile, dequantized
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
-from eagle3.export.pipeline import load_speculator, make_metadata
+from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.graph_check import check_linears
+from eagle3.export.lowering.cuda.k_quants import KQuantTensor
+from eagle3.export.pipeline import load_speculator, make_metadata, trace
 from eagle3.export.plan import make_plan
+from eagle3.runner.contract import PREFILL, TARGET_VERIFY
 from eagle3.runner.loop import complete
 from eagle3.runner.session import EagerSession
 from eagle3.targets import TARGETS
@@ -97,6 +101,38 @@ def test_on_the_cpu_its_tokens_are_transformers_own(plan, reference):
         assert (
             complete(session, prompt, max_new_tokens=40, stop_ids=()).token_ids == expected[0, len(prompt) :].tolist()
         )
+
+
+ARCH = None if torch.cuda.is_available() else "sm_90"
+
+
+def test_for_cuda_its_weights_are_the_same_to_the_bit_and_verify_reads_each_once(file, reference):
+    flags = ExportConfig("gemma4-tiny", None, file, backend="cuda", cuda_arch=ARCH, config_folder=TINY)
+    plan = make_plan(flags)
+    cuda.check(plan)
+    speculator = load_speculator(plan, cuda.attention, cuda.DTYPE)
+    cuda.prepare(speculator, plan)
+    target = speculator.target.model
+    assert target.lm_head.weight is target.embed_tokens.weight  # tied, and one tensor on the GPU
+    state = {name.removeprefix("model."): value for name, value in reference.state_dict().items()}
+    packed = [(name, value) for name, value in target.named_parameters() if isinstance(value, KQuantTensor)]
+    assert len(packed) == 42
+    for name, value in packed:
+        assert torch.equal(value.dequantize(torch.float32), state[name]), name
+    expected = {PREFILL: {"small_m": 1, "dequantize": 41}, TARGET_VERIFY: {"small_m": 42, "dequantize": 0}}
+    for name, linears in expected.items():
+        with cuda.tracing(speculator, plan):
+            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.DTYPE)
+        assert check_linears(name, program) == linears
+
+
+def test_for_cuda_a_kind_without_a_kernel_is_named_with_its_tensor(model, tmp_path):
+    file = gemma4_gguf(tmp_path / "q8.gguf", model, {"ffn_down.weight": "Q8_0", ".weight": "Q4_K"})
+    flags = () if ARCH is None else ("--cuda-arch", ARCH)
+    line = refused(tmp_path, file, "gemma4-tiny", "--backend", "cuda", *flags)
+    assert "layers.0.mlp.down_proj.weight is Q8_0, but Q4_K, Q5_K, Q6_K" in line
+    line = refused(tmp_path, file, "gemma4-tiny", "--backend", "cuda", "--qlinear", "default", *flags)
+    assert "quantized already: leave --qlinear default out" in line
 
 
 def test_a_split_file_is_read_whole(file, plan, tmp_path):

@@ -46,7 +46,7 @@ def activations(m: int, k: int) -> Tensor:
 
 
 def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Within a rounding to bf16 and the errors of float32, which go with |x| and the largest code and minimum."""
+    """Within a rounding to bf16 and the errors of float32, which go with |x| and the largest code and minima."""
     expected = x.float() @ w.T
     dtype, atol, rtol = torch.bfloat16, 2e-5, 2**-8
     assert found.dtype == dtype and found.shape == expected.shape
@@ -206,12 +206,12 @@ def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
 
 def test_shapes_that_do_not_agree_are_named():
     x, (packed, _) = activations(3, 256), weight("Q5_K", 8, 256)
-    qdata, scale, step, high, minimum, minimum_step = packed.parts
+    qdata, scale, step, high, minima, minima_step = packed.parts
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
         k_quants.k_quant_small_m(x[:, :128], *packed.parts)
     with pytest.raises(ValueError, match=r"'scale': \(8, 7\).*a weight of 5 bits has \{'scale': \(8, 8\)"):
-        k_quants.k_quant_small_m(x, qdata, scale[:, :7], step, high, minimum, minimum_step)
-    with pytest.raises(ValueError, match="a weight of 5 bits has .*'minimum'"):
+        k_quants.k_quant_small_m(x, qdata, scale[:, :7], step, high, minima, minima_step)
+    with pytest.raises(ValueError, match="a weight of 5 bits has .*'minima'"):
         k_quants.k_quant_small_m(x, qdata, scale, step, high, None, None)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         product(x.float(), packed)

@@ -26,7 +26,7 @@ class KQuantTensor(TorchAOBaseTensor):
 
     tensor_data_names = ["qdata", "scale", "scale_step"]
     tensor_attribute_names = ["shape"]
-    optional_tensor_data_names = ["high", "minimum", "minimum_step"]
+    optional_tensor_data_names = ["high", "minima", "minima_step"]
 
     def __new__(cls, qdata: Tensor, scale: Tensor, scale_step: Tensor, shape: torch.Size, **parts: Tensor | None):
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=qdata.device)
@@ -38,16 +38,16 @@ class KQuantTensor(TorchAOBaseTensor):
         scale_step: Tensor,
         shape: torch.Size,
         high: Tensor | None = None,
-        minimum: Tensor | None = None,
-        minimum_step: Tensor | None = None,
+        minima: Tensor | None = None,
+        minima_step: Tensor | None = None,
     ):
         super().__init__()
         self.qdata, self.scale, self.scale_step = qdata, scale, scale_step
-        self.high, self.minimum, self.minimum_step = high, minimum, minimum_step
+        self.high, self.minima, self.minima_step = high, minima, minima_step
 
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
-        return self.qdata, self.scale, self.scale_step, self.high, self.minimum, self.minimum_step
+        return self.qdata, self.scale, self.scale_step, self.high, self.minima, self.minima_step
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Exact in float32, rounded once otherwise."""
@@ -80,24 +80,24 @@ def laid_out(weight: ExportableGGUFTensor) -> KQuantTensor:
     steps, bits = super_scales(weight), K_QUANTS[weight.ggml_type.upper()]
     rows = max(1, _CHUNK // k)
     pieces = [_codes(weight.raw[start : start + rows], weight.ggml_type, bits, k) for start in range(0, n, rows)]
-    qdata, high, scale, minimum = (None if part[0] is None else torch.cat(part) for part in zip(*pieces, strict=True))
+    qdata, high, scale, minima = (None if part[0] is None else torch.cat(part) for part in zip(*pieces, strict=True))
     shape = torch.Size((n, k))
-    if minimum is None:
+    if minima is None:
         return KQuantTensor(qdata, scale, steps.contiguous(), shape, high=high)
-    scale_step, minimum_step = (step.contiguous() for step in steps.unbind(-1))
-    return KQuantTensor(qdata, scale, scale_step, shape, high=high, minimum=minimum, minimum_step=minimum_step)
+    scale_step, minima_step = (step.contiguous() for step in steps.unbind(-1))
+    return KQuantTensor(qdata, scale, scale_step, shape, high=high, minima=minima, minima_step=minima_step)
 
 
 def _codes(raw: Tensor, kind: str, bits: int, k: int) -> tuple[Tensor | None, ...]:
-    """``qdata``, ``high``, ``scale`` and ``minimum`` of some rows of blocks. ExecuTorch decodes scales as numbers: with
+    """``qdata``, ``high``, ``scale`` and ``minima`` of some rows of blocks. ExecuTorch decodes scales as numbers: with
     steps of 1 these are their codes."""
     n = raw.shape[0]
     one = ExportableGGUFTensor(raw.clone(), kind, torch.float32)
     super_scales(one).fill_(1)
-    q, scale, *minimum = _FIELDS[kind](one.raw, n, k)
+    q, scale, *minima = _FIELDS[kind](one.raw, n, k)
     if bits == 6:
         return *packed((q + 32).to(torch.uint8), bits), scale.to(torch.int8), None
-    return *packed(q, bits), scale.to(torch.uint8), minimum[0].to(torch.uint8)
+    return *packed(q, bits), scale.to(torch.uint8), minima[0].to(torch.uint8)
 
 
 def lay_out(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ As ``small_m`` does for INT4 and INT8, whose tiles, sums and division of K these
 values are llama.cpp's own, to the bit: ExecuTorch would round the scales of a file to bfloat16 and encode them anew,
 with zero points in place of minima, which loses constant groups (scale 0) altogether.
 
-Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: scale; ``m``: minimum)::
+Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: scale; ``m``: minima)::
 
     Q4_K, Q5_K  groups of 32, q from 0:    y = sum over g of s * (sum over k of q x)  -  m * sum over k of x
     Q6_K        groups of 16, q from -32:  y = sum over g of s * (sum over k of q x)
@@ -164,8 +164,8 @@ def _k_quant_kernel(
 
 
 def code_bits(
-    qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None, minimum: Tensor | None,
-    minimum_step: Tensor | None,
+    qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None, minima: Tensor | None,
+    minima_step: Tensor | None,
 ) -> int:  # fmt: skip
     """4, 5 or 6. Raises ValueError where the shapes make none of the three kinds."""
     n, k = qdata.shape[0], 2 * qdata.shape[1]
@@ -175,8 +175,8 @@ def code_bits(
     if bits > 4:
         expected["high"] = (n, k * (bits - 4) // 8)
     if bits < 6:
-        expected |= {"minimum": (n, k // 32), "minimum_step": (n, k // 256)}
-    given = {"scale": scale, "scale_step": scale_step, "high": high, "minimum": minimum, "minimum_step": minimum_step}
+        expected |= {"minima": (n, k // 32), "minima_step": (n, k // 256)}
+    given = {"scale": scale, "scale_step": scale_step, "high": high, "minima": minima, "minima_step": minima_step}
     found = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
     if bits not in CHOICES or k % 256 or found != expected:
         raise ValueError(f"qdata is {tuple(qdata.shape)} beside {found}: a weight of {bits} bits has {expected}")
@@ -185,19 +185,19 @@ def code_bits(
 
 def _launch_k_quant(
     kernel: Any, add: Any, x: Tensor, qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None,
-    minimum: Tensor | None, minimum_step: Tensor | None, choice: Blocks | None = None,
+    minima: Tensor | None, minima_step: Tensor | None, choice: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    bits = _agreeing_bits(x, qdata, scale, scale_step, high, minimum, minimum_step)
-    _check_contiguous(*(part for part in (qdata, scale, scale_step, high, minimum, minimum_step) if part is not None))
+    bits = _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
+    _check_contiguous(*(part for part in (qdata, scale, scale_step, high, minima, minima_step) if part is not None))
     n, k = qdata.shape[0], x.shape[1]
     x = x.contiguous()
     # A kernel takes tensors alone: what a kind has not is a pointer that it does not follow.
     high = qdata if high is None else high
-    minimum, minimum_step = scale if minimum is None else minimum, scale_step if minimum_step is None else minimum_step
+    minima, minima_step = scale if minima is None else minima, scale_step if minima_step is None else minima_step
 
     def run(out: Tensor, programs: tuple, options: dict) -> None:
         kernel[programs](
-            x, qdata, high, scale, scale_step, minimum, minimum_step, out, x.shape[0], N=n, K=k, BITS=bits, **options
+            x, qdata, high, scale, scale_step, minima, minima_step, out, x.shape[0], N=n, K=k, BITS=bits, **options
         )  # fmt: skip
 
     return _launch(x, n, k // 256, choice or CHOICES[bits], run, add)
@@ -217,10 +217,10 @@ def k_quant_small_m(
     scale: Tensor,
     scale_step: Tensor,
     high: Tensor | None,
-    minimum: Tensor | None,
-    minimum_step: Tensor | None,
+    minima: Tensor | None,
+    minima_step: Tensor | None,
 ) -> Tensor:
-    """``x @ w.T`` with ``w = q * (scale * scale_step) - minimum * minimum_step``; the layout is this module's.
+    """``x @ w.T`` with ``w = q * (scale * scale_step) - minima * minima_step``; the layout is this module's.
 
     On CUDA the kernel of this module, on the host ``k_quant_reference``. One node of an exported program.
 
@@ -228,9 +228,9 @@ def k_quant_small_m(
         x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
         qdata: uint8 [N, K / 2], the low 4 bits of the codes
         scale: codes, uint8 [N, K / 32]; of Q6_K int8 [N, K / 16]
-        scale_step, minimum_step: float16 [N, K / 256]
+        scale_step, minima_step: float16 [N, K / 256]
         high: uint8 [N, K / 8] (Q5_K) or [N, K / 4] (Q6_K), the high bits; None for Q4_K
-        minimum: codes, uint8 [N, K / 32]; None for Q6_K, whose q begins at -32
+        minima: codes, uint8 [N, K / 32]; None for Q6_K, whose q begins at -32
 
     Returns:
         bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
@@ -239,7 +239,7 @@ def k_quant_small_m(
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x`` or weights that are not contiguous
     """
     kernels = wrap_triton(_k_quant_kernel), wrap_triton(_small_m_sum_kernel)
-    return _launch_k_quant(*kernels, x, qdata, scale, scale_step, high, minimum, minimum_step)
+    return _launch_k_quant(*kernels, x, qdata, scale, scale_step, high, minima, minima_step)
 
 
 @k_quant_small_m.register_kernel("cpu")
@@ -249,28 +249,28 @@ def k_quant_reference(
     scale: Tensor,
     scale_step: Tensor,
     high: Tensor | None,
-    minimum: Tensor | None,
-    minimum_step: Tensor | None,
+    minima: Tensor | None,
+    minima_step: Tensor | None,
 ) -> Tensor:
     """``k_quant_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    _agreeing_bits(x, qdata, scale, scale_step, high, minimum, minimum_step)
-    w = dequantized_rows(qdata, scale, scale_step, high, minimum, minimum_step)
+    _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
+    w = dequantized_rows(qdata, scale, scale_step, high, minima, minima_step)
     return (x.float() @ w.T).to(x.dtype)
 
 
 def dequantized_rows(
-    qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None, minimum: Tensor | None,
-    minimum_step: Tensor | None,
+    qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None, minima: Tensor | None,
+    minima_step: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The weights of a matrix, or of some of its rows: float32 [N, K], as llama.cpp has them."""
     q = unpacked(qdata, high).float()
     n, k = q.shape
     steps = scale_step.float()[..., None]  # [N, K / 256, 1]
     s = scale.float().view(n, k // 256, -1) * steps
-    groups = (q - 32 if minimum is None else q).view(n, *s.shape[1:], -1)
+    groups = (q - 32 if minima is None else q).view(n, *s.shape[1:], -1)
     w = groups * s[..., None]
-    if minimum is not None:
-        least = minimum.float().view(n, k // 256, -1) * minimum_step.float()[..., None]
+    if minima is not None:
+        least = minima.float().view(n, k // 256, -1) * minima_step.float()[..., None]
         w = w - least[..., None]
     return w.view(n, k)
 
