@@ -125,6 +125,47 @@ def write_gguf(path: Path, architecture: str, fields: dict[str, Any], tensors: d
     return path
 
 
+def transformers_gguf(
+    path: Path, model: torch.nn.Module, architecture: str, kinds: dict[str, str], rope_freqs: Tensor | None = None
+) -> Path:
+    """A transformers model as llama.cpp's converter writes it (``LlamaModel`` and others there); ``kinds`` as of
+    ``gemma4_gguf``."""
+    config = model.config
+    (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    tensors = {}
+    for name, value in model.state_dict().items():
+        stem, part = name.rsplit(".", 1)
+        if stem == "lm_head" and config.tie_word_embeddings:
+            continue
+        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+            value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
+        own = f"{names.get_name(stem)}.{part}"
+        fitting = [kind for end, kind in kinds.items() if own.endswith(end)] if value.ndim == 2 else []
+        tensors[own] = value.float().contiguous(), fitting[0] if fitting else "F32"
+    if rope_freqs is not None:
+        tensors["rope_freqs.weight"] = rope_freqs, "F32"
+    rope = config.rope_parameters
+    metadata = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+        ".general.type": "model",
+    }
+    if getattr(config, "head_dim", None):
+        metadata |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    return write_gguf(path, architecture, metadata, tensors)
+
+
 def gemma4_gguf(
     path: Path, model: torch.nn.Module, kinds: dict[str, str], fields: dict[str, Any] | None = None
 ) -> Path:

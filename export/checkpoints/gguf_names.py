@@ -6,6 +6,7 @@ here, so that a file's tensors are those of the checkpoint that it was made from
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 OUTPUT = {"output.weight": "lm_head.weight"}
 """An output layer of its own; without one it is the embedding."""
@@ -13,11 +14,12 @@ UNREAD = frozenset({"rope_freqs.weight"})
 """Made from the configuration, as ours are; ``gguf_metadata`` compares the two."""
 
 _MODEL = ("model.embed_tokens", "model.norm", "lm_head")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _LAYER = (
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")),
-    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", *_NORMS),
 )
+_FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)
 """transformers' names of the modules that the families below are made of."""
 
 
@@ -30,14 +32,14 @@ def gemma4_names(_architecture: str, layers: int) -> dict[str, str]:
     return {name: gguf_to_model_key(name) for name in names} | OUTPUT
 
 
-def transformers_names(architecture: str, layers: int) -> dict[str, str]:
+def transformers_names(architecture: str, layers: int, modules: tuple[str, ...] = _LAYER) -> dict[str, str]:
     """By gguf-py's own map, to transformers' names."""
     import gguf
 
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(kind, layers)
-    modules = [*_MODEL, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in _LAYER)]
-    pairs = [(known.get_name(module), module) for module in modules]
+    every = [*_MODEL, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in modules)]
+    pairs = [(known.get_name(module), module) for module in every]
     return {
         f"{name}.{part}": f"{module}.{part}"
         for name, module in pairs
@@ -64,7 +66,7 @@ ARCHITECTURES = {
     "gemma4": Architecture(("gemma4_text",), gemma4_names),
     "gemma3": Architecture(("gemma3_text",), norm_shift=1),
     "llama": Architecture(("llama", "mistral"), rotary_rows=True),
-    "phi3": Architecture(("phi3",)),
+    "phi3": Architecture(("phi3",), partial(transformers_names, modules=_FUSED_LAYER)),
     "qwen2": Architecture(("qwen2",)),
     "qwen3": Architecture(("qwen3",)),
 }
