@@ -39,7 +39,13 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.option("--target-model", required=True, type=click.Choice(list(TARGETS)), help="See --list-targets.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="The target's Hugging Face folder.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="The target's Hugging Face folder, or a GGUF file.")
+@click.option(
+    "--config",
+    "config_folder",
+    type=click.Path(path_type=Path),
+    help="The Hugging Face folder with the config.json and the tokenizer of a GGUF file. Default: the file's own.",
+)
 @click.option("--draft", type=click.Path(path_type=Path), help="The folder of the EAGLE-3 draft head.")
 @click.option(
     "--output-dir", "--output_dir", required=True, type=click.Path(path_type=Path), help="The artifact: a new folder."

@@ -29,6 +29,7 @@ class ExportConfig:
     with_decode: bool = False
     check: bool = True
     overwrite: bool = False
+    config_folder: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

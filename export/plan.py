@@ -7,6 +7,8 @@ from typing import Any
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints import Source, open_source
+from eagle3.export.checkpoints.gguf_file import GGUFFile
+from eagle3.export.checkpoints.gguf_metadata import check_metadata
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.config import ExportConfig
@@ -103,14 +105,16 @@ def make_plan(config: ExportConfig) -> Plan:
     """
     check_flags(config)
     spec = TARGETS[config.target_model]
-    checkpoint = _folder(config.checkpoint or spec.checkpoint, config.target_model, "--checkpoint")
+    weights, checkpoint = target_paths(config, spec)
     target_config = read_target_config(checkpoint, config.target_model)
     spec = spec_for(config.target_model, target_config.model_type)
-    target_source = open_source(checkpoint)
+    target_source = open_source(weights)
+    if isinstance(target_source, GGUFFile):
+        check_metadata(target_source, target_config, checkpoint)
     target_headers = target_source.headers()
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     check_context(spec, target_config, max_seq_len)
-    check_target(checkpoint, target_headers, spec.module().skeleton(target_config, max_seq_len))
+    check_target(weights, target_headers, spec.module().skeleton(target_config, max_seq_len))
     folder = _folder(config.draft or spec.draft, config.target_model, "--draft")
     draft = read_draft(folder, config.draft_dialect, config.norm_before_residual)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
@@ -230,6 +234,25 @@ def draft_rows(draft: DraftDescription, chain_len: int) -> int:
             f"{draft.window}"
         )
     return draft.window and draft.window - masks
+
+
+def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
+    """Of the target: its weights, and the folder with its configuration and tokenizer."""
+    path, folder = config.checkpoint or spec.checkpoint, config.config_folder
+    if path is None or not GGUFFile.recognizes(path):
+        if folder is not None:
+            raise ValueError(f"--config {folder} is for a GGUF file, other checkpoints bring theirs: leave it out")
+        path = _folder(path, config.target_model, "--checkpoint")
+        return path, path
+    if not path.is_file():
+        raise FileNotFoundError(f"--checkpoint {path} is not there: it wants a GGUF file on this machine")
+    folder = folder or path.parent
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER with the "
+            "Hugging Face folder of the model that it was made from"
+        )
+    return path, folder
 
 
 def _folder(path: Path | None, target: str, flag: str) -> Path:

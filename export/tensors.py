@@ -6,6 +6,7 @@ A tensor that nothing reads is refused: it would have changed what the model com
 import re
 from pathlib import Path
 
+from eagle3.export.checkpoints.gguf_file import BLOCKS
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.description import DraftDescription
 from eagle3.targets.spec import Skeleton
@@ -45,7 +46,7 @@ def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: S
         header = headers[name]
         if own not in expected:
             raise ValueError(f"{checkpoint} has {name}, which {_cause(name)}")
-        if header.dtype not in (*FLOATS, *(QUANTIZED if own not in parts else ())):
+        if header.dtype not in (*FLOATS, *((*BLOCKS, *QUANTIZED) if own not in parts else ())):
             raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
         if header.shape != expected[own]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Times the kernels of few rows (export/lowering/cuda/kernels/small_m.py) on a CUDA GPU, on the linears of Gemma 4 31B.
+"""Times the kernels of few rows (export/lowering/cuda/kernels) on a CUDA GPU, on the linears of Gemma 4 31B.
 
     python scripts/bench_small_m.py                            # checks, then every linear at 1 to 16 rows: minutes
     python scripts/bench_small_m.py --linear down --sweep      # other block sizes on one linear
@@ -10,6 +10,7 @@ machine code (registers, shared memory, instructions a weight) and the two goals
 """
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,9 +20,9 @@ import click
 import torch
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import small_m
+from eagle3.export.lowering.cuda.kernels import k_quants, small_m
 
-LINEARS = {  # N, K
+LINEARS = {  # N, K; INT4 where the name says nothing else
     "sliding_q": (8192, 5376),
     "sliding_kv": (4096, 5376),
     "sliding_o": (5376, 8192),
@@ -32,7 +33,14 @@ LINEARS = {  # N, K
     "down": (5376, 21504),
     "lm_head": (262144, 5376),
     "lm_head_int8": (262144, 5376),
+    "down_q4_k": (5376, 21504),
+    "down_q5_k": (5376, 21504),
+    "down_q6_k": (5376, 21504),
+    "sliding_kv_q6_k": (4096, 5376),
+    "lm_head_q6_k": (262144, 5376),
 }
+Weight = tuple[Tensor | None, ...]
+"""The arguments of a small-M op after x: 5 of INT4, 3 of INT8, 6 of a K-quant."""
 GOAL_LINEAR = "down"
 GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
 INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
@@ -58,7 +66,7 @@ class Timing:
         return self.us[8] / self.us[1]
 
 
-def int4_weight(n: int, k: int) -> tuple[Tensor, ...]:
+def int4_weight(n: int, k: int) -> Weight:
     def codes(*shape: int) -> Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
 
@@ -68,12 +76,46 @@ def int4_weight(n: int, k: int) -> tuple[Tensor, ...]:
     return codes(n, k // 2), codes(n, k // 32), steps(0.1), codes(n, k // 32), steps(15)
 
 
-def int8_weight(n: int, k: int) -> tuple[Tensor, ...]:
+def int8_weight(n: int, k: int) -> Weight:
     q = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
     return q, torch.rand(n, 1, device="cuda").bfloat16() / 100, torch.zeros(n, 1, dtype=torch.int8, device="cuda")
 
 
-def run(x: Tensor, weight: tuple[Tensor, ...], choice: small_m.Blocks | None = None) -> Tensor:
+def k_quant_weight(bits: int, n: int, k: int) -> Weight:
+    def codes(width: int) -> Tensor:
+        return torch.randint(0, 256, (n, width), dtype=torch.uint8, device="cuda")
+
+    def steps() -> Tensor:
+        return (torch.rand(n, k // 256, device="cuda") / 1000).half()
+
+    high = None if bits == 4 else codes(k * (bits - 4) // 8)
+    if bits == 6:
+        return codes(k // 2), codes(k // 16).view(torch.int8), steps(), high, None, None
+    return codes(k // 2), codes(k // 32), steps(), high, codes(k // 32), steps()
+
+
+def made(name: str) -> Weight:
+    """A random weight of a line of ``LINEARS``."""
+    n, k = LINEARS[name]
+    if kind := re.search(r"_q(\d)_k$", name):
+        return k_quant_weight(int(kind[1]), n, k)
+    return int8_weight(n, k) if name.endswith("int8") else int4_weight(n, k)
+
+
+def choice_of(weight: Weight) -> small_m.Blocks:
+    if len(weight) == 6:
+        return k_quants.CHOICES[k_quants.code_bits(*weight)]
+    return small_m.INT4 if len(weight) == 5 else small_m.INT8
+
+
+def nbytes(weight: Weight) -> int:
+    return sum(tensor.nbytes for tensor in weight if tensor is not None)
+
+
+def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tensor:
+    if len(weight) == 6:
+        kernels = k_quants._k_quant_kernel, small_m._small_m_sum_kernel
+        return k_quants._launch_k_quant(*kernels, x, *weight, choice=choice)
     if len(weight) == 5:
         kernels = small_m._int4_small_m_kernel, small_m._small_m_sum_kernel
         return small_m._launch_int4(*kernels, x, *weight, choice=choice or small_m.INT4)
@@ -81,13 +123,14 @@ def run(x: Tensor, weight: tuple[Tensor, ...], choice: small_m.Blocks | None = N
     return small_m._launch_int8(*kernels, x, *weight, choice=choice or small_m.INT8)
 
 
-def check(name: str, weight: tuple[Tensor, ...], k: int, choice: small_m.Blocks | None = None) -> None:
+def check(name: str, weight: Weight, k: int, choice: small_m.Blocks | None = None) -> None:
     """Right on the first outputs and the last, and each row the same bits in every call."""
     x = torch.randn(17, k, device="cuda").bfloat16()
-    reference = small_m.int4_reference if len(weight) == 5 else small_m.int8_reference
+    references = {3: small_m.int8_reference, 5: small_m.int4_reference, 6: k_quants.k_quant_reference}
+    reference = references[len(weight)]
     found = run(x, weight, choice)
     for some in (slice(0, 1024), slice(-1024, None)):
-        expected = reference(x.float(), *(tensor[some] for tensor in weight))
+        expected = reference(x.float(), *(tensor if tensor is None else tensor[some] for tensor in weight))
         error = ((found[:, some].float() - expected).abs().max() / expected.abs().max()).item()
         if not error < 2**-8:
             raise click.ClickException(f"{name}: an error of {error:.2g} of the largest output: the kernel is wrong")
@@ -126,17 +169,21 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (1e-6 * microseconds([lambda: target.copy_(source)]))
 
 
-def copies(weight: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    count = max(1, -(-ROTATED // sum(tensor.nbytes for tensor in weight)))
-    return [weight, *(tuple(tensor.clone() for tensor in weight) for _ in range(count - 1))]
+def copies(weight: Weight) -> list[Weight]:
+    count = max(1, -(-ROTATED // nbytes(weight)))
+    clones = (tuple(tensor if tensor is None else tensor.clone() for tensor in weight) for _ in range(count - 1))
+    return [weight, *clones]
 
 
-def time_rows(x: Tensor, weights: list[tuple[Tensor, ...]], choice: small_m.Blocks | None = None) -> float:
+def time_rows(x: Tensor, weights: list[Weight], choice: small_m.Blocks | None = None) -> float:
     return microseconds([lambda weight=weight: run(x, weight, choice) for weight in weights])
 
 
-def dequantized(x: Tensor, weights: list[tuple[Tensor, ...]]) -> float | None:
-    """ExecuTorch's form for more than 4 rows: the weight in bf16, then a matrix product."""
+def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
+    """ExecuTorch's form for more than 4 rows, and ours for K-quants: the weight in bf16, then a matrix product."""
+    if len(weights[0]) == 6:
+        linear = torch.compile(lambda x, *weight: x @ k_quants.dequantized_rows(*weight).to(x.dtype).T, dynamic=False)
+        return microseconds([lambda weight=weight: linear(x, *weight) for weight in weights[:4]])
     try:
         from executorch.backends.cuda.quantize_op_dispatch.int4_dispatch import _dequant_matmul
         from executorch.backends.cuda.quantize_op_dispatch.int8_dispatch import _unit_dq_mm_int8
@@ -153,11 +200,10 @@ def parts_of(n: int, k: int, choice: small_m.Blocks) -> int:
 
 def time_linear(name: str, bandwidth: float) -> Timing:
     n, k = LINEARS[name]
-    int8 = name.endswith("int8")
-    weight = (int8_weight if int8 else int4_weight)(n, k)
+    weight = made(name)
     check(name, weight, k)
-    size = sum(tensor.nbytes for tensor in weight)
-    timing = Timing(name, n, k, parts_of(n, k, small_m.INT8 if int8 else small_m.INT4), size)
+    size = nbytes(weight)
+    timing = Timing(name, n, k, parts_of(n, k, choice_of(weight)), size)
     weights = copies(weight)
     for m in range(1, 17):
         x = torch.randn(m, k, device="cuda").bfloat16()
@@ -189,7 +235,7 @@ def show_goals(timing: Timing) -> None:
 def sweep(name: str, bandwidth: float) -> None:
     """Other choices of ``Blocks`` on one linear, at 1, 8 and 16 rows."""
     n, k = LINEARS[name]
-    weight = (int8_weight if name.endswith("int8") else int4_weight)(n, k)
+    weight = made(name)
     weights = copies(weight)
     inputs = {m: torch.randn(m, k, device="cuda").bfloat16() for m in (1, 8, 16)}
     click.echo(f"{name}: outputs a program, stages, parts of K: us at 1, 8 and 16 rows, share of copy bandwidth at 8")
@@ -202,7 +248,7 @@ def sweep(name: str, bandwidth: float) -> None:
         except Exception as error:  # more shared memory than there is, mostly: Triton has no one class for it
             click.echo(f"  {choice.n:4} {choice.stages} {choice.parts}: {str(error).splitlines()[0][:80]}")
             continue
-        share = sum(tensor.nbytes for tensor in weight) / (1e-6 * us[8]) / bandwidth
+        share = nbytes(weight) / (1e-6 * us[8]) / bandwidth
         times = " ".join(f"{value:8.1f}" for value in us.values())
         click.echo(f"  {choice.n:4} {choice.stages} {choice.parts}: {times} {share:6.0%}")
 

@@ -225,9 +225,8 @@ def main(layers: int, elsewhere: Path | None, json_file: Path | None) -> None:
 
 
 def check_kernels(facts: dict[str, Any]) -> None:
-    for name, (n, k) in bench_small_m.LINEARS.items():
-        weight = bench_small_m.int8_weight if name.endswith("int8") else bench_small_m.int4_weight
-        bench_small_m.check(name, weight(n, k), k)
+    for name, (_, k) in bench_small_m.LINEARS.items():
+        bench_small_m.check(name, bench_small_m.made(name), k)
     facts["linears"] = len(bench_small_m.LINEARS)
 
 

@@ -91,15 +91,16 @@ class Skeleton:
         given, embeddings = set(), {}
         for own, value in tensors:
             given.add(own)
+            converted = convert(own, value)
             if own in self.tie_map:
-                embeddings[own] = value
-            yield own, convert(own, value)
-        for embedding, raw in embeddings.items():
+                embeddings[own] = value, converted
+            yield own, converted
+        for embedding, (raw, of_embedding) in embeddings.items():
             head, _ = self.tie_map[embedding]
             if head in given:
                 continue
             value = convert(head, raw)
-            if value is not raw:
+            if value is not of_embedding:
                 yield head, value
             else:
                 self.model.get_submodule(head.rpartition(".")[0]).weight = self.model.get_parameter(embedding)

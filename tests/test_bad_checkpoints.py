@@ -116,7 +116,7 @@ def test_an_index_and_shards_that_do_not_belong_together(sharded):
         (["adapter_config.json"], "merge_and_unload"),
         (["adapter_model.bin"], "merge_and_unload"),
         (["training_args.bin", "consolidated.00.pth"], "pickled weights (consolidated.00.pth), which are not read"),
-        (["model-Q4_K_M.gguf"], "GGUF weights (model-Q4_K_M.gguf), which are not read"),
+        (["model-Q4_K_M.gguf"], "has GGUF weights: type --checkpoint"),
         (["training_args.bin"], "no complete safetensors checkpoint"),
         ([], "no complete safetensors checkpoint"),
     ],

@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
+from eagle3.export.lowering.cuda.k_quants import KQuantTensor
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
 
-KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor)
+KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
 
 
 class Model(nn.Module):

@@ -2,11 +2,8 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import JITFunction
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder
+from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import small_m
 
@@ -34,37 +31,8 @@ GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_
 }
 
 
-def _widen(handle: TensorHandle) -> np.ndarray:
-    return (handle.data.astype(np.uint32) << 16).view(np.float32) if handle.dtype.scalar == tl.bfloat16 else handle.data
-
-
-def _dot(self, a, b, d, *_) -> TensorHandle:
-    return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
-
-
-_cast = InterpreterBuilder.cast_impl
-
-
-def _round_to_bf16(self, src, dst_type) -> TensorHandle:
-    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-        data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16).numpy()
-        return TensorHandle(data, tl.bfloat16)
-    return _cast(self, src, dst_type)
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """The module's kernels on host tensors. As it comes the interpreter multiplies bf16's bits and truncates to it."""
-    kernels = {name: value for name, value in vars(small_m).items() if isinstance(value, JITFunction)}
-    with (
-        mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16),
-        mock.patch.multiple(small_m, **{name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}),
-    ):
-        yield
-
-
 def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
-    with interpreted():
+    with interpreted(small_m):
         kernels, choice = (
             (small_m._int4_small_m_kernel, small_m._small_m_sum_kernel),
             replace(small_m.INT4, parts=parts),
@@ -73,7 +41,7 @@ def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
 
 
 def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
-    with interpreted():
+    with interpreted(small_m):
         kernels, choice = (
             (small_m._int8_small_m_kernel, small_m._small_m_sum_kernel),
             replace(small_m.INT8, parts=parts),
@@ -214,7 +182,7 @@ class Kept:
 
 def sums(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
-    with interpreted():
+    with interpreted(small_m):
         if len(weight) == 5:
             kernel, launch, choice = Kept(small_m._int4_small_m_kernel), small_m._launch_int4, small_m.INT4
         else:

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.mxfp4_folder import Mxfp4Folder
 from eagle3.export.checkpoints.packed_folder import PackedFolder
 from eagle3.export.checkpoints.pickled import PickledFolder
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import Source
 
-SOURCES: tuple[type[Source], ...] = (Mxfp4Folder, PackedFolder, SafetensorsFolder, PickledFolder)
+SOURCES: tuple[type[Source], ...] = (GGUFFile, Mxfp4Folder, PackedFolder, SafetensorsFolder, PickledFolder)
 
 
 def open_source(path: Path) -> Source:

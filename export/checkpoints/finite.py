@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.checkpoints.gguf_file import super_scales
 from eagle3.export.checkpoints.source import Source
 
 
@@ -26,6 +28,9 @@ def _parts(value: Tensor) -> Iterator[Tensor]:
     """A plain tensor, or what one of torchao's is made of."""
     if not isinstance(value, TorchAOBaseTensor):
         yield value
+        return
+    if isinstance(value, ExportableGGUFTensor):
+        yield super_scales(value)
         return
     for name in value.__tensor_flatten__()[0]:
         yield from _parts(getattr(value, name))

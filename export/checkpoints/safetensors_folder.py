@@ -77,6 +77,8 @@ def foreign_weights(folder: Path) -> str | None:
         return f"{folder} holds a LoRA adapter alone: {MERGE_ADAPTER}"
     for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled")):
         found = sorted(path.name for path in folder.glob(pattern) if path.name not in NO_WEIGHTS)
+        if found and kind == "GGUF":
+            return f"{folder} has GGUF weights: type --checkpoint {folder / found[0]}"
         if found:
             return f"{folder} has {kind} weights ({found[0]}), which are not read: name a folder of safetensors"
     return None

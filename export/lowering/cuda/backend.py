@@ -13,7 +13,6 @@ import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.o
 import torch
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from executorch.exir import (
     EdgeCompileConfig,
     ExecutorchBackendConfig,
@@ -39,6 +38,7 @@ from eagle3.export.lowering.cuda.quantization import (
     check_quantized_headers,
     check_recipe,
     fitted_recipe,
+    lay_out,
     quantize,
 )
 from eagle3.export.lowering.cuda.shortcuts import analyzed_once
@@ -114,7 +114,7 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
     if plan.draft_qlinear in RECIPES[1:]:
         recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())
-        convert_quantized_tensors_for_cuda(speculator.draft)
+        lay_out(speculator.draft, spare=speculator.target.parameters())
 
 
 def tracing(speculator: Eagle3Speculator, plan: Plan) -> AbstractContextManager[None]:

@@ -3,7 +3,8 @@
 ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
 and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
 than ``limit`` dequantizes inline as ExecuTorch's does; every other takes the small-M op, whose weights are read once
-for each 16 rows. A quantized embedding dequantizes the rows that it looks up, not the whole table.
+for each 16 rows. A quantized embedding dequantizes the rows that it looks up, not the whole table (that of K-quants
+does so by itself).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
+from eagle3.export.lowering.cuda.k_quants import KQuantTensor
+from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
 from eagle3.export.lowering.cuda.kernels.small_m import int4_small_m, int8_small_m
 
 aten = torch.ops.aten
@@ -31,6 +34,10 @@ def _int4(x: Tensor, weight: CudaCoalescedInt4Tensor) -> Tensor:
 
 def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
     return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point)
+
+
+def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
+    return k_quant_small_m(x, *weight.parts)
 
 
 def _linear(small_m: Callable[[Tensor, Any], Tensor], otherwise: Handler, limit: int) -> Handler:
@@ -54,14 +61,24 @@ def _embedding(func, types, args, kwargs) -> Tensor:
     return ((codes - zeros) * scales).flatten(-2)
 
 
+KERNELS: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {
+    CudaCoalescedInt4Tensor: _int4,
+    IntxUnpackedToInt8Tensor: _int8,
+    KQuantTensor: _k_quant,
+}
+"""By the class of a weight, what multiplies few rows with it."""
+
+
 @contextmanager
 def small_m_dispatch(limit: int) -> Iterator[None]:
     """Within it, ``F.linear`` and ``F.embedding`` of CUDA's quantized tensors go as this module's docstring says."""
     with ExitStack() as stack:
-        for kind, small_m in ((CudaCoalescedInt4Tensor, _int4), (IntxUnpackedToInt8Tensor, _int8)):
+        for kind, small_m in KERNELS.items():
             functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
             for table, name in ((functions, F.linear), (operators, aten.linear.default)):
                 stack.enter_context(patch.dict(table, {name: _linear(small_m, table[name], limit)}))
+        kind = IntxUnpackedToInt8Tensor
+        functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
         for table, name in ((functions, F.embedding), (operators, aten.embedding.default)):
             stack.enter_context(patch.dict(table, {name: _embedding}))
         yield

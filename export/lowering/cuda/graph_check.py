@@ -14,7 +14,7 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.runner.contract import PREFILL
 
 SMALL_M, DEQUANTIZE, PER_ROW, GATHER = "small_m", "dequantize", "once a row", "gather"
-_SMALL_M_OPS = ("eagle3::int4_small_m", "eagle3::int8_small_m")
+_SMALL_M_OPS = ("eagle3::int4_small_m", "eagle3::int8_small_m", "eagle3::k_quant_small_m")
 _PER_ROW_OPS = "executorch_cuda::"
 
 

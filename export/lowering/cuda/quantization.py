@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
 from executorch.extension.llm.export.load import assign_state_dict
 from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, QuantRule, quantize_model
 from torch import nn
 
+from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.lowering.cuda.experts import expert_rules
 from eagle3.targets.spec import Skeleton
@@ -67,6 +69,11 @@ def check_quantized_headers(headers: dict[str, TensorHeader], skeleton: Skeleton
     """Raise ValueError for a weight of a quantized checkpoint that CUDA has no layout for."""
     embeddings = {f"{name}.weight" for name, m in skeleton.model.named_modules() if isinstance(m, nn.Embedding)}
     for name, header in headers.items():
+        if header.dtype in BLOCKS and header.dtype not in K_QUANTS:
+            raise ValueError(
+                f"{name} is {header.dtype}, but {', '.join(K_QUANTS)} are the quantized types of GGUF that CUDA has "
+                "kernels for: name a file of another quantization, such as Q4_K_M"
+            )
         four_bits = header.dtype in ("Int4Tensor", "ExportableInt4Tensor")
         if four_bits:
             _check_int4_width(name.removesuffix(".weight"), header.shape[1], "leave it unquantized, or in INT8")
@@ -102,3 +109,11 @@ def quantize(model: nn.Module, recipe: QuantRecipe, spare: Iterable[nn.Parameter
     kept = [re.escape(name) for name, parameter in model.named_parameters() if id(parameter) not in left]
     rules = [QuantRule("|".join(kept), None), *recipe.rules]
     assign_state_dict(model, quantize_model(model, QuantRecipe(rules)))
+
+
+def lay_out(model: nn.Module, spare: Iterable[nn.Parameter] = ()) -> None:
+    """The quantized weights of ``model`` in the layouts of their CUDA kernels, in place, except ``spare``."""
+    spared = set(map(id, spare))
+    for module in model.modules():
+        if id(getattr(module, "weight", None)) not in spared and not any(module.children()):
+            convert_quantized_tensors_for_cuda(module)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from executorch.examples.models.gemma4_31b.cuda_packers import pack_embedding_for_cuda, pack_linear_for_cuda
+from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, quantize_weight
 from executorch.extension.llm.export.quant.convert import fuse_along_output, to_default
@@ -17,6 +18,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.experts import is_fused
 from eagle3.export.lowering.cuda.int4_layout import exact_layout, has_whole_zeros
+from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
 from eagle3.targets.experts import Experts
 
 ELEMENTS = 1 << 25
@@ -37,12 +39,15 @@ class CudaWeights:
         fused = (name for name, module in modules.items() if isinstance(module, Experts) and is_fused(module))
         self.fused = {f"{name}.{linear}.weight" for name in fused for linear in ("gate_up", "down")}
         """Weights of experts, which ``use_fused_experts`` lays out once both are there."""
+        self.k_quants: dict[int, KQuantTensor] = {}
         self.rounding: dict[str, float] = {}
         """Of weights that another tool quantized: the largest relative rounding of a scale, by name."""
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
         if name not in self.packers:
             return value
+        if isinstance(value, ExportableGGUFTensor):
+            return self._k_quant(value)
         linear = self.packers[name] is pack_linear_for_cuda
         if linear and isinstance(value, ExportableInt4Tensor) and has_whole_zeros(value):
             packed, self.rounding[name] = exact_layout(name, value)
@@ -59,6 +64,13 @@ class CudaWeights:
         holder = nn.Module()
         self.packers[name](holder, {"weight": to_default(name, value)})
         return holder.weight.data
+
+    def _k_quant(self, value: ExportableGGUFTensor) -> KQuantTensor:
+        """One tensor for a head and the embedding that it is tied to: the layout serves both."""
+        blocks = value.raw.data_ptr()
+        if blocks not in self.k_quants:
+            self.k_quants[blocks] = laid_out(value)
+        return self.k_quants[blocks]
 
     def record(self) -> dict[str, Any]:
         if not self.rounding:

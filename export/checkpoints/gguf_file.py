@@ -1,0 +1,189 @@
+"""A GGUF file, whole or split: llama.cpp's format, its weights quantized in blocks, read where they lie.
+
+K-quants (Q4_K, Q5_K, Q6_K) come as ExecuTorch's ``ExportableGGUFTensor``, their blocks untouched; every other kind of
+block comes dequantized in float32, which is exact. Configuration and tokenizer are the original model's, from its
+Hugging Face folder; what the file says of the model must agree with them (``gguf_metadata``).
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.checkpoints.gguf_names import ARCHITECTURES, UNREAD, Architecture
+from eagle3.export.checkpoints.source import Source, TensorHeader
+
+if TYPE_CHECKING:
+    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+    from gguf import GGUFReader
+    from gguf.gguf_reader import ReaderTensor
+
+SUFFIX = ".gguf"
+K_QUANTS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+"""The kinds that stay as they are for a backend with kernels for them, and their bits."""
+BLOCKS = (*K_QUANTS, "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
+"""The quantized kinds that are read."""
+_FLOATS = ("F32", "F16", "BF16")
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+
+
+class GGUFFile(Source):
+    """Tensors go by the names of the model that they are for; one that it has no name for keeps its own."""
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:
+        return path.suffix.lower() == SUFFIX and not path.is_dir()
+
+    def files(self) -> list[Path]:
+        """Raises FileNotFoundError naming a part of a split file that is not there, ValueError for a part that is not
+        the first."""
+        split = _SPLIT.fullmatch(self.path.name)
+        if split is None:
+            return [self.path]
+        stem, number, count = split[1], int(split[2]), int(split[3])
+        parts = [
+            self.path.with_name(f"{stem}-{part:05}-of-{count:05}{self.path.suffix}") for part in range(1, count + 1)
+        ]
+        if number != 1:
+            raise ValueError(f"{self.path} is part {number} of {count}: type --checkpoint {parts[0]}")
+        for part in parts:
+            if not part.is_file():
+                raise FileNotFoundError(f"{part} is missing: {self.path.name} is the first of {count}: copy it as well")
+        return parts
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """Raises ValueError for a tensor of a kind that is not read."""
+        headers = {}
+        for name, tensor in self._named():
+            kind = tensor.tensor_type.name
+            if kind not in (*_FLOATS, *BLOCKS):
+                raise ValueError(
+                    f"{self.path}: {tensor.name} is {kind}, but {', '.join((*_FLOATS, *BLOCKS))} are what is read: "
+                    "name a file of another quantization, such as Q4_K_M"
+                )
+            shape = tuple(reversed(tensor.shape.tolist()))
+            headers[name] = TensorHeader(shape, kind, tensor.n_bytes, quantized=kind in BLOCKS)
+        return headers
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._named():
+            yield name, self._as_trained(tensor.name, _value(tensor))
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Raises ValueError for one that is not read, and for a file that holds no language model."""
+        name, kind = self.field("general.architecture"), self.field("general.type")
+        if kind not in (None, "model") or name == "clip":
+            raise ValueError(
+                f"{self.path} holds no language model (general.type {kind or name}): name the model's own GGUF file"
+            )
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"{self.path}: general.architecture is {name}, but {', '.join(ARCHITECTURES)} are what is read from "
+                "GGUF: name the model's Hugging Face folder"
+            )
+        return ARCHITECTURES[name]
+
+    def field(self, key: str) -> Any:
+        """A value of the file's metadata, a list for an array; None where it has none. ``{arch}`` stands for the
+        architecture's name."""
+        fields = self._readers[0].fields
+        if "{arch}" in key:
+            key = key.format(arch=self.field("general.architecture"))
+        return fields[key].contents() if key in fields else None
+
+    def by_own_name(self, name: str) -> Tensor | None:
+        """A plain tensor by its name in the file; None where it has none."""
+        found = (tensor for reader in self._readers for tensor in reader.tensors if tensor.name == name)
+        return next((_value(tensor) for tensor in found), None)
+
+    @cached_property
+    def _readers(self) -> list["GGUFReader"]:
+        readers = [_open(file) for file in self.files()]
+        count = readers[0].fields.get("split.count")
+        if count is not None and count.contents() not in (0, len(readers)):
+            raise ValueError(
+                f"{self.path} is one of {count.contents()} parts, but its name is not that of a part "
+                f"(NAME-00001-of-{count.contents():05}.gguf): name the parts as llama.cpp does"
+            )
+        return readers
+
+    def _named(self) -> Iterator[tuple[str, "ReaderTensor"]]:
+        layers = self.field("{arch}.block_count") if self.architecture else None
+        if not isinstance(layers, int):
+            raise ValueError(f"{self.path}: its metadata has no block_count, so it describes no model: copy it again")
+        architecture = self.field("general.architecture")
+        names = self.architecture.names(architecture, layers)
+        for tensor in (tensor for reader in self._readers for tensor in reader.tensors):
+            if tensor.name not in UNREAD:
+                yield names.get(tensor.name, tensor.name), tensor
+
+    def _as_trained(self, name: str, value: Tensor) -> Tensor:
+        """A tensor as it was before llama.cpp's converter changed it; ``name`` is the file's."""
+        if self.architecture.norm_shift and name.endswith("norm.weight"):
+            return value - self.architecture.norm_shift
+        if self.architecture.rotary_rows and re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
+            heads = self.field("{arch}.attention.head_count")
+            if ".attn_k." in name:
+                heads = self.field("{arch}.attention.head_count_kv") or heads
+            return _halves_apart(value, heads)
+        return value
+
+
+def super_scales(value: "ExportableGGUFTensor") -> Tensor:
+    """All that is no whole number in a K-quant, views of its blocks: the float16 scale of each 256 weights, and that of
+    their minima where there are any. [N, K / 256, 2] or [N, K / 256]."""
+    n, k = value.shape
+    blocks = value.raw.view(n, k // 256, -1)
+    of_minima = value.ggml_type != "q6_k"
+    return blocks[..., :4].view(torch.float16) if of_minima else blocks[..., -2:].view(torch.float16).squeeze(-1)
+
+
+def _open(file: Path) -> "GGUFReader":
+    """Memory-mapped. Raises ValueError for what is no GGUF file, a truncated one, or one of the other byte order."""
+    from gguf import GGUFReader
+
+    with file.open("rb") as opened:
+        magic, size = opened.read(4), file.stat().st_size
+    if magic != b"GGUF":
+        raise ValueError(f"{file} ({size} bytes) is no GGUF file, which begins with GGUF: copy or download it again")
+    try:
+        reader = GGUFReader(file, "c")  # copy on write: PyTorch has no read-only tensors
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{file} ({size} bytes) is truncated, damaged, or newer than the gguf package ({reason}): "
+            "copy or download it again"
+        ) from error
+    if reader.byte_order != "I":
+        raise ValueError(f"{file} is of the other byte order (big-endian): name the file for this kind of machine")
+    return reader
+
+
+def _value(tensor: "ReaderTensor") -> Tensor:
+    """[N, K] in PyTorch's order of dimensions; a matrix of K-quants as its blocks."""
+    import gguf
+    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+
+    kind, data = tensor.tensor_type.name, tensor.data
+    if kind in ("F32", "F16"):
+        return torch.from_numpy(data)
+    if kind == "BF16":
+        return torch.from_numpy(data).view(torch.bfloat16)
+    if kind in K_QUANTS and data.ndim == 2:
+        return ExportableGGUFTensor(torch.from_numpy(data), kind.lower(), torch.float32)
+    return torch.from_numpy(gguf.dequantize(data, tensor.tensor_type))
+
+
+def _halves_apart(value: Tensor, heads: int) -> Tensor:
+    """Rows of q or k from llama.cpp's order, in which those that are rotated together are neighbours, to transformers',
+    in which they are half a head apart. Blocks run along a row and stay whole."""
+    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+
+    if isinstance(value, ExportableGGUFTensor):
+        return ExportableGGUFTensor(_halves_apart(value.raw, heads), value.ggml_type, value.orig_dtype)
+    return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

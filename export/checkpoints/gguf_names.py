@@ -1,0 +1,72 @@
+"""The architectures of GGUF files that are read: whose models they are, and what their tensors are called there.
+
+llama.cpp's converter renames tensors and changes some (``conversion/`` there, per architecture): what it did is undone
+here, so that a file's tensors are those of the checkpoint that it was made from, up to their quantization.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+OUTPUT = {"output.weight": "lm_head.weight"}
+"""An output layer of its own; without one it is the embedding."""
+UNREAD = frozenset({"rope_freqs.weight"})
+"""Made from the configuration, as ours are; ``gguf_metadata`` compares the two."""
+
+_MODEL = ("model.embed_tokens", "model.norm", "lm_head")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_LAYER = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", *_NORMS),
+)
+_FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)
+"""transformers' names of the modules that the families below are made of."""
+
+
+def gemma4_names(_architecture: str, layers: int) -> dict[str, str]:
+    """By ExecuTorch's own map, whose names are its model's."""
+    from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
+
+    patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]
+    names = [pattern.format(layer) for pattern, each in patterns for layer in each]
+    return {name: gguf_to_model_key(name) for name in names} | OUTPUT
+
+
+def transformers_names(architecture: str, layers: int, modules: tuple[str, ...] = _LAYER) -> dict[str, str]:
+    """By gguf-py's own map, to transformers' names."""
+    import gguf
+
+    (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = gguf.get_tensor_name_map(kind, layers)
+    every = [*_MODEL, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in modules)]
+    pairs = [(known.get_name(module), module) for module in every]
+    return {
+        f"{name}.{part}": f"{module}.{part}"
+        for name, module in pairs
+        if name is not None
+        for part in ("weight", "bias")
+    }
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Of ``general.architecture``."""
+
+    model_types: tuple[str, ...]
+    """transformers' ``model_type`` of the models whose files have it."""
+    names: Callable[[str, int], dict[str, str]] = transformers_names
+    """From the architecture's name and the number of layers: GGUF name to the model's."""
+    rotary_rows: bool = False
+    """The rows of q and k are in the order of llama.cpp's rotation, pairs beside each other."""
+    norm_shift: int = 0
+    """What was added to the weights of norms."""
+
+
+ARCHITECTURES = {
+    "gemma4": Architecture(("gemma4_text",), gemma4_names),
+    "gemma3": Architecture(("gemma3_text",), norm_shift=1),
+    "llama": Architecture(("llama", "mistral"), rotary_rows=True),
+    "phi3": Architecture(("phi3",), partial(transformers_names, modules=_FUSED_LAYER)),
+    "qwen2": Architecture(("qwen2",)),
+    "qwen3": Architecture(("qwen3",)),
+}

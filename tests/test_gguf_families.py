@@ -1,0 +1,99 @@
+"""GGUF files of the families that transformers' own code runs: the weights are those that its own loader reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail_command
+from gguf_files import as_read, transformers_gguf
+from random_checkpoints import random_model, save_random_draft
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from eagle3.export.checkpoints.gguf_file import GGUFFile
+from eagle3.export.cli import main as export_main
+from eagle3.export.config import ExportConfig
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.plan import make_plan
+from eagle3.targets.attention import EagerAttention
+
+SIZE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 64}
+KINDS = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "output.weight": "Q6_K", "attn_k.weight": "Q5_K"}
+KINDS |= {"token_embd.weight": "Q8_0", ".weight": "Q4_K"}
+FAMILIES = {
+    "llama3.1-8B": "llama",
+    "mistral-7B": "llama",
+    "qwen3-4B": "qwen3",
+    "phi4": "phi3",
+    "gemma3-27B": "gemma3",
+    "auto": "qwen2",
+}
+
+
+def made(target: str, folder: Path):
+    """A random model of ``target``'s family, its folder, its file and a draft head for it."""
+    if target == "auto":
+        torch.manual_seed(7)
+        config = Qwen2Config(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, **SIZE)
+        model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+        for name, value in model.named_parameters():
+            if name.endswith("bias"):
+                value.normal_()
+    else:
+        model = random_model(target, **SIZE)
+    model.config.save_pretrained(folder)
+    file = transformers_gguf(folder / "model.gguf", model, FAMILIES[target], KINDS)
+    return model, file, save_random_draft(folder / "draft", model.config)
+
+
+@pytest.mark.parametrize("target", FAMILIES)
+def test_weights_are_those_that_transformers_reads_from_the_file(target, tmp_path):
+    model, file, draft = made(target, tmp_path)
+    plan = make_plan(ExportConfig(target, None, file, draft, backend="xnnpack", max_seq_len=64))
+    loaded = load_speculator(plan, EagerAttention, torch.float32).target.causal_lm.state_dict()
+    others = {}
+    if target != "mistral-7B":  # whose files are Llama's, of which transformers' loader makes a Llama
+        others = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    assert others.keys() <= loaded.keys()
+    assert target == "mistral-7B" or len(others) >= 6 * 6
+    own = {header.dtype for header in plan.target_headers.values()}
+    assert own >= {"Q4_K", "Q8_0", "F32"}
+    for name, value in others.items():
+        assert torch.equal(loaded[name], value), name
+    kinds = {name: header.dtype for name, header in plan.target_headers.items()}
+    for name, value in model.state_dict().items():
+        if value.ndim == 2 and name in kinds:
+            assert torch.equal(loaded[name], as_read(value, kinds[name])), name
+
+
+def test_rows_of_blocks_are_put_in_transformers_order_without_a_rounding(tmp_path):
+    model, file, _ = made("llama3.1-8B", tmp_path)
+    tensors = dict(GGUFFile(file).tensors())
+    for name, kind in (("q", "Q4_K"), ("k", "Q5_K")):
+        value = tensors[f"model.layers.1.self_attn.{name}_proj.weight"]
+        assert value.ggml_type == kind.lower()
+        expected = as_read(model.model.layers[1].self_attn.get_submodule(f"{name}_proj").weight, kind)
+        assert torch.equal(value.dequantize(torch.float32), expected)
+
+
+def test_an_architecture_and_a_configuration_of_two_families_are_both_named(tmp_path):
+    _, file, draft = made("qwen3-4B", tmp_path / "a")
+    made("llama3.1-8B", tmp_path / "b")
+    flags = ("--target-model", "auto", "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--draft", draft)
+    code, line = fail_command(export_main, *flags, "--checkpoint", file, "--config", tmp_path / "b")
+    assert code == 1 and "is qwen3 (for qwen3)" in line and "is a llama" in line
+
+
+def test_rope_factors_of_llama_3_are_those_of_the_configuration(tmp_path):
+    model, _, draft = made("llama3.1-8B", tmp_path)
+    rotary = model.model.rotary_emb
+    plain = 10000.0 ** -(torch.arange(32) / 32)
+    for scale, fits in ((1, True), (1.5, False)):
+        factors = plain / rotary.inv_freq * scale
+        file = transformers_gguf(tmp_path / f"{fits}.gguf", model, "llama", KINDS, factors)
+        flags = ExportConfig("llama3.1-8B", None, file, draft, backend="xnnpack", max_seq_len=64)
+        if fits:
+            make_plan(flags)
+        else:
+            with pytest.raises(ValueError, match="rope_freqs are not those of the llama3 rope"):
+                make_plan(flags)

@@ -1,0 +1,43 @@
+"""Triton's interpreter, as the kernels' tests need it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+
+def _widen(handle: TensorHandle) -> np.ndarray:
+    return (handle.data.astype(np.uint32) << 16).view(np.float32) if handle.dtype.scalar == tl.bfloat16 else handle.data
+
+
+def _dot(self, a, b, d, *_) -> TensorHandle:
+    return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
+
+
+_cast = InterpreterBuilder.cast_impl
+
+
+def _round_to_bf16(self, src, dst_type) -> TensorHandle:
+    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+        data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16).numpy()
+        return TensorHandle(data, tl.bfloat16)
+    return _cast(self, src, dst_type)
+
+
+@contextmanager
+def interpreted(*modules: ModuleType) -> Iterator[None]:
+    """The kernels of ``modules``, and what they call, on host tensors. As it comes the interpreter multiplies bf16's
+    bits and truncates to it."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16))
+        for module in modules:
+            kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+            wrapped = {name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}
+            stack.enter_context(mock.patch.multiple(module, **wrapped))
+        yield
