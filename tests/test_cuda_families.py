@@ -49,7 +49,7 @@ def test_verify_decode_and_draft_take_the_small_m_kernels_in_every_linear(plan):
         with cuda.tracing(speculator, plan):
             program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.DTYPE)
         counts[name] = check_linears(name, program)
-    quantized = sum(isinstance(module, nn.Linear) for module in speculator.target.modules()) + 1  # and the draft's fc
+    quantized = sum(type(module) is nn.Linear for module in speculator.target.modules()) + 1  # and the draft's fc
     assert counts["target_verify"] == counts["decode"] == {"small_m": quantized, "dequantize": 0}
     assert counts["draft_decode"] == {"small_m": 8, "dequantize": 0}  # seven in the layer and the head
 
@@ -64,8 +64,9 @@ def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
         weight = dequantized(module.weight)
         with cuda.tracing(speculator, plan):
             found = module(x).float()
+        bias = None if module.bias is None else module.bias.float()
         bound = F.linear(x.float().abs(), weight.abs()) * 2**-8 + 2**-9  # bf16 of the result; no weight is rounded
-        assert ((found - F.linear(x.float(), weight)).abs() <= bound).all(), name
+        assert ((found - F.linear(x.float(), weight, bias)).abs() <= bound).all(), name
         compared += 1
     assert compared > 4 * 4 + 8  # four a layer where query, key and value are one, gate and up another
 

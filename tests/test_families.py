@@ -25,6 +25,7 @@ DRAFTS = {
     "gpt-oss-20b": {},  # sinks, experts with biases
     "llama4-maverick": {},  # chunks, rotations on complex numbers, experts in some of the layers
 }
+EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 
 
@@ -39,9 +40,10 @@ def unnamed_model():
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_export_and_run(name, tmp_path):
-    model = unnamed_model() if name == "auto" else random_model(name, num_hidden_layers=3)
+    layers = 2 if name in EXPERTS else 3
+    model = unnamed_model() if name == "auto" else random_model(name, num_hidden_layers=layers)
     model.save_pretrained(tmp_path / "target")
-    draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, 2, 3), **DRAFTS[name])
+    draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, layers - 1, layers), **DRAFTS[name])
     flags = {"target_model": name, "checkpoint": tmp_path / "target", "draft": draft, "output_dir": tmp_path / "out"}
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": DRAFTS[name].get("window", 16)}
     plan = make_plan(ExportConfig(**flags, **lengths, backend="xnnpack"))

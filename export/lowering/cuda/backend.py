@@ -101,7 +101,7 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
         quantize(speculator.target, fitted_recipe(plan.qlinear, plan.target_config, speculator.target))
         use_fused_experts(speculator.target)
     if plan.draft_qlinear in RECIPES[1:]:
-        recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
+        recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())
     convert_quantized_tensors_for_cuda(speculator)
 

@@ -38,9 +38,9 @@ def use_fused_experts(model: nn.Module) -> None:
     """Replace every ``Experts`` whose weights are quantized as ``expert_rules`` say."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Experts) and isinstance(child.gate_up.weight, ExportableInt4Tensor):
-                if is_fused(child):
-                    setattr(parent, name, FusedExperts(child))
+            quantized = isinstance(child, Experts) and isinstance(child.gate_up.weight, ExportableInt4Tensor)
+            if quantized and is_fused(child):
+                setattr(parent, name, FusedExperts(child))
 
 
 class FusedExperts(nn.Module):
