@@ -88,8 +88,6 @@ def answers(gpu: Gpu) -> Iterator[None]:
 
         replace(torch.version, "cuda", torch.version.cuda or CUDA_VERSION)
         replace(torch.accelerator, "is_available", _always(False))  # it would ask the driver for streams
-        # The operator would ask a CUDA build of torch to switch to the tensor's device; the function does not.
-        replace(torch.Tensor, "__invert__", lambda tensor: torch.bitwise_not(tensor))
         for owner in (torch.cuda, torch._C):
             for name in index_zero:
                 replace(owner, name, _always(0))
