@@ -169,7 +169,13 @@ def ring_mask(input_pos: Tensor, window: int, chunked: bool = False) -> Tensor:
     return ((positions >= 0) & (distance >= 0) & (distance < reach))[None, None]
 
 
-_NEUTRAL = {"dropout": (0.0,), "is_causal": (True,), "use_cache": (False, True)}
+_NEUTRAL = {
+    "dropout": (0.0,),
+    "is_causal": (True,),
+    "use_cache": (False, True),
+    "output_attentions": (False,),
+    "output_router_logits": (False,),
+}
 """Arguments of transformers' attention functions at the values that change nothing; None changes nothing anywhere, nor
 does ``position_ids``, which is there for kernels that find packed sequences in it."""
 

@@ -4,6 +4,7 @@ Which become which, and how, is transformers' own mapping (``conversion_mapping.
 says which tensors, of which shapes, a checkpoint must have.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -79,19 +80,20 @@ class Conversion:
     def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of a checkpoint by name -> of the model with our ``Experts``.
 
-        Parts are kept as they come, mapped where the checkpoint is, and joined in the end one target after the other,
-        so that one target at a time is in memory twice.
+        Parts are kept as they come, mapped where the checkpoint is, and joined once the last of a target's is there.
         """
+        missing = Counter(part.target for part in self.parts.values())
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             part = self.parts.get(name)
             if part is None:
                 yield self._flat(name, tensor)
-            else:
-                waiting.setdefault(part.target, {})[name] = tensor
-        while waiting:
-            for name, tensor in self._join(*waiting.popitem()):
-                yield self._flat(name, tensor)
+                continue
+            waiting.setdefault(part.target, {})[name] = tensor
+            missing[part.target] -= 1
+            if not missing[part.target]:
+                for own, joined in self._join(part.target, waiting.pop(part.target)):
+                    yield self._flat(own, joined)
 
     def _flat(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         own, flatten = self.replaced.get(name, (name, None))

@@ -18,17 +18,22 @@ from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
 
-TAPS = (0, 2, 3)
+
+def taps(config) -> tuple[int, ...]:
+    return 0, config.num_hidden_layers - 1, config.num_hidden_layers
+
+
 DRAFTS = {
-    "gemma4-31B": lambda folder, config: save_random_draft(folder, config, TAPS),
+    "gemma4-31B": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
-    "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: list(TAPS)}),
-    "auto": lambda folder, config: save_random_draft(folder, config, TAPS, window=12),
-    "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, TAPS),
-    "llama4-maverick": lambda folder, config: save_random_draft(folder, config, TAPS),
+    "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: [0, 2, 3]}),
+    "auto": lambda folder, config: save_random_draft(folder, config, taps(config), window=12),
+    "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "llama4-maverick": lambda folder, config: save_random_draft(folder, config, taps(config)),
 }
 """An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
 with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
+EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 
 
@@ -43,7 +48,8 @@ def unnamed_model():
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_export_and_run(name, tmp_path):
-    model = unnamed_model() if name == "auto" else random_model(name, num_hidden_layers=3)
+    layers = 2 if name in EXPERTS else 3
+    model = unnamed_model() if name == "auto" else random_model(name, num_hidden_layers=layers)
     model.save_pretrained(tmp_path / "target")
     draft = DRAFTS[name](tmp_path / "draft", model.config)
     flags = {"target_model": name, "checkpoint": tmp_path / "target", "draft": draft, "output_dir": tmp_path / "out"}

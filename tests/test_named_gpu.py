@@ -13,6 +13,7 @@ import triton
 from torch._inductor import compile_fx, config, graph
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
 from triton.runtime import driver
 
@@ -21,11 +22,24 @@ from eagle3.export.lowering.cuda.named_gpu.answers import answers
 from eagle3.export.lowering.cuda.named_gpu.choices import choices
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.operators import operators
 from eagle3.export.lowering.cuda.named_gpu.versions import TESTED, check_versions
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
 from eagle3.export.lowering.cuda.toolchain import cuda_home, toolchain
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+
+
+@without_gpu
+def test_operators_of_fake_tensors_on_the_gpu_ask_for_no_device():
+    with operators(), FakeTensorMode():
+        x, at = torch.empty(5, 3, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
+        assert [x[1:].shape, x[at].shape, x[2].shape, (~(x > 0)).shape] == [(4, 3), (2, 3), (3,), (5, 3)]
+        x[1:], x[at] = torch.empty(4, 3, device="cuda"), torch.empty(2, 3, device="cuda")
+    real = torch.arange(6).view(3, 2)
+    with operators():
+        real[1:], real[torch.tensor([0])] = torch.tensor([7, 8]), torch.tensor([9, 9])
+        assert real[:, 0].tolist() == [9, 7, 7] and (~(real > 8)).sum() == 4
 
 
 @without_gpu

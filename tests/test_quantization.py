@@ -59,9 +59,18 @@ def test_what_another_model_owns_stays_as_it_is():
 
 def test_a_width_that_int4_has_no_layout_for_is_refused_by_name():
     model = Tied()
-    model.lm_head = nn.Linear(320, 8, device="meta")
-    with pytest.raises(ValueError, match="lm_head takes 320 inputs, .* multiple of 256: type --qlinear none"):
-        check_recipe("--qlinear", "default", model, LlamaConfig(hidden_size=320, num_hidden_layers=1))
+    model.lm_head = nn.Linear(336, 8, device="meta")
+    with pytest.raises(ValueError, match="lm_head takes 336 inputs, .* multiple of 256: type --qlinear none"):
+        check_recipe("--qlinear", "default", model, LlamaConfig(hidden_size=256, num_hidden_layers=1))
+
+
+def test_a_width_between_the_blocks_of_int4_is_quantized_to_int8():
+    model = Tied()
+    model.lm_head = nn.Linear(320, 8, bias=False, dtype=torch.bfloat16)  # gpt-oss is 2,880 wide
+    config = LlamaConfig(hidden_size=256, num_hidden_layers=1)
+    check_recipe("--qlinear", "default", model, config)
+    quantize(model, fitted_recipe("default", config, model))
+    assert isinstance(model.lm_head.weight, IntxUnpackedToInt8Tensor)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to quantize on")

@@ -112,7 +112,7 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
     """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
     use_fused_experts(speculator.target)
     if plan.draft_qlinear in RECIPES[1:]:
-        recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer)
+        recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())
         lay_out(speculator.draft, spare=speculator.target.parameters())
 

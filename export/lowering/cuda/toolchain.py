@@ -1,4 +1,4 @@
-"""Part 5: what compiles and links a CUDA program, and where it is found.
+"""Part 6: what compiles and links a CUDA program, and where it is found.
 
 nvcc and CUDA's headers come from the pip packages of the extra ``cuda``; a system's toolkit is used if they are not
 there. The link asks for libcuda, the driver's library: a stub with its name will do, the driver has the real one.

@@ -1,13 +1,14 @@
 """Lowering to CUDA for a GPU that is named instead of present: no GPU, no driver, no CUDA toolkit.
 
 AOTInductor asks the GPU at hand what it is, compiles for it, times kernels on it, keeps weights on it, and links with
-its driver. Five parts answer in its place, each a context manager in a file of its own:
+its driver. Six parts answer in its place, each a context manager in a file of its own:
 
 1. ``answers``    what PyTorch says of the GPU
 2. ``compiling``  Triton compiles for the named architecture; nothing is loaded or launched
 3. ``choices``    nothing is timed: kernels are the first choice of Inductor's heuristics that fits the GPU
 4. ``weights``    weights are fake CUDA tensors that remember where their data lies on the host
-5. ``toolchain``  nvcc from pip packages, a stub of the driver's library to link with
+5. ``operators``  Python's operators of fake CUDA tensors do not ask for their device
+6. ``toolchain``  nvcc from pip packages, a stub of the driver's library to link with
 
 They reach into private parts of PyTorch, Triton and ExecuTorch, so they are refused outside the versions that they were
 tested with. Where there is a GPU nothing here is used.
@@ -30,11 +31,12 @@ def named_gpu(arch: str) -> Iterator[None]:
     from eagle3.export.lowering.cuda.named_gpu.answers import answers
     from eagle3.export.lowering.cuda.named_gpu.choices import choices
     from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+    from eagle3.export.lowering.cuda.named_gpu.operators import operators
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
     from eagle3.export.lowering.cuda.toolchain import toolchain
 
     gpu = GPUS[arch]
     with ExitStack() as parts:
-        for part in (toolchain(), answers(gpu), compiling(gpu), choices(), weights_on_host()):
+        for part in (toolchain(), answers(gpu), compiling(gpu), choices(), weights_on_host(), operators()):
             parts.enter_context(part)
         yield

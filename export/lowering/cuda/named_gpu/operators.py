@@ -1,0 +1,48 @@
+"""Part 5: Python's operators of tensors on a GPU that is not there.
+
+``~x``, ``x[i]`` and ``x[i] = y`` switch to the tensor's device first, which a CPU build of torch refuses, though the
+tensor is a fake one. The operations that they stand for ask nothing. ExecuTorch's Triton ops use these forms.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_get, _set, _invert = Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__
+
+
+def _item(tensor: Tensor, index: Any) -> Tensor:
+    if tensor.device.type != "cuda":
+        return _get(tensor, index)
+    if isinstance(index, slice) and index.step is None:
+        return aten.slice.Tensor(tensor, 0, index.start, index.stop)
+    if isinstance(index, int | torch.SymInt):
+        return aten.select.int(tensor, 0, index)
+    if isinstance(index, Tensor):
+        return aten.index.Tensor(tensor, [index])
+    return _get(tensor, index)
+
+
+def _set_item(tensor: Tensor, index: Any, value: Any) -> None:
+    if tensor.device.type == "cuda" and isinstance(value, Tensor) and isinstance(index, slice):
+        aten.copy_.default(_item(tensor, index), value)
+    elif tensor.device.type == "cuda" and isinstance(value, Tensor) and isinstance(index, Tensor):
+        aten.index_put_.default(tensor, [index], value)
+    else:
+        _set(tensor, index, value)
+
+
+def _inverted(tensor: Tensor) -> Tensor:
+    return torch.bitwise_not(tensor) if tensor.device.type == "cuda" else _invert(tensor)
+
+
+@contextmanager
+def operators() -> Iterator[None]:
+    """Within it, the operators work on fake tensors of a GPU, with the indices above."""
+    with patch.multiple(Tensor, __getitem__=_item, __setitem__=_set_item, __invert__=_inverted):
+        yield

@@ -1,0 +1,111 @@
+"""Experts by ExecuTorch's fused kernels: the numbers of their dequantized weights, run by Triton's interpreter."""
+
+from contextlib import contextmanager
+from importlib import import_module
+from unittest import mock
+
+import pytest
+import torch
+import triton.experimental.gluon.language  # noqa: F401  (it copies the library while that is not interpreted)
+import triton.language as tl
+from random_checkpoints import FAMILIES, SIZE
+from test_small_m import _dot, _round_to_bf16
+from torch import nn
+from torch.export import Dim
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+from eagle3.export.lowering.cuda.experts import FusedExperts, expert_rules, use_fused_experts
+from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
+from eagle3.targets.decoder_layers import skeleton
+from eagle3.targets.experts import Experts
+
+fused_moe = import_module("executorch.backends.cuda.triton.kernels.fused_moe")
+FUSED = {"qwen3-30B-A3B": 6, "llama4-scout": 6, "llama4-maverick": 3, "gpt-oss-20b": 0}  # layers with such experts
+
+
+def by_interpreter(kernel):
+    """``wrap_triton`` of an autotuned kernel: its first configuration, on host tensors."""
+    run, chosen = InterpretedFunction(kernel.fn.fn), kernel.configs[0].kwargs
+
+    class Grids:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: run[grid](*args, **kwargs, **chosen)
+
+    return Grids()
+
+
+@contextmanager
+def interpreted():
+    """Triton's own library was made for compiling: its functions are interpreted like the kernels that call them."""
+    ops = {name: getattr(fused_moe, name)._init_fn for name in ("fused_moe", "fused_moe_batched_gemm")}
+    library = [
+        mock.patch.multiple(
+            module,
+            **{name: InterpretedFunction(f.fn) for name, f in vars(module).items() if isinstance(f, JITFunction)},
+        )
+        for module in (tl, tl.standard)
+    ]
+    with (
+        library[0],
+        library[1],
+        mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16),
+        mock.patch.object(fused_moe, "wrap_triton", by_interpreter),
+        mock.patch.multiple(torch.ops.triton, **ops),
+    ):
+        yield
+
+
+def random_experts(name: str) -> tuple[Experts, Experts]:
+    """The experts of a family's layer with random weights, in INT4 as the recipe says, and with those dequantized."""
+    torch.manual_seed(3)
+    config = FAMILIES[name](SIZE | {"num_hidden_layers": 2}).config
+    made = []
+    for _ in range(2):
+        model = skeleton(config, 64).model
+        made.append(next(module for module in model.modules() if isinstance(module, Experts)).to_empty(device="cpu"))
+    packed, plain = made
+    holder = nn.ModuleDict({"experts": packed})
+    for parameter in packed.parameters():
+        parameter.data = (torch.randn(parameter.shape) / parameter.shape[1] ** 0.5).to(torch.bfloat16)
+    quantize(holder, fitted_recipe("default", config, holder))
+    for name in ("gate_up", "down"):
+        weight = getattr(packed, name).weight.dequantize(torch.float32)
+        getattr(plain, name).weight = nn.Parameter(weight, requires_grad=False)
+    use_fused_experts(holder)
+    return holder["experts"], plain
+
+
+@pytest.mark.parametrize("name", ["qwen3-30B-A3B", "llama4-scout"])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_the_kernels_compute_the_experts_of_dequantized_weights(name, rows):
+    fused, plain = random_experts(name)
+    assert isinstance(fused, FusedExperts)
+    x = torch.randn(rows, 64).to(torch.bfloat16)
+    weights, chosen = torch.randn(rows, plain.count).softmax(-1).topk(2)
+    with interpreted():
+        found = fused(x, chosen, weights)
+    expected = plain(x.float(), chosen, weights)
+    assert (found.float() - expected).norm() <= 2**-7 * expected.norm()  # bf16 of inputs, products and results
+
+
+@pytest.mark.parametrize(("longest", "op"), [(4, "fused_moe"), (16, "fused_moe"), (64, "fused_moe_batched_gemm")])
+def test_a_window_goes_row_by_row_and_a_chunk_sorted(longest, op):
+    fused, _ = random_experts("qwen3-30B-A3B")
+    rows = Dim("rows", min=2 if longest <= 16 else 9, max=longest)
+    length = longest - 1 | 1
+    given = (
+        torch.randn(length, 64, dtype=torch.bfloat16),
+        torch.zeros(length, 3, dtype=torch.int64),
+        torch.ones(length, 3),
+    )
+    program = torch.export.export(fused, given, dynamic_shapes=({0: rows},) * 3, strict=False)
+    called = [node.target for node in program.graph.nodes if "triton" in str(node.target)]
+    assert called == [getattr(torch.ops.triton, op).default]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_experts_are_known_by_what_their_gate_computes(name):
+    model = skeleton(FAMILIES[name](SIZE).config, 64).model
+    rules = [rule.pattern for rule in expert_rules(model)]
+    assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
