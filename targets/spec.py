@@ -63,25 +63,25 @@ class Skeleton:
         from executorch.extension.llm.export.quant import identity
         from executorch.extension.llm.export.quant.convert import to_default
 
-        load_checkpoint(
-            "",
-            self.model,
-            convert=identity,
-            dtype=dtype,
-            raw_iter=lambda _: self._converted(weights, convert or to_default),
-        )
+        from eagle3.targets.input_order import use_input_orders
+
+        converted = self._converted(weights, convert or to_default)
+        load_checkpoint("", self.model, convert=identity, dtype=dtype, raw_iter=lambda _: converted)
+        use_input_orders(self.model)
 
     def _converted(self, weights: Weights, convert: Convert) -> Iterator[tuple[str, "Tensor"]]:
         """Under the model's own names, the heads that are tied last."""
-        given, embeddings = set(), {}
+        from eagle3.targets.input_order import InputOrders
+
+        given, embeddings, orders = set(), {}, InputOrders(self.key_map)
         for name, value in weights:
-            own = self.key_map(name)
+            own = None if orders.takes(name, value) else self.key_map(name)
             if own is None:
                 continue
             given.add(own)
             if own in self.tie_map:
                 embeddings[own] = value
-            yield own, convert(own, value)
+            yield from orders.settled(own, convert(own, value))
         for embedding, raw in embeddings.items():
             head, _ = self.tie_map[embedding]
             if head in given:

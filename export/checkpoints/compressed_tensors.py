@@ -6,7 +6,7 @@ points likewise, packed along the rows (``compressed_tensors/compressors/pack_qu
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from eagle3.export.checkpoints.packed import (
     Parts,
     Read,
     as_tensor,
-    check_in_order,
     expect,
+    input_order,
     unpacked,
 )
 
@@ -81,7 +81,7 @@ class CompressedTensors(Format):
             expect(linear, ZERO, parts[ZERO], (-(-rows // layout.per_word), layout.groups), ("I32",), why)
         if G_IDX in parts:
             expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
-            check_in_order(linear, G_IDX, layout, read(G_IDX))
+            layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
         return layout
 
     def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:

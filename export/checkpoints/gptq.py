@@ -4,6 +4,7 @@
 the lowest bits of a word first. The format ``gptq`` (v1) stores zero points less 1, ``gptq_v2`` as they are.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from eagle3.export.checkpoints.packed import (
     as_tensor,
     check_bits,
     check_group,
-    check_in_order,
     expect,
+    input_order,
     unpacked,
 )
 from eagle3.export.checkpoints.source import TensorHeader
@@ -63,7 +64,7 @@ class Gptq(Format):
         expect(linear, SCALES, parts[SCALES], (layout.groups, rows), FLOAT_SCALES, why)
         if G_IDX in parts:
             expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
-            check_in_order(linear, G_IDX, layout, read(G_IDX))
+            layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
         if self.less_one:
             self._check_zeros(linear, layout, read)
         return layout

@@ -13,12 +13,15 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, quan
 from executorch.extension.llm.export.quant.convert import fuse_along_output, to_default
 from torch import Tensor, nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
+from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.int4_layout import exact_layout, has_whole_zeros
 
 ELEMENTS = 1 << 25
 """Of a weight, quantized at once: its float32 copies are what quantizing takes in memory."""
+
+LAID_OUT = (Int4Tensor, ExportableInt4Tensor, IntxUnpackedToInt8Tensor)
 
 
 class CudaWeights:
@@ -43,10 +46,10 @@ class CudaWeights:
             packed, self.rounding[name] = exact_layout(name, value)
             return packed
         config = self.recipe.get_config(name) if self.recipe else None
-        if isinstance(value, TorchAOBaseTensor):
-            self._note_rounding(name, value)
-        elif config is not None:
+        if config is not None and not isinstance(value, TorchAOBaseTensor):
             value = quantized(value.to(self.dtype), config)
+        elif isinstance(value, LAID_OUT):
+            self._note_rounding(name, value)
         else:
             return value
         holder = nn.Module()
