@@ -89,7 +89,10 @@ def test_parts_that_do_not_go_together_are_named(packed, tmp_path, change, says)
         ("gptq", with_part("qzeros", torch.full((8, 32), 0x10F00).int()), "stores a zero point of 15 .* gptq_v2"),
         ("awq", without("scales"), f"{DOWN}.scales is not there"),
         ("awq", with_part("qzeros", torch.zeros(8, 16).int()), "qzeros is I32 [8, 16], but .* implies I32 [8, 32]"),
-        ("awq", with_part("qweight", torch.zeros(500, 32).int()), "qweight is [500, 32], .* groups of 64"),
+        ("awq", with_part("qweight", torch.zeros(500, 32).int()), "qweight is 500 x 32, .* groups of 64"),
+        ("awq", with_part("qweight", torch.zeros(()).int()), "qweight is [], but a matrix is what is packed"),
+        ("gptq", with_part("g_idx", torch.zeros(0).int()), "of 256 x 0 with 4 bits"),
+        ("gptq", with_part("g_idx", torch.full((512,), 2**30).int()), "puts 0 columns into group 0"),
     ],
 )
 def test_parts_by_gptq_and_awq_likewise(packed, tmp_path, name, change, says):
@@ -112,6 +115,10 @@ def scheme(**weights):
     [
         ({"quant_method": "fp8"}, "quant_method fp8, which is not read: name the original checkpoint, or one by"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
+        ({"quant_method": ["gptq"]}, "quant_method ['gptq']"),
+        ([4], "quantization_config is [4], of which transformers makes no model"),
+        (scheme(group_size=[64]), "group_size [64]"),
+        (scheme() | {"config_groups": {"a": scheme()["config_groups"]["group_0"] | {"targets": ["re:("]}}}, '["re:("]'),
         (scheme(num_bits=3), "group_0 of config_groups has num_bits 3, but must have 4 or 8 to be read"),
         (scheme(type="float"), 'type "float", but must have "int"'),
         (scheme(strategy="tensor_group", group_size=16), 'strategy "tensor_group"'),

@@ -25,9 +25,9 @@ from eagle3.export.checkpoints.packed import (
     check_group,
     expect,
     input_order,
+    matrix,
     unpacked,
 )
-from eagle3.export.checkpoints.source import TensorHeader
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 
@@ -46,13 +46,13 @@ class Gptq(Format):
         self.less_one = kind == "gptq"
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
-        bits, (words, rows) = self.bits, _matrix(linear, QWEIGHT, parts[QWEIGHT])
-        groups, _ = _matrix(linear, SCALES, parts[SCALES])
+        bits, (words, rows) = self.bits, matrix(linear, QWEIGHT, parts[QWEIGHT])
+        groups, _ = matrix(linear, SCALES, parts[SCALES])
         columns = parts[G_IDX].elements if G_IDX in parts else words * 32 // bits
         group = columns if self.group == -1 else self.group
-        if self.dynamic and words and groups:
-            bits, group = words * 32 // columns, columns // groups
-        if bits not in BITS or columns % group or columns % (32 // bits):
+        if self.dynamic:
+            bits, group = words * 32 // max(1, columns), columns // groups
+        if bits not in BITS or not group or columns % group or columns % (32 // bits):
             raise ValueError(
                 f"{linear} has {columns} inputs of {bits} bits, which quantization_config divides into groups of "
                 f"{group}: config.json and the weights are of different checkpoints"
@@ -85,9 +85,3 @@ class Gptq(Format):
                 f"{linear}.{QZEROS} stores a zero point of {largest} in the format gptq (v1), which means 0 to some "
                 f"tools and {largest + 1} to others: save it in the format gptq_v2"
             )
-
-
-def _matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
-    if len(header.shape) != 2 or not header.elements:
-        raise ValueError(f"{linear}.{part} is {list(header.shape)}, but a matrix is what is packed: copy it again")
-    return header.shape

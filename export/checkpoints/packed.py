@@ -116,7 +116,16 @@ def check_group(where: str, config: dict[str, Any]) -> int:
     return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
 
 
-def expect(linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str):
+def matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
+    """The shape of a part that has rows and columns."""
+    if len(header.shape) != 2 or not header.elements:
+        raise ValueError(f"{linear}.{part} is {list(header.shape)}, but a matrix is what is packed: copy it again")
+    return header.shape
+
+
+def expect(
+    linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str
+) -> None:
     """Raise ValueError where a part has another shape or dtype than the rest implies."""
     if found.shape != shape or found.dtype not in dtypes:
         raise ValueError(
@@ -134,8 +143,8 @@ def input_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> 
     g_idx = g_idx.long()
     if torch.equal(g_idx, torch.arange(layout.columns) // layout.group):
         return None
-    sizes = torch.bincount(g_idx.clamp(0), minlength=layout.groups)
-    if g_idx.min() < 0 or (sizes != layout.group).any():
+    sizes = torch.bincount(g_idx.clamp(0, layout.groups), minlength=layout.groups)[: layout.groups]
+    if (sizes != layout.group).any():
         wrong = int((sizes != layout.group).nonzero()[0])
         raise ValueError(
             f"{linear}.{part} puts {int(sizes[wrong])} columns into group {wrong}, but quantization_config says "

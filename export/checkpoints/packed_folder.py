@@ -28,7 +28,7 @@ class PackedFolder(SafetensorsFolder):
         super().__init__(path)
         file, config = path / "config.json", quantization_config(path)
         method = config.get("quant_method")
-        if method not in FORMATS:
+        if not isinstance(method, str) or method not in FORMATS:
             raise ValueError(f"{file}: quantization_config has quant_method {method}, which is not read: {ANOTHER}")
         self.format = FORMATS[method](file, config)
 
