@@ -119,6 +119,16 @@ def test_on_the_cpu_tokens_are_transformers_with_the_dequantized_weights(name, b
     assert result == tokens[20:]
 
 
+def test_codes_by_compressed_tensors_stay_memory_mapped(tmp_path):
+    model = save_packed(tmp_path / "target", "compressed-tensors", 4, 128, True, **WIDE)
+    plan = planned(tmp_path, model, "cuda")
+    target = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan)).target
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(edge, 16) for edge in line.split()[0].split("-")] for line in maps if str(tmp_path) in line]
+    for _, module in linears(target.causal_lm):
+        assert any(start <= module.weight.qdata.data_ptr() < end for start, end in spans)
+
+
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), [SCHEMES[i] for i in (1, 2, 5, 6, 7, 8)])
 def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m_path(
     name, bits, group, symmetric, tmp_path
