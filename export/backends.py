@@ -5,7 +5,8 @@ The module is imported only when it is used and has, in the order of an export,
 - ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
 - ``memory(plan) -> (bytes, whose)``: of what will run the artifact, or of this machine;
 - ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
-- ``conversion(plan) -> Conversion``: what each of the target's tensors becomes as it is read;
+- ``conversion(plan)``: called with name and value of each of the target's tensors as it is read, it returns what the
+  model is to hold; its ``record()`` is what the manifest says of that;
 - ``prepare(speculator, plan)``: rewrite the draft head's weights, once they are loaded;
 - ``tracing(speculator, plan)``: a context manager around each trace;
 - ``runs_here()``: whether this machine runs the artifacts; ``EAGER_ON_HOST``: whether the prepared module runs eagerly;

@@ -39,6 +39,9 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("load target and draft"):
             speculator = load_speculator(plan, backend.attention, backend.DTYPE, convert)
         manifest |= convert.record()
+        if "scales" in manifest:
+            rounded = manifest["scales"]
+            progress.say(f"scales are rounded by {rounded['largest_rounding']:.2%} at most, those of {rounded['of']}")
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
         programs = {}

@@ -52,7 +52,7 @@ def quantized_text(plan: Plan) -> str:
     quantized = [header for header in plan.target_headers.values() if header.quantized]
     kinds = " and ".join(sorted({header.dtype for header in quantized}))
     if BACKENDS[plan.config.backend].quantizes:
-        return f"weights  {len(quantized)} are quantized already ({kinds}) and stay as they are"
+        return f"weights  {len(quantized)} are quantized already ({kinds}) and keep their codes"
     dense = sum(4 * header.elements for header in quantized)
     return f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load, {_mb(dense)}"
 

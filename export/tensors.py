@@ -9,6 +9,7 @@ from pathlib import Path
 from eagle3.export.checkpoints.gguf_file import BLOCKS
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.description import DraftDescription
+from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.spec import Skeleton
 
 QUANTIZED = ("Int4Tensor", "ExportableInt4Tensor", "IntxUnpackedToInt8Tensor")
@@ -39,7 +40,8 @@ _CAUSES = {
 def check_target(checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton) -> None:
     """Every tensor of the target as its configuration has it, by name. Raises ValueError."""
     given: dict[str, TensorHeader] = {}
-    names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
+    read = (name for name, header in headers.items() if is_read(name) and header.dtype != INPUT_ORDER)
+    names = {name: skeleton.key_map(name) for name in read}
     expected = skeleton.expected(names.values())
     parts = skeleton.conversion.parts if skeleton.conversion else {}
     for name, own in names.items():

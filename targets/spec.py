@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from eagle3.targets.conversion import Conversion
+    from eagle3.targets.input_order import InputOrders
 
 SHIPPED = Path(__file__).parent
 CHUNK = "attention_chunk_size"
@@ -76,17 +77,17 @@ class Skeleton:
         from executorch.extension.llm.export.quant import identity
         from executorch.extension.llm.export.quant.convert import to_default
 
-        named = ((own, tensor) for name, tensor in weights if (own := self.key_map(name)) is not None)
-        joined = named if self.conversion is None else self.conversion.joined(named)
-        load_checkpoint(
-            "",
-            self.model,
-            convert=identity,
-            dtype=dtype,
-            raw_iter=lambda _: self._converted(joined, convert or to_default),
-        )
+        from eagle3.targets.input_order import InputOrders, use_input_orders
 
-    def _converted(self, tensors: Weights, convert: Convert) -> Iterator[tuple[str, "Tensor"]]:
+        orders = InputOrders(self.key_map)
+        given = ((name, tensor) for name, tensor in weights if not orders.takes(name, tensor))
+        named = ((own, tensor) for name, tensor in given if (own := self.key_map(name)) is not None)
+        joined = named if self.conversion is None else self.conversion.joined(named)
+        converted = self._converted(joined, convert or to_default, orders)
+        load_checkpoint("", self.model, convert=identity, dtype=dtype, raw_iter=lambda _: converted)
+        use_input_orders(self.model)
+
+    def _converted(self, tensors: Weights, convert: Convert, orders: "InputOrders") -> Iterator[tuple[str, "Tensor"]]:
         """Of tensors under the model's own names; the heads that are tied come last."""
         given, embeddings = set(), {}
         for own, value in tensors:
@@ -94,7 +95,7 @@ class Skeleton:
             converted = convert(own, value)
             if own in self.tie_map:
                 embeddings[own] = value, converted
-            yield own, converted
+            yield from orders.settled(own, converted)
         for embedding, (raw, of_embedding) in embeddings.items():
             head, _ = self.tie_map[embedding]
             if head in given:

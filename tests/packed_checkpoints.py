@@ -57,6 +57,22 @@ def gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, less: int
     }
 
 
+def scattered_gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
+    """By desc_act: the columns of a group are anywhere. ``codes`` are sorted by groups."""
+    parts, order = gptq(codes, scale, zero, bits), order_of(codes.shape[1])
+    placed = torch.empty_like(codes).index_copy_(1, order, codes)
+    return parts | {
+        "qweight": words(placed, bits).t(),
+        "g_idx": torch.empty_like(parts["g_idx"]).index_copy_(0, order, parts["g_idx"]),
+    }
+
+
+def order_of(columns: int) -> Tensor:
+    """Columns of one group after the other, ascending within a group of 128."""
+    mixed = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    return mixed.unflatten(0, (-1, 128)).sort(-1).values.flatten()
+
+
 def gptq_config(bits: int, group: int, symmetric: bool, kind: str = "gptq") -> dict:
     stored = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False}
     return stored | {"checkpoint_format": kind}
@@ -81,6 +97,7 @@ FORMATS = {
     "gptq": (gptq, gptq_config),
     "gptq_v2": (partial(gptq, less=0), partial(gptq_config, kind="gptq_v2")),
     "awq": (awq, awq_config),
+    "gptq desc_act": (scattered_gptq, lambda *scheme: gptq_config(*scheme) | {"desc_act": True}),
 }
 
 
@@ -117,7 +134,10 @@ def _pack(module: nn.Linear, pack, bits: int, group: int, symmetric: bool, dtype
     codes = torch.randint(0, 1 << bits, (rows, columns))
     scale = ((0.5 + torch.rand(rows, groups)) * 4 / columns**0.5 / (1 << bits)).to(dtype)
     zero = None if symmetric else torch.randint(1, 1 << bits, (rows, groups))
-    module.weight.copy_(dense(codes, scale, zero, bits))
+    weight = dense(codes, scale, zero, bits)
+    if pack is scattered_gptq:
+        weight = torch.empty_like(weight).index_copy_(1, order_of(columns), weight)
+    module.weight.copy_(weight)
     return pack(codes, scale, zero, bits)
 
 

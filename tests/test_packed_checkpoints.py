@@ -49,6 +49,15 @@ def test_dense_weights_are_those_of_the_tool_that_packed_them(case):
     assert torch.equal(dequantize_weight(weight, torch.float32).to(expected.dtype), expected)
 
 
+def test_columns_in_the_order_of_activations_are_sorted_by_groups():
+    source = open_source(GOLDEN / SCATTERED)
+    (name, order), (_, weight) = source.tensors()
+    assert name == "model.proj.input_order" and sorted(order.tolist()) == list(range(256)) != order.tolist()
+    expected = load_file(GOLDEN / SCATTERED / "dense.safetensors")["model.proj.weight"]
+    found = dequantize_weight(weight, torch.float32)[:, order.argsort()]
+    assert torch.equal(found.to(expected.dtype), expected)
+
+
 def codes_of(weight: TorchAOBaseTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [N, K], scales and zero points [N, groups], unsigned."""
     if weight.qdata.dtype == torch.int8:
@@ -84,6 +93,7 @@ SCHEMES = [
     ("gptq", 4, 128, True),
     ("gptq_v2", 8, 32, False),
     ("awq", 4, 128, False),
+    ("gptq desc_act", 4, 128, False),
 ]
 
 
@@ -109,13 +119,23 @@ def test_on_the_cpu_tokens_are_transformers_with_the_dequantized_weights(name, b
     assert result == tokens[20:]
 
 
-@pytest.mark.parametrize(("name", "bits", "group", "symmetric"), [SCHEMES[i] for i in (1, 2, 5, 6, 7)])
+def test_codes_by_compressed_tensors_stay_memory_mapped(tmp_path):
+    model = save_packed(tmp_path / "target", "compressed-tensors", 4, 128, True, **WIDE)
+    plan = planned(tmp_path, model, "cuda")
+    target = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan)).target
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(edge, 16) for edge in line.split()[0].split("-")] for line in maps if str(tmp_path) in line]
+    for _, module in linears(target.causal_lm):
+        assert any(start <= module.weight.qdata.data_ptr() < end for start, end in spans)
+
+
+@pytest.mark.parametrize(("name", "bits", "group", "symmetric"), [SCHEMES[i] for i in (1, 2, 5, 6, 7, 8)])
 def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m_path(
     name, bits, group, symmetric, tmp_path
 ):
     model = save_packed(tmp_path / "target", name, bits, group, symmetric, **WIDE)
     plan = planned(tmp_path, model, "cuda")
-    assert plan.qlinear == "checkpoint" and "stay as they are" in plan_text(plan)
+    assert plan.qlinear == "checkpoint" and "keep their codes" in plan_text(plan)
     convert = cuda.conversion(plan)
     speculator = load_speculator(plan, cuda.attention, cuda.DTYPE, convert)
     cuda.prepare(speculator, plan)
@@ -133,6 +153,11 @@ def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m
             assert (after.zero_point_step == 1).all()
     rounded = convert.record()["scales"]
     assert rounded["weights"] == len(given) and rounded["largest_rounding"] <= 2**-8
+    for linear, module in linears(speculator.target.causal_lm):
+        x = torch.randn(3, module.in_features, dtype=cuda.DTYPE)
+        with cuda.tracing(speculator, plan):
+            found, expected = module(x).float(), x.float() @ model.get_parameter(f"{linear}.weight").T
+        assert (found - expected).norm() <= 2**-7 * expected.norm(), linear
     with cuda.tracing(speculator, plan):
         program = trace(speculator, plan.method("target_verify"), plan.draft.hidden_size, cuda.DTYPE)
     assert check_linears("target_verify", program) == {"small_m": len(given), "dequantize": 0}

@@ -19,6 +19,7 @@ from eagle3.export.checkpoints.packed import (
     check_bits,
     check_group,
     expect,
+    matrix,
     unpacked,
 )
 
@@ -39,12 +40,11 @@ class Awq(Format):
             raise ValueError(f"{where} has the version {version}, but gemm is what is read: {ANOTHER}")
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
-        shape = parts[QWEIGHT].shape
-        columns, rows = shape[0], 8 * shape[-1]
-        group = columns if self.group == -1 else self.group
-        if len(shape) != 2 or not columns or columns % group or columns % 8:
+        columns, words = matrix(linear, QWEIGHT, parts[QWEIGHT])
+        rows, group = 8 * words, columns if self.group == -1 else self.group
+        if columns % group or columns % 8:
             raise ValueError(
-                f"{linear}.{QWEIGHT} is {list(shape)}, which quantization_config divides into groups of {group}: "
+                f"{linear}.{QWEIGHT} is {columns} x {words}, which quantization_config divides into groups of {group}: "
                 "config.json and the weights are of different checkpoints"
             )
         layout = PackedLinear(rows, columns, 4, group)

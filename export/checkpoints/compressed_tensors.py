@@ -6,7 +6,7 @@ points likewise, packed along the rows (``compressed_tensors/compressors/pack_qu
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from eagle3.export.checkpoints.packed import (
     Parts,
     Read,
     as_tensor,
-    check_in_order,
     expect,
+    input_order,
     unpacked,
 )
 
@@ -50,7 +50,7 @@ class CompressedTensors(Format):
             ("sparsity_config", "stores the weights without their zeros, which is not read"),
         ):
             value = config.get(field)
-            if value and not (field == "sparsity_config" and value.get("format") == "dense"):
+            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
                 raise ValueError(f"{file}: quantization_config has a {field}, which {meaning}: {ANOTHER}")
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
@@ -81,7 +81,7 @@ class CompressedTensors(Format):
             expect(linear, ZERO, parts[ZERO], (-(-rows // layout.per_word), layout.groups), ("I32",), why)
         if G_IDX in parts:
             expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
-            check_in_order(linear, G_IDX, layout, read(G_IDX))
+            layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
         return layout
 
     def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
@@ -117,7 +117,7 @@ def _scheme(where: str, group: Any, config: dict[str, Any]) -> Scheme:
         if group.get(field):
             raise ValueError(f"{where} has {field}, but activations are not quantized here: {ANOTHER}")
     size = weights.get("group_size")
-    strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     for field, value, known in (
         ("type", weights.get("type", "int"), ("int",)),
         ("num_bits", weights.get("num_bits", 8), BITS),
@@ -131,11 +131,21 @@ def _scheme(where: str, group: Any, config: dict[str, Any]) -> Scheme:
     if strategy == "group" and (type(size) is not int or size < 1):
         raise ValueError(f"{where} has group_size {_shown(size)}, no number of columns: copy config.json again")
     targets = group.get("targets")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ValueError(f"{where} has targets {_shown(targets)}, which is no list of names: copy config.json again")
+    if not isinstance(targets, list) or not all(map(_is_target, targets)):
+        raise ValueError(
+            f"{where} has targets {_shown(targets)}, which is no list of names and patterns: copy config.json again"
+        )
     return Scheme(
         tuple(targets), weights.get("num_bits", 8), size if strategy == "group" else -1, weights.get("symmetric", True)
     )
+
+
+def _is_target(target: Any) -> bool:
+    try:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except (AttributeError, re.error):
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:

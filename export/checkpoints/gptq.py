@@ -4,6 +4,7 @@
 the lowest bits of a word first. The format ``gptq`` (v1) stores zero points less 1, ``gptq_v2`` as they are.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from eagle3.export.checkpoints.packed import (
     as_tensor,
     check_bits,
     check_group,
-    check_in_order,
     expect,
+    input_order,
+    matrix,
     unpacked,
 )
-from eagle3.export.checkpoints.source import TensorHeader
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 
@@ -45,13 +46,13 @@ class Gptq(Format):
         self.less_one = kind == "gptq"
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
-        bits, (words, rows) = self.bits, _matrix(linear, QWEIGHT, parts[QWEIGHT])
-        groups, _ = _matrix(linear, SCALES, parts[SCALES])
+        bits, (words, rows) = self.bits, matrix(linear, QWEIGHT, parts[QWEIGHT])
+        groups, _ = matrix(linear, SCALES, parts[SCALES])
         columns = parts[G_IDX].elements if G_IDX in parts else words * 32 // bits
         group = columns if self.group == -1 else self.group
-        if self.dynamic and words and groups:
-            bits, group = words * 32 // columns, columns // groups
-        if bits not in BITS or columns % group or columns % (32 // bits):
+        if self.dynamic:
+            bits, group = words * 32 // max(1, columns), columns // groups
+        if bits not in BITS or not group or columns % group or columns % (32 // bits):
             raise ValueError(
                 f"{linear} has {columns} inputs of {bits} bits, which quantization_config divides into groups of "
                 f"{group}: config.json and the weights are of different checkpoints"
@@ -63,7 +64,7 @@ class Gptq(Format):
         expect(linear, SCALES, parts[SCALES], (layout.groups, rows), FLOAT_SCALES, why)
         if G_IDX in parts:
             expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
-            check_in_order(linear, G_IDX, layout, read(G_IDX))
+            layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
         if self.less_one:
             self._check_zeros(linear, layout, read)
         return layout
@@ -84,9 +85,3 @@ class Gptq(Format):
                 f"{linear}.{QZEROS} stores a zero point of {largest} in the format gptq (v1), which means 0 to some "
                 f"tools and {largest + 1} to others: save it in the format gptq_v2"
             )
-
-
-def _matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
-    if len(header.shape) != 2 or not header.elements:
-        raise ValueError(f"{linear}.{part} is {list(header.shape)}, but a matrix is what is packed: copy it again")
-    return header.shape

@@ -6,7 +6,7 @@ What the words hold is a format's own, a file each: ``compressed_tensors``, ``gp
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ class PackedLinear:
     """Columns that share a scale: all of them where scales are a row's."""
     symmetric: bool = False
     """Without zero points: they are in the middle of the codes."""
+
+    order: Tensor | None = field(default=None, compare=False)
+    """int64 [columns]: the column of the input that each column of the weight, sorted by groups, multiplies."""
 
     @property
     def groups(self) -> int:
@@ -73,13 +76,15 @@ class Format(ABC):
 
 
 def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The weight as torchao and ExecuTorch have it, with the same codes, scales and zero points.
+    """The weight as torchao and ExecuTorch have it, with the same codes, scales and zero points, sorted by groups.
 
     Args:
         codes: uint8 [rows, columns], or of 4 bits [rows, columns / 2], the even column in the low half
         scale: [rows, groups], of any floating dtype
         zero: uint8 [rows, groups]; None: the middle of the codes
     """
+    if layout.order is not None:
+        codes = _sorted(codes, layout)
     if zero is None:
         zero = torch.full(scale.shape, 1 << (layout.bits - 1), dtype=torch.uint8)
     if layout.bits == 4:
@@ -111,7 +116,16 @@ def check_group(where: str, config: dict[str, Any]) -> int:
     return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
 
 
-def expect(linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str):
+def matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
+    """The shape of a part that has rows and columns."""
+    if len(header.shape) != 2 or not header.elements:
+        raise ValueError(f"{linear}.{part} is {list(header.shape)}, but a matrix is what is packed: copy it again")
+    return header.shape
+
+
+def expect(
+    linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str
+) -> None:
     """Raise ValueError where a part has another shape or dtype than the rest implies."""
     if found.shape != shape or found.dtype not in dtypes:
         raise ValueError(
@@ -120,14 +134,27 @@ def expect(linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], 
         )
 
 
-def check_in_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> None:
-    """Raise ValueError where the columns of a group are not neighbours."""
-    expected = torch.arange(layout.columns) // layout.group
-    wrong = (g_idx.long() != expected).nonzero().flatten()
-    if len(wrong):
-        first = int(wrong[0])
+def input_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> Tensor | None:
+    """int64 [columns], the columns sorted by their groups; None where they are so already.
+
+    Tools that quantize in the order of activations (desc_act, actorder group) scatter a group's columns. Raises
+    ValueError for groups that are not of one size.
+    """
+    g_idx = g_idx.long()
+    if torch.equal(g_idx, torch.arange(layout.columns) // layout.group):
+        return None
+    sizes = torch.bincount(g_idx.clamp(0, layout.groups), minlength=layout.groups)[: layout.groups]
+    if (sizes != layout.group).any():
+        wrong = int((sizes != layout.group).nonzero()[0])
         raise ValueError(
-            f"{linear}.{part} puts column {first} into group {int(g_idx[first])}, not {int(expected[first])}: its "
-            "columns were reordered by activation (desc_act, actorder group), which no kernel here reads: name a "
-            "checkpoint made without it"
+            f"{linear}.{part} puts {int(sizes[wrong])} columns into group {wrong}, but quantization_config says "
+            f"{layout.group}: config.json and the weights are of different checkpoints"
         )
+    return g_idx.argsort(stable=True)
+
+
+def _sorted(codes: Tensor, layout: PackedLinear) -> Tensor:
+    if layout.bits == 8:
+        return codes[:, layout.order]
+    codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)[:, layout.order]
+    return codes[:, ::2] | codes[:, 1::2] << 4

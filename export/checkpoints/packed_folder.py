@@ -17,6 +17,7 @@ from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.targets.input_order import INPUT_ORDER
 
 FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
 """By ``quant_method``, as transformers names them (``QuantizationMethod``)."""
@@ -27,7 +28,7 @@ class PackedFolder(SafetensorsFolder):
         super().__init__(path)
         file, config = path / "config.json", quantization_config(path)
         method = config.get("quant_method")
-        if method not in FORMATS:
+        if not isinstance(method, str) or method not in FORMATS:
             raise ValueError(f"{file}: quantization_config has quant_method {method}, which is not read: {ANOTHER}")
         self.format = FORMATS[method](file, config)
 
@@ -43,6 +44,8 @@ class PackedFolder(SafetensorsFolder):
             joined[f"{linear}.weight"] = TensorHeader(
                 (layout.rows, layout.columns), layout.tensor_class, stored, quantized=True, group=layout.group
             )
+            if layout.order is not None:
+                joined[f"{linear}.{INPUT_ORDER}"] = TensorHeader(layout.order.shape, INPUT_ORDER, layout.order.nbytes)
         return joined
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +56,10 @@ class PackedFolder(SafetensorsFolder):
                 if linear not in self._parts or part not in self._parts[linear]:
                     yield name, read(name)
                 elif part == first:
-                    yield f"{linear}.weight", self.format.unpack(linear, self._layouts[linear], _parts_of(linear, read))
+                    layout = self._layouts[linear]
+                    if layout.order is not None:
+                        yield f"{linear}.{INPUT_ORDER}", layout.order
+                    yield f"{linear}.weight", self.format.unpack(linear, layout, _parts_of(linear, read))
 
     @cached_property
     def _raw(self) -> dict[str, TensorHeader]:

@@ -14,6 +14,7 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, quan
 from executorch.extension.llm.export.quant.convert import fuse_along_output, to_default
 from torch import Tensor, nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
+from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.experts import is_fused
@@ -23,6 +24,8 @@ from eagle3.targets.experts import Experts
 
 ELEMENTS = 1 << 25
 """Of a weight, quantized at once: its float32 copies are what quantizing takes in memory."""
+
+LAID_OUT = (Int4Tensor, ExportableInt4Tensor, IntxUnpackedToInt8Tensor)
 
 
 class CudaWeights:
@@ -53,10 +56,10 @@ class CudaWeights:
             packed, self.rounding[name] = exact_layout(name, value)
             return packed
         config = self.recipe.get_config(name) if self.recipe else None
-        if isinstance(value, TorchAOBaseTensor):
-            self._note_rounding(name, value)
-        elif config is not None:
+        if config is not None and not isinstance(value, TorchAOBaseTensor):
             value = quantized(value.to(self.dtype), config)
+        elif isinstance(value, LAID_OUT):
+            self._note_rounding(name, value)
         else:
             return value
         if name in self.fused:
