@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3.export.checkpoints.gguf_names import ARCHITECTURES, UNREAD, Architecture
+from eagle3.export.checkpoints.gguf_reader import open_gguf
 from eagle3.export.checkpoints.source import Source, TensorHeader
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class GGUFFile(Source):
 
     @cached_property
     def _readers(self) -> list["GGUFReader"]:
-        readers = [_open(file) for file in self.files()]
+        readers = [open_gguf(file) for file in self.files()]
         count = readers[0].fields.get("split.count")
         if count is not None and count.contents() not in (0, len(readers)):
             raise ValueError(
@@ -141,27 +142,6 @@ def super_scales(value: "ExportableGGUFTensor") -> Tensor:
     blocks = value.raw.view(n, k // 256, -1)
     of_minima = value.ggml_type != "q6_k"
     return blocks[..., :4].view(torch.float16) if of_minima else blocks[..., -2:].view(torch.float16).squeeze(-1)
-
-
-def _open(file: Path) -> "GGUFReader":
-    """Memory-mapped. Raises ValueError for what is no GGUF file, a truncated one, or one of the other byte order."""
-    from gguf import GGUFReader
-
-    with file.open("rb") as opened:
-        magic, size = opened.read(4), file.stat().st_size
-    if magic != b"GGUF":
-        raise ValueError(f"{file} ({size} bytes) is no GGUF file, which begins with GGUF: copy or download it again")
-    try:
-        reader = GGUFReader(file, "c")  # copy on write: PyTorch has no read-only tensors
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"{file} ({size} bytes) is truncated, damaged, or newer than the gguf package ({reason}): "
-            "copy or download it again"
-        ) from error
-    if reader.byte_order != "I":
-        raise ValueError(f"{file} is of the other byte order (big-endian): name the file for this kind of machine")
-    return reader
 
 
 def _value(tensor: "ReaderTensor") -> Tensor:
