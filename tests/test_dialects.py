@@ -126,6 +126,16 @@ VARIANTS = {
         ),
         {"num_hidden_layers": 2},
     ),
+    "Megatron's names of several layers": (
+        "modelopt",
+        renamed(
+            random_head(layers=2),
+            layers__1__input_layernorm="midlayer.1.hidden_norm",
+            layers__1="midlayer.1",
+            layers__0="midlayer.0",
+        ),
+        {"num_hidden_layers": 2},
+    ),
     "a later layer with both norms, by hidden_norm": (
         "sglang",
         random_head(layers=2) | norms("layers.1.hidden_norm"),
@@ -252,16 +262,25 @@ def test_the_residual_flag_overrides_the_checkpoint(tmp_path):
         ("specforge", [2, 6, 9], (2, 6, 9), False),  # every input convention's
         ("modelopt", [4, 8, 12], (4, 8, 12), False),  # no layer 12 to have an output
         ("nemo", [1, 5, 8], (2, 6, 9), False),
-        ("nemo", [2, 5, 8], (2, 5, 8), True),
+        ("nemo", [2, 5, 8], (3, 6, 9), True),
+        ("angelslim", [2, 5, 8], (2, 5, 8), True),
         ("speculators", [1, 5, 8], (1, 5, 8), False),
     ],
 )
 def test_what_a_layer_id_means_is_the_dialects_unless_the_ids_tell(dialect, ids, taps, doubt, tmp_path):
-    keys = {IDS: ids} if dialect == "speculators" else {"eagle_config": {IDS: ids}}
+    keys = {IDS: ids} if dialect in ("speculators", "angelslim") else {"eagle_config": {IDS: ids}}
     chosen = choose_taps(read_draft(write(tmp_path / "head", dialect, **keys)), TARGET, None, None)
     assert chosen.layers == taps and bool(chosen.doubt) == doubt
     if doubt:
         assert "--aux-convention" in chosen.doubt
+
+
+def test_angelslims_own_ids_are_outputs(tmp_path):
+    own = "aux_hidden_states_layer_ids"
+    alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))
+    assert choose_taps(alone, TARGET, None, None).layers == (1, 5, 8)
+    both = read_draft(write(tmp_path / "both", "angelslim", **{IDS: [1, 5, 8], own: [0, 4, 7]}))
+    assert both.aux_layers == (1, 5, 8)
 
 
 def refusal(call, *args) -> str:

@@ -10,13 +10,13 @@ from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nes
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
-from eagle3.export.draft.kinds import head_kind
+from eagle3.export.draft.kinds import MASK_TOKENS, head_kind
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_name
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+AUX_IDS, AUX_OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"
+"""The latter is AngelSlim's own, whose ids are outputs of layers; for vLLM it adds the former, each one more."""
 Headers = Mapping[str, TensorHeader]
 
 
@@ -79,7 +79,8 @@ def _describe(
         raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
     layer, layers = layer_config(file, fields, own), layer_count(own)
     kind = head_kind(file, config, layer.hidden_size, own)
-    if kind != EAGLE and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
+    deep = kind == P_EAGLE or (kind == EAGLE3 and not dialect.depth_is_targets)
+    if deep and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
         raise ValueError(
             f"{folder}: num_hidden_layers is {layer.num_hidden_layers} in config.json, but there are tensors of "
             f"{layers} layers: is a shard missing?"
@@ -93,6 +94,11 @@ def _describe(
     unused = {"fc.weight", "fc.bias"} if kind != EAGLE and final else set()
     unused |= set() if normed else {"norm.weight"}
     unused |= {MASK} if kind != P_EAGLE else set()
+    if MASK in own and kind != P_EAGLE:
+        warnings.append(
+            f"{folder} has {MASK}, as a P-EAGLE head, but its config.json has none of {', '.join(MASK_TOKENS)}: read "
+            f"as an {kind} head; add the id of its mask token if it proposes all tokens at once"
+        )
     other = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[later]
     unused |= {f"layers.{index}.{other}.weight" for index in range(1, layers)}
     names = {name: each for name, each in names.items() if each not in unused and each != SELECTOR}
@@ -114,6 +120,7 @@ def _describe(
             f"{folder} has a LoRA of its target beside the head (adapter_model): merge it into the target, or less is "
             "accepted"
         )
+    ids, ids_are = _aux_layers(file, variants, dialect)
     proposal = dialect.proposal(config, file)
     return DraftDescription(
         kind=kind,
@@ -124,8 +131,8 @@ def _describe(
         tensor_names=names,
         headers=own,
         target_vocab_size=vocabulary,
-        aux_layers=None if final else layer_ids(variants, AUX_IDS, file),
-        aux_convention=dialect.ids_are,
+        aux_layers=None if final else ids,
+        aux_convention=ids_are,
         takes_final_state=final,
         norm_before_residual=norm_before_residual,
         norm_before_fc=boolean(variants, "norm_before_fc", False, file),
@@ -222,6 +229,12 @@ def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: 
     if kind != EAGLE and tied and "embed_tokens.weight" in own:
         return False, True
     return True, False
+
+
+def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tuple[tuple[int, ...] | None, str]:
+    """Taps as they are named, and whether they are inputs or outputs of layers."""
+    ids, outputs = layer_ids(variants, AUX_IDS, file), layer_ids(variants, AUX_OUTPUTS, file)
+    return (outputs, "output") if outputs and not ids else (ids, dialect.ids_are)
 
 
 def _mask_token(file: Path, variants: Mapping[str, Any]) -> int:

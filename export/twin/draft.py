@@ -19,7 +19,8 @@ from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.formulas import Drafter
 from eagle3.export.draft.head import DraftHead, load_draft
-from eagle3.export.draft.reading import MASK_TOKENS, read_draft
+from eagle3.export.draft.kinds import MASK_TOKENS
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.tensor_names import own_name
 from eagle3.export.twin.comparison import TOLERANCE, Comparison
 from eagle3.export.twin.shrink import prompt_length, shrink

@@ -36,5 +36,7 @@ class Dialect:
     later_norm: str = "input_layernorm"
     """The norm of a later layer's input in a checkpoint that has both."""
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
+    depth_is_targets: bool = False
+    """``num_hidden_layers`` of an EAGLE-3 head is its target's; it has as many layers as it has tensors of."""
     warns_of_residual: bool = False
     """Its systems disagree on what an absent ``norm_before_residual`` means."""
