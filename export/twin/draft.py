@@ -59,7 +59,7 @@ def compare(draft: DraftDescription, taps: int, overridden: bool | None = None, 
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
         twin = read_draft(folder, draft.dialect, overridden)
-        length = prompt_length(small)
+        length = max(prompt_length(small), 2 * CHUNK + CHAIN)  # a head may know fewer positions than a chunk has
         target = _target(small.hidden_size, generator)
         head = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
