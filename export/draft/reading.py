@@ -286,7 +286,7 @@ def _check_presence(
     fused = own["fc.weight"].shape[1] if said and not final else normed
     if normed != fused:
         raise ValueError(
-            f"{folder}: the norms of fc_norm are of {normed} features together, but fc takes {fused}: is a shard missing?"
+            f"{folder}: fc_norm has norms of {normed} features together, but fc takes {fused}: is a shard missing?"
         )
     for key, name in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.gate_proj")):
         if boolean(variants, key, False, file) and f"layers.0.{name}.bias" not in own:
