@@ -47,7 +47,8 @@ CONFIGS = {
     "nemo": FLAT
     | {
         "architectures": ["LlamaEagle3DraftModel"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "num_hidden_layers": 12,  # its target's
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
     },
     "angelslim": FLAT
     | {
@@ -117,7 +118,7 @@ def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, 
     """A head in a dialect. ``keys`` change its configuration, those of a dictionary one by one, None leaves one out."""
     tensors = tensors or random_head()
     config = json.loads(json.dumps(CONFIGS[dialect]))
-    hidden = tensors["layers.0.mlp.down_proj.weight"].shape[0]
+    hidden = next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("mlp.down_proj.weight"))
     sizes = config["transformer_layer_config"] if dialect == "speculators" else config
     sizes |= {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     for key, value in keys.items():

@@ -126,6 +126,16 @@ VARIANTS = {
         ),
         {"num_hidden_layers": 2},
     ),
+    "Megatron's names of several layers": (
+        "modelopt",
+        renamed(
+            random_head(layers=2),
+            layers__1__input_layernorm="midlayer.1.hidden_norm",
+            layers__1="midlayer.1",
+            layers__0="midlayer.0",
+        ),
+        {"num_hidden_layers": 2},
+    ),
     "a later layer with both norms, by hidden_norm": (
         "sglang",
         random_head(layers=2) | norms("layers.1.hidden_norm"),
@@ -252,16 +262,25 @@ def test_the_residual_flag_overrides_the_checkpoint(tmp_path):
         ("specforge", [2, 6, 9], (2, 6, 9), False),  # every input convention's
         ("modelopt", [4, 8, 12], (4, 8, 12), False),  # no layer 12 to have an output
         ("nemo", [1, 5, 8], (2, 6, 9), False),
-        ("nemo", [2, 5, 8], (2, 5, 8), True),
+        ("nemo", [2, 5, 8], (3, 6, 9), True),
+        ("angelslim", [2, 5, 8], (2, 5, 8), True),
         ("speculators", [1, 5, 8], (1, 5, 8), False),
     ],
 )
 def test_what_a_layer_id_means_is_the_dialects_unless_the_ids_tell(dialect, ids, taps, doubt, tmp_path):
-    keys = {IDS: ids} if dialect == "speculators" else {"eagle_config": {IDS: ids}}
+    keys = {IDS: ids} if dialect in ("speculators", "angelslim") else {"eagle_config": {IDS: ids}}
     chosen = choose_taps(read_draft(write(tmp_path / "head", dialect, **keys)), TARGET, None, None)
     assert chosen.layers == taps and bool(chosen.doubt) == doubt
     if doubt:
         assert "--aux-convention" in chosen.doubt
+
+
+def test_angelslims_own_ids_are_outputs(tmp_path):
+    own = "aux_hidden_states_layer_ids"
+    alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))
+    assert choose_taps(alone, TARGET, None, None).layers == (1, 5, 8)
+    both = read_draft(write(tmp_path / "both", "angelslim", **{IDS: [1, 5, 8], own: [0, 4, 7]}))
+    assert both.aux_layers == (1, 5, 8)
 
 
 def refusal(call, *args) -> str:
@@ -287,6 +306,21 @@ def refusal(call, *args) -> str:
         ("modelopt", random_head(), {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
         ("modelopt", random_head(), {"eagle_config": {"eh_proj_before_attn": True}}, "eh_proj_before_attn"),
         ("modelopt", random_head(), {"eagle_config": {"parallel_draft_step": 4}}, "Medusa"),
+        ("sglang", random_head(), {"norm_before_fc": True}, "lacks input_norm.weight"),
+        ("sglang", without(random_head(), "layers.0.post_attention_layernorm.weight"), {}, "lacks layers.0.post_att"),
+        ("sglang", random_head() | norms("fc_norm.0"), {}, "of 64 features together, but fc takes 192"),
+        ("sglang", random_head() | {"fc.weight": torch.tensor(1.0)}, {}, "fc.weight is []"),
+        ("sglang", random_head() | {"lm_head.weight": torch.ones(0, HIDDEN)}, {}, "lm_head.weight is [0, 64]"),
+        ("sglang", random_head(), {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        ("sglang", random_head(), {"rope_theta": float("inf")}, "rope_theta is Infinity"),
+        ("sglang", random_head(), {"partial_rotary_factor": 0}, "partial_rotary_factor is 0"),
+        ("sglang", random_head(), {"partial_rotary_factor": 1.5}, "of 1 at most"),
+        (
+            "safeailab",
+            random_head(),
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5},
+            "computes with 10000",
+        ),
         ("angelslim", random_head(), {"logit_scale": 0}, "logit_scale is 0"),
         ("angelslim", random_head(), {"model_type": "gemma2"}, "'gemma2'"),
         ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),
@@ -295,6 +329,14 @@ def refusal(call, *args) -> str:
 def test_what_contradicts_itself_is_refused(dialect, tensors, keys, says, tmp_path):
     folder = write(tmp_path / "head", dialect, tensors, **keys)
     assert says in refusal(read_draft, folder)
+
+
+def test_a_weight_that_is_no_number_is_refused_when_it_is_read(tmp_path):
+    for index, value in enumerate((float("nan"), float("inf"))):
+        tensors = random_head()
+        tensors["layers.0.mlp.up_proj.weight"][3, 5] = value
+        line = refusal(run, write(tmp_path / str(index), "sglang", tensors))
+        assert "up_proj.weight has elements that are infinite or no numbers" in line
 
 
 def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):

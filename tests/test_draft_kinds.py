@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dialect_files import HIDDEN, VOCAB, random_peagle, write
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from eagle3.export.draft.description import EAGLE, P_EAGLE
+from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.head import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.pairing import check_pair
@@ -143,6 +144,31 @@ def test_a_peagle_without_a_mask_token_or_an_embedding_is_refused(tmp_path):
     save_file(tensors, copy / "model.safetensors")
     (copy / "config.json").write_text(json.dumps(config))
     assert "lacks embed_tokens.weight" in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "keys", "mask_shape"),
+    [
+        ("specforge", {"ptd_token_id": VOCAB - 1}, (1, 3 * HIDDEN)),  # Amazon's: an EAGLE-3's architectures
+        ("nemo", {"parallel_drafting": True, "mask_token_id": VOCAB - 1}, (1, 1, 3 * HIDDEN)),
+        ("specforge", {"architectures": ["PEagleDraftModel"], "mask_token_id": VOCAB - 1}, (1, 1, 3 * HIDDEN)),
+    ],
+)
+def test_a_flat_peagle_is_one_by_its_mask_token_whatever_its_architectures_say(dialect, keys, mask_shape, tmp_path):
+    tensors = random_peagle()
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(mask_shape)
+    draft = read_draft(write(tmp_path / "head", dialect, tensors, num_hidden_layers=2, **keys))
+    assert (draft.kind, draft.dialect, draft.mask_token_id, draft.warnings) == (P_EAGLE, dialect, VOCAB - 1, ())
+    assert check_draft(draft, 3)["logits"] < 1e-4
+
+
+def test_a_mask_feature_without_its_token_is_told_or_refused(tmp_path):
+    draft = read_draft(write(tmp_path / "silent", "specforge", random_peagle(), num_hidden_layers=2))
+    assert draft.kind == EAGLE3 and "ptd_token_id" in draft.warnings[0]
+    parallel = {"parallel_drafting": True, "num_hidden_layers": 2}
+    assert "mask_token_id" in refusal(write(tmp_path / "no token", "nemo", random_peagle(), **parallel))
+    tensors = {name: tensor for name, tensor in random_peagle().items() if name != "mask_hidden"}
+    assert "no tensor mask_hidden" in refusal(write(tmp_path / "no feature", "nemo", tensors, **parallel))
 
 
 def test_a_lora_of_the_target_beside_a_head_is_told(tmp_path):

@@ -4,6 +4,7 @@ A value such as ``"false"`` where ``false`` belongs would load, run and compute 
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ def count(config: dict[str, Any], key: str, default: int | None, where: Any, lea
         raise ValueError(
             f"{where}: {key} is {json.dumps(value)}, but must be a whole number from {least} on: correct it"
         )
+    return value
+
+
+def number(config: dict[str, Any], key: str, default: float | None, where: Any, most: float = math.inf) -> float | None:
+    """A finite number above 0, of ``most`` at most."""
+    value = config.get(key)
+    if value is None:
+        return default
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not 0 < value < math.inf or value > most:
+        bound = f" and of {most} at most" if most < math.inf else ""
+        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a number above 0{bound}: correct it")
     return value
 
 

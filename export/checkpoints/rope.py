@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from eagle3.export.checkpoints.json_fields import number
+
 _BY_LENGTH = {
     "dynamic": "its frequencies change with the length of the text",
     "longrope": "it has one table for short texts and another for long ones",
@@ -17,11 +19,11 @@ def check_rope(config: Any, where: str) -> None:
     parameters = getattr(config, "rope_parameters", None) or {}
     flat = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for each in flat:
-        kind, base = each.get("rope_type", "default"), each.get("rope_theta", 1.0)
+        kind = each.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise ValueError(f"{where}: rope_type is {json.dumps(kind)}, which transformers does not know: correct it")
-        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
-            raise ValueError(f"{where}: rope_theta is {json.dumps(base)}, but must be a number above 0: correct it")
+        number(each, "rope_theta", None, where)
+        number(each, "partial_rotary_factor", None, where, most=1)
         if kind in _BY_LENGTH:
             raise ValueError(
                 f"{where}: rope_type {kind} is not supported: {_BY_LENGTH[kind]}, but a cached key keeps the rotation "

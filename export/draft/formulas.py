@@ -83,7 +83,7 @@ class Drafter:
 
     @property
     def _layers(self) -> int:
-        found = [re.search(r"(additional_)?layers\.(\d+)\.", name) for name in self.tensors]
+        found = [re.search(r"(additional_)?layers?\.(\d+)\.", name) for name in self.tensors]
         return 1 + max((int(each[2]) + bool(each[1]) for each in found if each), default=0)
 
     @property
@@ -175,6 +175,8 @@ class Drafter:
         """A tensor by ``layers.{i}.`` and the names above, whatever the checkpoint calls it."""
         module, _, end = name.rpartition(".")
         names = [name, *(f"{other}.{end}" for other in _OTHER_NAMES.get(module, ()))]
+        if name.startswith("layers."):
+            names.append(f"mid{name.replace('layers', 'layer', 1)}")
         if name.startswith("layers.0."):
             names += [first + name.removeprefix("layers.0.") for first in _FIRST]
         elif later := re.match(r"layers\.(\d+)\.", name):

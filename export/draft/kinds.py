@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3.export.checkpoints.json_fields import boolean
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.tensor_names import MASK
 
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the token that stands for a proposal not made yet: speculators' and NeMo's, then vLLM's two."""
 _DECLARED = {
     r"P[Ee]agle|^peagle$": P_EAGLE,
     r"Eagle3|^eagle3$": EAGLE3,
@@ -27,8 +30,8 @@ def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[st
     declared = _declared(config)
     query, fc = own["layers.0.self_attn.q_proj.weight"], own.get("fc.weight")
     if query.shape[1:] == (2 * width,):
-        masked = MASK in own and declared != EAGLE3
-        kind = P_EAGLE if masked else EAGLE3
+        parallel = _drafts_in_parallel(file, config, own)
+        kind = P_EAGLE if MASK in own and (parallel or declared != EAGLE3) else EAGLE3
         if kind == EAGLE3 and fc is None and not _takes_final_state(config):
             raise ValueError(f"{file.parent}: no tensor fc.weight, though it is to fuse taps: is a shard missing?")
     elif query.shape[1:] == (width,) and fc is not None:
@@ -38,13 +41,22 @@ def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[st
             f"{file.parent}: q_proj of the first layer takes {query.shape[-1]} inputs, but an EAGLE-3 head takes twice "
             f"its hidden_size {width}, an EAGLE its hidden_size after an fc: this is no head of either kind"
         )
-    if declared is not None and declared != kind:
+    if declared is not None and declared != kind and (declared, kind) != (EAGLE3, P_EAGLE):
         raise ValueError(
             f"{file} says {declared} (architectures: {_architectures(config)}), but the tensors are those of an {kind} "
             f"head (q_proj takes {query.shape[1]} inputs for a hidden_size of {width}): run as the other it would "
             "accept nothing; correct architectures, or copy the files again"
         )
     return kind
+
+
+def _drafts_in_parallel(file: Path, config: Mapping[str, Any], own: Mapping[str, TensorHeader]) -> bool:
+    """Whether the configuration alone makes it a P-EAGLE: NeMo's and Amazon's have the architectures of an EAGLE-3."""
+    variants = {**config, **(config.get("eagle_config") or {})}
+    says = boolean(variants, "parallel_drafting", False, file)
+    if says and MASK not in own:
+        raise ValueError(f"{file}: parallel_drafting is true, but there is no tensor {MASK}: is a shard missing?")
+    return says or any(variants.get(key) is not None for key in MASK_TOKENS)
 
 
 def _takes_final_state(config: Mapping[str, Any]) -> bool:

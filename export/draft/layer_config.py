@@ -6,7 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.checkpoints.json_fields import count, nested
+from eagle3.export.checkpoints.json_fields import count, nested, number
 from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import TensorHeader
 
@@ -37,6 +37,8 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
         raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {', '.join(FAMILIES)} are supported")
     for key in _SIZES:
         count(fields, key, None, file)
+    number(fields, "rms_norm_eps", None, file)
+    number(fields, "partial_rotary_factor", None, file, most=1)
     activation = fields.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise ValueError(

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, read_object, texts
+from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number, read_object, texts
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
-from eagle3.export.draft.kinds import head_kind
+from eagle3.export.draft.kinds import MASK_TOKENS, head_kind
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_name
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+AUX_IDS, AUX_OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"
+"""The latter is AngelSlim's own, whose ids are outputs of layers; for vLLM it adds the former, each one more."""
+_MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight", "embed_tokens.weight")
 Headers = Mapping[str, TensorHeader]
 
 
@@ -73,13 +74,15 @@ def _describe(
     fields = dialect.layer_fields(config)
     if fields is config and "transformer_layer_config" in config:
         raise ValueError(f"{file} is of speculators (transformer_layer_config): type --draft-dialect speculators")
+    dialect.refuse(config, file)
     variants = config | nested(config, "eagle_config", file)
     _refuse_variants(file, variants)
     if "layers.0.self_attn.q_proj.weight" not in own:
         raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
     layer, layers = layer_config(file, fields, own), layer_count(own)
     kind = head_kind(file, config, layer.hidden_size, own)
-    if kind != EAGLE and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
+    deep = kind == P_EAGLE or (kind == EAGLE3 and not dialect.depth_is_targets)
+    if deep and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
         raise ValueError(
             f"{folder}: num_hidden_layers is {layer.num_hidden_layers} in config.json, but there are tensors of "
             f"{layers} layers: is a shard missing?"
@@ -93,6 +96,11 @@ def _describe(
     unused = {"fc.weight", "fc.bias"} if kind != EAGLE and final else set()
     unused |= set() if normed else {"norm.weight"}
     unused |= {MASK} if kind != P_EAGLE else set()
+    if MASK in own and kind != P_EAGLE:
+        warnings.append(
+            f"{folder} has {MASK}, as a P-EAGLE head, but its config.json has none of {', '.join(MASK_TOKENS)}: read "
+            f"as an {kind} head; add the id of its mask token if it proposes all tokens at once"
+        )
     other = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[later]
     unused |= {f"layers.{index}.{other}.weight" for index in range(1, layers)}
     names = {name: each for name, each in names.items() if each not in unused and each != SELECTOR}
@@ -114,6 +122,7 @@ def _describe(
             f"{folder} has a LoRA of its target beside the head (adapter_model): merge it into the target, or less is "
             "accepted"
         )
+    ids, ids_are = _aux_layers(file, variants, dialect)
     proposal = dialect.proposal(config, file)
     return DraftDescription(
         kind=kind,
@@ -124,8 +133,8 @@ def _describe(
         tensor_names=names,
         headers=own,
         target_vocab_size=vocabulary,
-        aux_layers=None if final else layer_ids(variants, AUX_IDS, file),
-        aux_convention=dialect.ids_are,
+        aux_layers=None if final else ids,
+        aux_convention=ids_are,
         takes_final_state=final,
         norm_before_residual=norm_before_residual,
         norm_before_fc=boolean(variants, "norm_before_fc", False, file),
@@ -150,6 +159,10 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
     if len(own) != len(names):
         twice = next(name for name in names if list(names.values()).count(names[name]) > 1)
         raise ValueError(f"{folder} has {names[twice]} twice, once as {twice}: which one is meant?")
+    for name, each in names.items():
+        shape, rank = headers[name].shape, 2 if each.endswith(_MATRICES) else None
+        if 0 in shape or len(shape) != (rank or len(shape)):
+            raise ValueError(f"{folder}: {name} is {list(shape)}: it is damaged, or of another kind of head")
     return names, own
 
 
@@ -165,9 +178,7 @@ def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:
             f"{file}: parallel_draft_step is {variants['parallel_draft_step']}: heads with Medusa's parallel layers "
             "are not supported"
         )
-    scale = variants.get("logit_scale", 1.0)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or scale <= 0:
-        raise ValueError(f"{file}: logit_scale is {scale!r}, but must be a number above 0: correct it")
+    number(variants, "logit_scale", None, file)  # one above 0 changes no greedy proposal
     if boolean(variants, "norm_before_fc", False, file) and boolean(variants, "fc_norm", False, file):
         raise ValueError(f"{file}: norm_before_fc and fc_norm are both true, but exclude each other: correct it")
 
@@ -224,6 +235,12 @@ def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: 
     return True, False
 
 
+def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tuple[tuple[int, ...] | None, str]:
+    """Taps as they are named, and whether they are inputs or outputs of layers."""
+    ids, outputs = layer_ids(variants, AUX_IDS, file), layer_ids(variants, AUX_OUTPUTS, file)
+    return (outputs, "output") if outputs and not ids else (ids, dialect.ids_are)
+
+
 def _mask_token(file: Path, variants: Mapping[str, Any]) -> int:
     found = [count(variants, key, None, file, least=0) for key in MASK_TOKENS if variants.get(key) is not None]
     if not found:
@@ -241,7 +258,10 @@ def _check_presence(
 ) -> None:
     """Norms that the configuration implies are there, and none that it denies."""
     file = folder / "config.json"
-    implied = {"embed_norm.weight": False} if kind != EAGLE else {}
+    layers = range(layer_count(own))
+    implied = {f"layers.{index}.post_attention_layernorm.weight": True for index in layers}
+    implied |= {"input_norm.weight": boolean(variants, "norm_before_fc", False, file) and not final}
+    implied |= {"embed_norm.weight": False} if kind != EAGLE else {}
     if kind != EAGLE:
         implied |= {
             "layers.0.input_layernorm.weight": boolean(variants, "use_input_layernorm_in_first_layer", True, file),
@@ -262,6 +282,12 @@ def _check_presence(
         said = boolean(variants, "use_aux_norm", fc_norm and said is None, file)
     if said != fc_norm:
         raise ValueError(f"{folder}: fc_norm is {said} in config.json, but the tensors differ")
+    normed = sum(own[name].shape[0] for name in own if name.startswith("fc_norm."))
+    fused = own["fc.weight"].shape[1] if said and not final else normed
+    if normed != fused:
+        raise ValueError(
+            f"{folder}: fc_norm has norms of {normed} features together, but fc takes {fused}: is a shard missing?"
+        )
     for key, name in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.gate_proj")):
         if boolean(variants, key, False, file) and f"layers.0.{name}.bias" not in own:
             raise ValueError(f"{folder} lacks layers.0.{name}.bias, which its config.json implies ({key} is true)")

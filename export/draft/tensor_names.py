@@ -1,12 +1,14 @@
 """``DraftHead``'s names of a draft checkpoint's tensors, whatever system wrote them.
 
 A first layer is ``layers.0``, ``midlayer`` (SafeAILab, SpecForge) or ``transformer`` (speculators' EAGLE), later ones
-are ``layers.{i}`` or ``additional_layers.{i - 1}`` (SGLang); each may stand under ``model.`` (NeMo, vLLM).
+are ``layers.{i}``, ``additional_layers.{i - 1}`` (SGLang) or, as the first, ``midlayer.{i}`` (Megatron's ModelOpt);
+each may stand under ``model.`` (NeMo, vLLM).
 """
 
 import re
 
 _PREFIXES = {
+    r"midlayer\.(?=\d)": "layers.",
     r"midlayer\.": "layers.0.",
     r"transformer\.": "layers.0.",
     r"fusion_fc\.": "fc.",

@@ -19,7 +19,8 @@ from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.formulas import Drafter
 from eagle3.export.draft.head import DraftHead, load_draft
-from eagle3.export.draft.reading import MASK_TOKENS, read_draft
+from eagle3.export.draft.kinds import MASK_TOKENS
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.tensor_names import own_name
 from eagle3.export.twin.comparison import TOLERANCE, Comparison
 from eagle3.export.twin.shrink import prompt_length, shrink
@@ -58,7 +59,7 @@ def compare(draft: DraftDescription, taps: int, overridden: bool | None = None, 
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
         twin = read_draft(folder, draft.dialect, overridden)
-        length = prompt_length(small)
+        length = max(prompt_length(small), 2 * CHUNK + CHAIN)  # a head may know fewer positions than a chunk has
         target = _target(small.hidden_size, generator)
         head = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]

@@ -20,6 +20,10 @@ def silent(config: dict[str, Any], file: Path) -> Proposal:
     return Proposal()
 
 
+def nothing(config: dict[str, Any], file: Path) -> None:
+    """Of a dialect that refuses nothing of its own."""
+
+
 @dataclass(frozen=True)
 class Dialect:
     """The facts in which dialects differ; names of tensors are the same in all (``tensor_names.py``)."""
@@ -36,5 +40,9 @@ class Dialect:
     later_norm: str = "input_layernorm"
     """The norm of a later layer's input in a checkpoint that has both."""
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
+    depth_is_targets: bool = False
+    """``num_hidden_layers`` of an EAGLE-3 head is its target's; it has as many layers as it has tensors of."""
+    refuse: Callable[[dict[str, Any], Path], None] = nothing
+    """Raises ValueError for what the dialect's trainer computes in a way of its own."""
     warns_of_residual: bool = False
     """Its systems disagree on what an absent ``norm_before_residual`` means."""

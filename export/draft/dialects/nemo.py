@@ -1,6 +1,9 @@
-"""NVIDIA NeMo: ``LlamaEagle3DraftModel``, every tensor under ``model.``; layer ids are inputs, as vLLM reads them.
+"""NVIDIA NeMo: ``LlamaEagle3DraftModel``, most tensors under ``model.``.
 
-Source: the class's name and prefix as vLLM and SGLang load them.
+An EAGLE-3 head has its target's configuration, depth and all, and one layer; a P-EAGLE says ``parallel_drafting`` and
+has a depth of its own. Training taps the outputs of layers (1, n // 2 - 1, n - 4 by default) and writes no ids: those
+in a file are taken in the trainer's sense. Source: NVIDIA-NeMo/Automodel, ``components/speculative/eagle``
+(``target.py``, ``draft_llama.py``, ``peagle_draft.py``) and ``recipes/llm/train_eagle3.py``.
 """
 
 from collections.abc import Collection
@@ -13,4 +16,4 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
     return "LlamaEagle3DraftModel" in (config.get("architectures") or [])
 
 
-DIALECT = Dialect("nemo", recognizes)
+DIALECT = Dialect("nemo", recognizes, ids_are="output", depth_is_targets=True)
