@@ -13,6 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
+from eagle3.export.lowering.xnnpack import backend as xnnpack
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
 from eagle3.targets.attention import EagerAttention
@@ -50,7 +51,9 @@ def made(target: str, folder: Path):
 def test_weights_are_those_that_transformers_reads_from_the_file(target, tmp_path):
     model, file, draft = made(target, tmp_path)
     plan = make_plan(ExportConfig(target, None, file, draft, backend="xnnpack", max_seq_len=64))
-    loaded = load_speculator(plan, EagerAttention, torch.float32).target.causal_lm.state_dict()
+    loaded = load_speculator(
+        plan, EagerAttention, torch.float32, xnnpack.conversion(plan)
+    ).target.causal_lm.state_dict()
     others = {}
     if target != "mistral-7B":  # whose files are Llama's, of which transformers' loader makes a Llama
         others = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]

@@ -40,8 +40,9 @@ def check_metadata(file: GGUFFile, config: Any, folder: Path) -> None:
 
 def _implied(config: Any) -> Iterator[tuple[str, str, Any]]:
     """Key in the metadata, field in ``config.json``, the value there: one, or a list by layer."""
+    windows = [window.tokens for window in layer_windows(config)]
     layers, full, sliding = config.per_layer_config, None, None
-    for layer, window in zip(layers, layer_windows(config), strict=True):
+    for layer, window in zip(layers, windows, strict=True):
         full, sliding = (full, layer) if window else (layer, sliding)
     one = full or sliding
     width, heads = getattr(one, "head_dim", None), config.num_attention_heads
@@ -59,8 +60,8 @@ def _implied(config: Any) -> Iterator[tuple[str, str, Any]]:
     yield "attention.key_length_swa", "head_dim", getattr(sliding, "head_dim", None)
     yield "attention.value_length_swa", "head_dim", getattr(sliding, "head_dim", None)
     yield "attention.layer_norm_rms_epsilon", "rms_norm_eps", config.rms_norm_eps
-    yield "attention.sliding_window", "sliding_window", max(layer_windows(config)) or None
-    pattern = [bool(window) for window in layer_windows(config)] if full and sliding else None
+    yield "attention.sliding_window", "sliding_window", max(windows) or None
+    pattern = [bool(window) for window in windows] if full and sliding else None
     yield "attention.sliding_window_pattern", "layer_types", pattern
     yield "rope.freq_base", "rope_parameters", ropes["full_attention"].get("rope_theta")
     yield "rope.freq_base_swa", "rope_parameters", ropes["sliding_attention"].get("rope_theta")

@@ -52,9 +52,7 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     text_config = read.get_text_config()
-    text_config.__dict__.pop(
-        "quantization_config", None
-    )  # says how the weights are stored, which is a source's to read
+    text_config.__dict__.pop("quantization_config", None)  # how the weights are stored: a source reads it
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
