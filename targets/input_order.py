@@ -45,4 +45,5 @@ def use_input_orders(model: nn.Module) -> None:
 
 
 def _permute(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    return (args[0].index_select(-1, getattr(module, INPUT_ORDER)),)
+    # no index_select: without a GPU it does not lower to CUDA
+    return (args[0][..., getattr(module, INPUT_ORDER)],)
