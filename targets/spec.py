@@ -126,7 +126,7 @@ class TargetSpec:
     model_types: tuple[str, ...] = ()
     """transformers' ``model_type`` of the text configurations that the family reads; none: any."""
     checkpoint: Path | None = None
-    """Shipped with the package; otherwise ``--checkpoint`` names a Hugging Face folder."""
+    """Shipped with the package; otherwise ``--checkpoint`` names a Hugging Face folder or a GGUF file."""
     draft: Path | None = None
     max_seq_len: int = 4096
     """Default of ``--max-seq-len``, in tokens."""

@@ -1,9 +1,12 @@
 """The small-M dispatch: what takes which kernel, that the exporter sees it, and that nothing of it stays."""
 
+import gguf
 import pytest
 import torch
 from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
+from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+from gguf_files import TYPES, random_blocks
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
@@ -12,7 +15,7 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
-from eagle3.export.lowering.cuda.k_quants import KQuantTensor
+from eagle3.export.lowering.cuda.k_quants import KQuantTensor, lay_out
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
 
 KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
@@ -95,6 +98,31 @@ def test_results_are_those_of_the_dequantized_weights(rows):
     expected = F.linear(F.linear(table[tokens], proj, model.proj.bias.float()), head)
     with small_m_dispatch(8):
         torch.testing.assert_close(model(tokens).float(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_go_the_same_ways_and_give_the_same_values(kind):
+    model = Model(last=True)
+    weights = {}
+    for name, rows in (("embed_tokens", 32), ("proj", 256), ("lm_head", 32)):
+        raw = random_blocks(kind, rows, 256, seed=rows)
+        weights[name] = torch.from_numpy(gguf.dequantize(raw, TYPES[kind]))
+        blocks = ExportableGGUFTensor(torch.from_numpy(raw), kind.lower(), torch.float32)
+        model.get_submodule(name).weight = nn.Parameter(blocks, requires_grad=False)
+    lay_out(model)
+    with small_m_dispatch(8):
+        verify, prefill = traced(model, 2, 8), traced(model, 9, 64)
+    assert check_linears("target_verify", verify) == {"small_m": 2, "dequantize": 0}
+    assert check_linears("prefill", prefill) == {"small_m": 1, "dequantize": 1}
+    assert [use.kind for use in quantized_uses(verify) if use.layer == "embed_tokens"] == ["gather"]
+    for program, rows in ((verify, 5), (prefill, 20)):
+        tokens = torch.arange(rows)[None]
+        x = F.linear(
+            weights["embed_tokens"][tokens[:, -1:]].bfloat16().float(), weights["proj"], model.proj.bias.float()
+        )
+        expected = F.linear(x, weights["lm_head"])
+        found = program.module()(tokens).float()
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,14 @@ def test_an_architecture_and_a_configuration_of_two_families_are_both_named(tmp_
     assert code == 1 and "is qwen3 (for qwen3)" in line and "is a llama" in line
 
 
+def test_a_head_that_is_neither_in_the_file_nor_the_embedding_is_missed(tmp_path):
+    model, _, draft = made("llama3.1-8B", tmp_path)
+    model.config.tie_word_embeddings = True  # so that the file has no output.weight; config.json says otherwise
+    file = transformers_gguf(tmp_path / "tied.gguf", model, "llama", KINDS)
+    with pytest.raises(ValueError, match=r"tied\.gguf lacks lm_head\.weight, which its config\.json implies"):
+        make_plan(ExportConfig("llama3.1-8B", None, file, draft, backend="xnnpack", max_seq_len=64))
+
+
 def test_rope_factors_of_llama_3_are_those_of_the_configuration(tmp_path):
     model, _, draft = made("llama3.1-8B", tmp_path)
     rotary = model.model.rotary_emb

@@ -128,11 +128,21 @@ class GGUFFile(Source):
         if self.architecture.norm_shift and name.endswith("norm.weight"):
             return value - self.architecture.norm_shift
         if self.architecture.rotary_rows and re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
-            heads = self.field("{arch}.attention.head_count")
+            heads = self._heads("attention.head_count")
             if ".attn_k." in name:
-                heads = self.field("{arch}.attention.head_count_kv") or heads
+                heads = self._heads("attention.head_count_kv", heads)
             return _halves_apart(value, heads)
         return value
+
+    def _heads(self, key: str, default: int | None = None) -> int:
+        """The same in every layer, as in all models whose rows llama.cpp reorders."""
+        found = self.field(f"{{arch}}.{key}")
+        heads = set(found) if isinstance(found, list) else {default if found is None else found}
+        if len(heads) != 1 or None in heads:
+            raise ValueError(
+                f"{self.path}: its metadata has {found} for {key}, but must have one number: copy it again"
+            )
+        return heads.pop()
 
 
 def super_scales(value: "ExportableGGUFTensor") -> Tensor:
