@@ -92,6 +92,8 @@ def biases(*names, size):
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
 FC_NORMS = norms("fc_norm.0", "fc_norm.1", "fc_norm.2")
 VARIANTS = {
     "older names of the aux norms": (
@@ -166,6 +168,7 @@ VARIANTS = {
         {"eagle_config": {IDS: [1, 3, 4, 8, 12]}},
     ),
     "llama3 rope": ("safeailab", random_head(), {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "SpecForge's yarn": ("specforge", random_head(), {"rope_scaling": YARN}),
     "linear rope of old": ("safeailab", random_head(), {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "mrope, for text": ("angelslim", random_head(), {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
     "partial rotary": ("sglang", random_head(), {"partial_rotary_factor": 0.5}),
@@ -320,8 +323,10 @@ def refusal(call, *args) -> str:
             "safeailab",
             random_head(),
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5},
-            "computes with 10000",
+            "rope_theta beside a linear rope_scaling is 500000.0, which SafeAILab's code takes no notice of",
         ),
+        ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code takes no notice of"),
+        ("specforge", random_head(), {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
         ("angelslim", random_head(), {"logit_scale": 0}, "logit_scale is 0"),
         ("angelslim", random_head(), {"model_type": "gemma2"}, "'gemma2'"),
         ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),

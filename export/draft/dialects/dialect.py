@@ -24,6 +24,17 @@ def nothing(config: dict[str, Any], file: Path) -> None:
     """Of a dialect that refuses nothing of its own."""
 
 
+def refuse_unheeded(trainer: str, said: dict[str, Any], file: Path) -> None:
+    """Raise ValueError for keys that other systems heed, and the trainer's own code does not. ``said``: those that are
+    not as the trainer takes them."""
+    for key, value in said.items():
+        if value is not None:
+            raise ValueError(
+                f"{file}: {key} is {value}, which {trainer}'s code takes no notice of: take it out if that trained the "
+                "head, else type --draft-dialect sglang"
+            )
+
+
 @dataclass(frozen=True)
 class Dialect:
     """The facts in which dialects differ; names of tensors are the same in all (``tensor_names.py``)."""

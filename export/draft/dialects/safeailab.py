@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.dialects.dialect import Dialect
+from eagle3.export.draft.dialects.dialect import Dialect, refuse_unheeded
 
 
 def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
@@ -16,13 +16,12 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
 
 
 def refuse(config: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for a scaled rope of a base of its own: SafeAILab's code then takes 10000 in silence."""
-    scaling, base = config.get("rope_scaling"), config.get("rope_theta")
-    if isinstance(scaling, dict) and scaling.get("type") == "linear" and base not in (None, 10000):
-        raise ValueError(
-            f"{file}: rope_theta is {base} beside a linear rope_scaling, which SafeAILab's code computes with 10000: "
-            "write 10000 if it trained the head, else type --draft-dialect sglang"
-        )
+    """Raise ValueError for a rope that SafeAILab's code computes in a way of its own: a scaled one has the base 10000
+    whatever ``rope_theta`` says, and every one turns all of a head."""
+    scaling, base, part = (config.get(key) for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"))
+    scaled = isinstance(scaling, dict) and scaling.get("type") == "linear"
+    said = {"rope_theta beside a linear rope_scaling": base if scaled and base != 10000 else None}
+    refuse_unheeded("SafeAILab", said | {"partial_rotary_factor": None if part == 1 else part}, file)
 
 
 DIALECT = Dialect("safeailab", recognizes, refuse=refuse)

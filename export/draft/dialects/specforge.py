@@ -8,9 +8,10 @@ Source: SpecForge 0.2.0, ``modeling/draft/llama3_eagle.py`` and ``peagle.py``.
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.dialects.dialect import Dialect
+from eagle3.export.draft.dialects.dialect import Dialect, refuse_unheeded
 
 
 def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
@@ -18,4 +19,22 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
     return "PEagleDraftModel" in named or ("LlamaForCausalLMEagle3" in named and "norm_output" not in config)
 
 
-DIALECT = Dialect("specforge", recognizes, ids_are="output", norm_output_feeds=False, later_norm="hidden_norm")
+def refuse(config: dict[str, Any], file: Path) -> None:
+    """Raise ValueError for parts of a rope that SpecForge's code knows nothing of; a yarn without ``mscale`` is not of
+    its making, since it fails there."""
+    rope = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope |= config[key] if isinstance(config.get(key), dict) else {}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    yarn = rope if "mscale" in rope else {}
+    said = {"partial_rotary_factor": None if part == 1 else part}
+    said |= {
+        "truncate": False if yarn.get("truncate") is False else None,
+        "attention_factor": yarn.get("attention_factor"),
+    }
+    refuse_unheeded("SpecForge", said, file)
+
+
+DIALECT = Dialect(
+    "specforge", recognizes, refuse=refuse, ids_are="output", norm_output_feeds=False, later_norm="hidden_norm"
+)
