@@ -8,14 +8,21 @@ import pytest
 import torch
 import triton.experimental.gluon.language  # noqa: F401  (it copies the library while that is not interpreted)
 import triton.language as tl
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from random_checkpoints import FAMILIES, SIZE
 from test_small_m import _dot, _round_to_bf16
 from torch import nn
+from torch._inductor import config as inductor
 from torch.export import Dim
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
+from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.experts import FusedExperts, expert_rules, use_fused_experts
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
 from eagle3.targets.decoder_layers import skeleton
 from eagle3.targets.experts import Experts
@@ -37,23 +44,26 @@ def by_interpreter(kernel):
 
 @contextmanager
 def interpreted():
-    """Triton's own library was made for compiling: its functions are interpreted like the kernels that call them."""
+    """Triton's own library was made for compiling: its functions are interpreted like the kernels that call them. The
+    interpreter leaves the language changed after such a call."""
     ops = {name: getattr(fused_moe, name)._init_fn for name in ("fused_moe", "fused_moe_batched_gemm")}
-    library = [
-        mock.patch.multiple(
-            module,
-            **{name: InterpretedFunction(f.fn) for name, f in vars(module).items() if isinstance(f, JITFunction)},
-        )
-        for module in (tl, tl.standard)
-    ]
-    with (
-        library[0],
-        library[1],
-        mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16),
-        mock.patch.object(fused_moe, "wrap_triton", by_interpreter),
-        mock.patch.multiple(torch.ops.triton, **ops),
-    ):
-        yield
+    before = {owner: dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.standard, tl.tensor)}
+    try:
+        for module in (tl, tl.standard):
+            for name, value in before[module].items():
+                if isinstance(value, JITFunction):
+                    setattr(module, name, InterpretedFunction(value.fn))
+        with (
+            mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16),
+            mock.patch.object(fused_moe, "wrap_triton", by_interpreter),
+            mock.patch.multiple(torch.ops.triton, **ops),
+        ):
+            yield
+    finally:
+        for owner, names in before.items():
+            for name, value in names.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
 
 
 def random_experts(name: str) -> tuple[Experts, Experts]:
@@ -109,3 +119,17 @@ def test_experts_are_known_by_what_their_gate_computes(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
     rules = [rule.pattern for rule in expert_rules(model)]
     assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_a_chunk_is_compiled_without_a_gpu():
+    fused, _ = random_experts("qwen3-30B-A3B")
+    given = torch.randn(63, 64, dtype=torch.bfloat16), torch.zeros(63, 3, dtype=torch.int64), torch.ones(63, 3)
+    rows = Dim("rows", min=9, max=64)
+    program = torch.export.export(fused, given, dynamic_shapes=({0: rows},) * 3, strict=False)
+    specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
+    with named_gpu("sm_90"), inductor.patch(OPTIONS):
+        lowered = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+    calls = [node.target for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
+    assert torch.ops.higher_order.executorch_call_delegate in calls
+    assert not any("triton" in str(call) for call in calls)

@@ -36,6 +36,7 @@ def test_operators_of_fake_tensors_on_the_gpu_ask_for_no_device():
         x, at = torch.empty(5, 3, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
         assert [x[1:].shape, x[at].shape, x[2].shape, (~(x > 0)).shape] == [(4, 3), (2, 3), (3,), (5, 3)]
         x[1:], x[at] = torch.empty(4, 3, device="cuda"), torch.empty(2, 3, device="cuda")
+        assert x.copy_(x.clone()) is x
     real = torch.arange(6).view(3, 2)
     with operators():
         real[1:], real[torch.tensor([0])] = torch.tensor([7, 8]), torch.tensor([9, 9])

@@ -1,8 +1,8 @@
 """Part 2: Triton compiles for the named GPU; nothing is loaded on a GPU or launched.
 
 Code is kept to what later architectures run as well. Triton would compile for sm_90a, whose PTX is for that one
-architecture (NVIDIA's PTX ISA, ".target"); here it compiles for sm_90, and a configuration that needs more (wgmma,
-tcgen05) is passed over for the next one.
+architecture (NVIDIA's PTX ISA, ".target"); here it compiles for sm_90, with the matrix instructions of sm_89: for wgmma
+and tcgen05 LLVM would end the process. A configuration that still needs more is passed over for the next one.
 """
 
 import os
@@ -22,6 +22,8 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+
+LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 
 
 class NamedDriver:
@@ -53,6 +55,11 @@ class NamedDriver:
 @contextmanager
 def compiling(gpu: Gpu) -> Iterator[None]:
     """Within it, each kernel is compiled with the first of its configurations that fits ``gpu``, and kept."""
+
+    make_ttgir = compiler.CUDABackend.make_ttgir
+
+    def make_plain_ttgir(mod, metadata, opt, capability):
+        return make_ttgir(mod, metadata, opt, min(capability, LAST_PLAIN))
 
     def compile_first_that_fits(self: CachingAutotuner) -> None:
         if self.compile_results:
@@ -89,6 +96,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             # Triton's cache does not know of the plain architecture, so that what is compiled here is kept apart.
             patch.dict(os.environ, {"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
             patch.object(compiler, "sm_arch_from_capability", lambda capability: f"sm_{capability}"),
+            patch.object(compiler.CUDABackend, "make_ttgir", staticmethod(make_plain_ttgir)),
             patch.object(compile_utils, "_nvcc_arch_as_compile_option", lambda: str(gpu.arch)),
             patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
             patch.object(CachingAutotuner, "_precompile_worker", compile_first_that_fits),

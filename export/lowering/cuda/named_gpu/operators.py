@@ -1,7 +1,8 @@
 """Part 5: Python's operators of tensors on a GPU that is not there.
 
-``~x``, ``x[i]`` and ``x[i] = y`` switch to the tensor's device first, which a CPU build of torch refuses, though the
-tensor is a fake one. The operations that they stand for ask nothing. ExecuTorch's Triton ops use these forms.
+``~x``, ``x[i]``, ``x[i] = y`` and ``x.copy_(y)`` switch to the tensor's device first, which a CPU build of torch
+refuses, though the tensor is a fake one. The operations that they stand for ask nothing. ExecuTorch's Triton ops use
+these forms, and Inductor where it puts an assignment in place.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-_get, _set, _invert = Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__
+_get, _set, _invert, _copy = Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.copy_
 
 
 def _item(tensor: Tensor, index: Any) -> Tensor:
@@ -41,8 +42,13 @@ def _inverted(tensor: Tensor) -> Tensor:
     return torch.bitwise_not(tensor) if tensor.device.type == "cuda" else _invert(tensor)
 
 
+def _copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    copy = aten.copy_.default if tensor.device.type == "cuda" else _copy
+    return copy(tensor, source, non_blocking)
+
+
 @contextmanager
 def operators() -> Iterator[None]:
     """Within it, the operators work on fake tensors of a GPU, with the indices above."""
-    with patch.multiple(Tensor, __getitem__=_item, __setitem__=_set_item, __invert__=_inverted):
+    with patch.multiple(Tensor, __getitem__=_item, __setitem__=_set_item, __invert__=_inverted, copy_=_copied):
         yield
