@@ -88,9 +88,15 @@ def _check_tokenizers(draft: Path, target: Path) -> None:
         return
     from tokenizers import Tokenizer
 
-    spoken, known = (
-        {id: token for token, id in Tokenizer.from_file(str(file)).get_vocab().items()} for file in (draft, target)
-    )
+    def read(file: Path) -> dict[int, str]:
+        try:
+            return {id: token for token, id in Tokenizer.from_file(str(file)).get_vocab().items()}
+        except Exception as error:  # tokenizers has no class of its own for it
+            raise ValueError(
+                f"{file} is no tokenizer that the tokenizers library reads ({error}): copy it again"
+            ) from error
+
+    spoken, known = read(draft), read(target)
     differ = sorted(id for id in spoken.keys() & known.keys() if spoken[id] != known[id])
     if differ:
         id = differ[0]

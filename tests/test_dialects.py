@@ -346,6 +346,9 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path):
         assert "up_proj.weight holds 1 values of 8,192 that are NaN or infinite" in line
 
 
+META = torch.ones(2, 2, device="meta")
+
+
 def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):
     folder = write(tmp_path / "head", "safeailab", pickled=True)
 
@@ -358,8 +361,11 @@ def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
     (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut short")
     assert "truncated or no PyTorch file" in refusal(read_draft, folder)
-    torch.save({"epoch": 3}, folder / "pytorch_model.bin")
-    assert "no state dictionary" in refusal(read_draft, folder)
+    for state in ({"epoch": 3}, {1: torch.ones(2)}, {"fc.weight": torch.eye(2).to_sparse()}, {"fc.weight": META}):
+        torch.save(state, folder / "pytorch_model.bin")
+        assert "no state dictionary" in refusal(read_draft, folder)
+    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    assert "git lfs pull" in refusal(read_draft, folder)
 
 
 def test_pickled_shards_are_one_checkpoint_and_a_missing_one_is_named(tmp_path):
@@ -373,6 +379,13 @@ def test_pickled_shards_are_one_checkpoint_and_a_missing_one_is_named(tmp_path):
     for number, part in enumerate(parts):
         torch.save(part, folder / f"pytorch_model-{number}.bin")
     assert torch.equal(run(folder)[2], whole[2])
+    again = {"fc.weight": tensors["fc.weight"]}
+    for number, part in enumerate(parts):
+        torch.save(part | again, folder / f"pytorch_model-{number}.bin")
+    assert "has fc.weight twice" in refusal(read_draft, folder)
+    torch.save(parts[0], folder / "pytorch_model-0.bin")
+    torch.save(without(parts[1], "fc.weight", "norm.weight"), folder / "pytorch_model-1.bin")
+    assert "but no file has it" in refusal(read_draft, folder)
     (folder / "pytorch_model-1.bin").unlink()
     assert "pytorch_model-1.bin is missing" in refusal(read_draft, folder)
 
@@ -393,6 +406,8 @@ def test_a_head_for_another_family_or_tokenizer_is_refused(tmp_path):
         (where / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
     line = refusal(check_trained_for, read_draft(folder), other)
     assert "differ in 2 ids" in line and "'a'" in line and "'b'" in line
+    (folder / "tokenizer.json").write_text("{}")
+    assert "no tokenizer" in refusal(check_trained_for, read_draft(folder), other)
 
 
 def test_a_head_whose_taps_are_not_named_and_not_three_asks_for_them(tmp_path):

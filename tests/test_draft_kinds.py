@@ -139,6 +139,8 @@ def test_a_peagle_without_a_mask_token_or_an_embedding_is_refused(tmp_path):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"mask_token_id": None}))
     assert "mask_token_id" in refusal(copy)
+    (copy / "config.json").write_text(json.dumps(config | {"mask_token_id": VOCAB}))
+    assert "the mask token is 96, but embed_tokens.weight has 96 rows" in refusal(copy)
     tensors = load_file(copy / "model.safetensors")
     del tensors["embed_tokens.weight"]
     save_file(tensors, copy / "model.safetensors")

@@ -33,10 +33,19 @@ class PickledFolder(Source):
         return files
 
     def headers(self) -> dict[str, TensorHeader]:
-        return {
-            name: TensorHeader(tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)), tensor.nbytes)
-            for name, tensor in self.tensors()
-        }
+        headers: dict[str, TensorHeader] = {}
+        for name, tensor in self.tensors():
+            if name in headers:
+                raise ValueError(f"{self.path} has {name} twice, in two files of {INDEX_FILE}: remove the older one")
+            dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype))
+            headers[name] = TensorHeader(tuple(tensor.shape), dtype, tensor.nbytes)
+        if not (self.path / SINGLE_FILE).is_file():
+            for name, file in weight_map(self.path / INDEX_FILE).items():
+                if name not in headers:
+                    raise ValueError(
+                        f"{INDEX_FILE} of {self.path} puts {name} into {file}, but no file has it: copy both again"
+                    )
+        return headers
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files():
@@ -48,6 +57,13 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         state = _load(file)
     except pickle.UnpicklingError as error:
+        with file.open("rb") as opened:
+            begins = opened.read(2)
+        if begins != b"PK" and begins[:1] != b"\x80":  # neither of torch.save's formats: a web page, a Git LFS pointer
+            raise ValueError(
+                f"{file} ({file.stat().st_size} bytes) is no PyTorch file: copy or download it again; in a clone, type "
+                "git lfs pull"
+            ) from error
         raise ValueError(
             f"{file} is a pickle of more than tensors, which may run code when it is loaded ({_first_line(error)}): "
             "save its state dictionary as safetensors"
@@ -58,9 +74,14 @@ def _read(file: Path) -> dict[str, Tensor]:
             "download it again"
         ) from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{file} holds no state dictionary, names to tensors: save the model's state_dict()")
+    if not isinstance(state, dict) or not all(_is_dense(name, value) for name, value in state.items()):
+        raise ValueError(f"{file} holds no state dictionary, names to dense tensors: save the model's state_dict()")
     return state
+
+
+def _is_dense(name: Any, value: Any) -> bool:
+    dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    return isinstance(name, str) and dense
 
 
 def _load(file: Path) -> Any:

@@ -142,7 +142,7 @@ def _describe(
         later_norm=later,
         shares_lm_head=shares,
         ties_lm_head=ties,
-        mask_token_id=_mask_token(file, variants) if kind == P_EAGLE else None,
+        mask_token_id=_mask_token(file, variants, own) if kind == P_EAGLE else None,
         selector=selector,
         windows=windows(file, layer, layers),
         chain_len=proposal.chain_len,
@@ -241,10 +241,15 @@ def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tu
     return (outputs, "output") if outputs and not ids else (ids, dialect.ids_are)
 
 
-def _mask_token(file: Path, variants: Mapping[str, Any]) -> int:
+def _mask_token(file: Path, variants: Mapping[str, Any], own: Headers) -> int:
     found = [count(variants, key, None, file, least=0) for key in MASK_TOKENS if variants.get(key) is not None]
     if not found:
         raise ValueError(f"{file} has none of {', '.join(MASK_TOKENS)}, which a P-EAGLE head proposes from: add it")
+    if found[0] >= own["embed_tokens.weight"].shape[0]:
+        raise ValueError(
+            f"{file}: the mask token is {found[0]}, but embed_tokens.weight has {own['embed_tokens.weight'].shape[0]} "
+            "rows: correct it"
+        )
     return found[0]
 
 
