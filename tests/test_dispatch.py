@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
-from eagle3.export.lowering.cuda.k_quants import KQuantTensor, lay_out
+from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
 
 KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
@@ -108,8 +108,7 @@ def test_k_quants_go_the_same_ways_and_give_the_same_values(kind):
         raw = random_blocks(kind, rows, 256, seed=rows)
         weights[name] = torch.from_numpy(gguf.dequantize(raw, TYPES[kind]))
         blocks = ExportableGGUFTensor(torch.from_numpy(raw), kind.lower(), torch.float32)
-        model.get_submodule(name).weight = nn.Parameter(blocks, requires_grad=False)
-    lay_out(model)
+        model.get_submodule(name).weight = nn.Parameter(laid_out(blocks), requires_grad=False)
     with small_m_dispatch(8):
         verify, prefill = traced(model, 2, 8), traced(model, 9, 64)
     assert check_linears("target_verify", verify) == {"small_m": 2, "dequantize": 0}

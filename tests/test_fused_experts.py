@@ -13,12 +13,12 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from random_checkpoints import FAMILIES, SIZE
-from test_small_m import _dot, _round_to_bf16
 from torch import nn
 from torch._inductor import config as inductor
 from torch.export import Dim
 from triton.runtime import JITFunction
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from triton.runtime.interpreter import InterpretedFunction
+from triton_interpreter import bfloat16_done_right
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.experts import FusedExperts, expert_rules, use_fused_experts
@@ -54,7 +54,7 @@ def interpreted():
                 if isinstance(value, JITFunction):
                     setattr(module, name, InterpretedFunction(value.fn))
         with (
-            mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16),
+            bfloat16_done_right(),
             mock.patch.object(fused_moe, "wrap_triton", by_interpreter),
             mock.patch.multiple(torch.ops.triton, **ops),
         ):

@@ -30,12 +30,16 @@ def _round_to_bf16(self, src, dst_type) -> TensorHandle:
     return _cast(self, src, dst_type)
 
 
+def bfloat16_done_right():
+    """As it comes the interpreter multiplies bf16's bits and truncates to it."""
+    return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16)
+
+
 @contextmanager
 def interpreted(*modules: ModuleType) -> Iterator[None]:
-    """The kernels of ``modules``, and what they call, on host tensors. As it comes the interpreter multiplies bf16's
-    bits and truncates to it."""
+    """The kernels of ``modules``, and what they call, on host tensors."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16))
+        stack.enter_context(bfloat16_done_right())
         for module in modules:
             kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
             wrapped = {name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}
