@@ -22,6 +22,8 @@ def check_rope(config: Any, where: str) -> None:
         kind = each.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise ValueError(f"{where}: rope_type is {json.dumps(kind)}, which transformers does not know: correct it")
+        if each.get("rope_theta", 1.0) is None:
+            raise ValueError(f"{where}: rope_theta is null, but must be a number above 0: correct it")
         number(each, "rope_theta", None, where)
         number(each, "partial_rotary_factor", None, where, most=1)
         if kind in _BY_LENGTH:

@@ -201,11 +201,11 @@ def _output_norm(
     """Whether lm_head takes the state normed, and whether the next step does."""
     said = boolean(variants, "norm_output", False, file)
     if variants.get("norm_output") is not None and dialect.name in ("sglang", "specforge"):
-        other = "specforge" if dialect.name == "sglang" else "sglang"
+        other = {"sglang": "specforge if SpecForge 0.2 or older", "specforge": "sglang if anything but SpecForge 0.2"}
         meaning = "the next step's feature" if dialect.norm_output_feeds else "what lm_head takes"
         warnings.append(
             f"{file}: norm_output is {str(said).lower()}, read as {dialect.name} does, of {meaning}: type "
-            f"--draft-dialect {other} if the head was trained by it"
+            f"--draft-dialect {other[dialect.name]} trained the head"
         )
     if not dialect.norm_output_feeds:
         return boolean(variants, "norm_output", True, file) and "norm.weight" in own, False

@@ -1,7 +1,9 @@
 """NVIDIA ModelOpt: flat Llama keys, variants in ``eagle_config``.
 
-Its layer ids are those whose output it hooks (1, n // 2 - 1, n - 4 by default), as TensorRT-LLM counts them. Source:
-nvidia-modelopt 0.47.0, ``export/plugins/hf_spec_configs.py`` and ``speculative/plugins/hf_eagle.py``.
+Its layer ids are those whose output it hooks (1, n // 2 - 1, n - 4 by default), as TensorRT-LLM counts them. Training
+by 0.47 passes the feature through ``input_layernorm`` before ``hidden_norm``; older versions did not, nor does any
+engine that runs its heads, and files do not tell: here the feature is normed once. Source: nvidia-modelopt 0.47.0,
+``export/plugins/hf_spec_configs.py``, ``speculative/plugins/hf_eagle.py`` and ``modeling_eagle.py``.
 """
 
 from collections.abc import Collection

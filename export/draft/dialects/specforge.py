@@ -1,8 +1,9 @@
-"""SpecForge, which trains for SGLang: its ``norm_output`` says only whether lm_head takes the normed state (true unless
-said), and never feeds it back; its layer ids are outputs.
+"""SpecForge up to 0.2, which trains for SGLang: its ``norm_output`` says only whether lm_head takes the normed state
+(true unless said), and never feeds it back; its layer ids are outputs.
 
-A configuration does not tell it from one that was written for SGLang (``sglang.py``), so that ``norm_output`` in one
-asks for ``--draft-dialect``. Its P-EAGLE heads are ``PEagleDraftModel`` with flat keys.
+A later SpecForge means by ``norm_output`` what SGLang does (its pull request 879). A configuration does not tell the
+one from the other (``sglang.py``), so that ``norm_output`` in it asks for ``--draft-dialect``. Its P-EAGLE heads are
+``PEagleDraftModel`` with flat keys.
 
 Source: SpecForge 0.2.0, ``modeling/draft/llama3_eagle.py`` and ``peagle.py``.
 """
