@@ -90,6 +90,15 @@ def biases(*names, size):
     return {f"{name}.bias": torch.randn(size, generator=generator) for name in names}
 
 
+def more_heads(heads):
+    generator = torch.Generator().manual_seed(10)
+    shapes = {"q_proj": (16 * heads, 2 * HIDDEN), "o_proj": (HIDDEN, 16 * heads)}
+    return {
+        f"layers.0.self_attn.{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0}
@@ -161,6 +170,11 @@ VARIANTS = {
     ),
     "heads wider than hidden_size": ("specforge", random_head(head_dim=32), {"head_dim": 32}),
     "a head_dim that SafeAILab ignores": ("safeailab", random_head(), {"head_dim": 32}),
+    "a number of heads that does not divide hidden_size": (
+        "sglang",
+        random_head() | more_heads(6),
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    ),
     "one tap": ("angelslim", random_head(taps=1), {IDS: [9]}),
     "five taps, the last layer's output among them": (
         "nemo",

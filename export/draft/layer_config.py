@@ -50,13 +50,21 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
     for key in ("rope_scaling", "rope_parameters"):
         nested(fields, key, file)
         _text_alone(wanted.get(key))
+    heads = wanted.get("num_attention_heads")
+    if heads and wanted.get("num_key_value_heads") is None:
+        wanted["num_key_value_heads"] = heads
     try:
-        read = AutoConfig.for_model(model_type if model_type in FAMILIES else "llama", **wanted)
+        # transformers wants a number of heads that divides hidden_size, though heads may have a size of their own.
+        one = {"num_attention_heads": 1} if heads else {}
+        read = AutoConfig.for_model(model_type if model_type in FAMILIES else "llama", **wanted | one)
+        read.num_attention_heads = heads or read.num_attention_heads
         config = LlamaConfig(
             **{key: getattr(read, key, None) for key in (*_SIZES[:-1], "hidden_act", "rms_norm_eps")}
-            | {"rope_parameters": deepcopy(read.rope_parameters), "head_dim": _head_dim(read, headers)},
+            | {"rope_parameters": deepcopy(read.rope_parameters), "head_dim": _head_dim(read, headers)}
+            | {"num_attention_heads": 1},
             num_hidden_layers=wanted.get("num_hidden_layers") or 1,
         )
+        config.num_attention_heads = read.num_attention_heads
     except Exception as error:  # transformers validates field by field, with errors of its own kinds
         cause = error.__cause__ if isinstance(error.__cause__, TypeError | ValueError) else error
         reason = " ".join(str(cause).partition(" Errors: ")[0].split())
