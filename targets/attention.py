@@ -39,8 +39,8 @@ class KVCacheShape:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
-        return 2 * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
+        """Of keys and values; at the most with sinks, for which a backend may make heads twice as wide."""
+        return (4 if self.sinks else 2) * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
 
 
 AttentionFactory = Callable[[KVCacheShape], nn.Module]
