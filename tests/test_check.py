@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.export import check
 from eagle3.export.check import check_artifact, compare_tokens, sample_prompts
+from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
+from eagle3.export.taps import choose_taps
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -78,7 +80,8 @@ def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artif
     assert "--aux-convention output" in text and "norm_before_residual (true)" in text
     assert "trained for gemma4-tiny" in text
     assert outcome.record["mean_acceptance_length"] == 1.0 and not outcome.record["compared_with_eager"]
-    counting_outputs = dataclasses.replace(plan, config=dataclasses.replace(plan.config, aux_convention="output"))
+    taps = choose_taps(plan.draft, plan.target_config, None, "output")
+    counting_outputs = dataclasses.replace(plan, chosen_taps=taps)
     assert "--aux-convention input" in "\n".join(check_artifact(artifact, counting_outputs, None).warning)
 
 
@@ -105,8 +108,8 @@ def test_a_weight_that_is_no_number_is_named(value, tmp_path):
     tensors["b"][2] = value
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="b holds 1 values of 4 that are NaN or infinite"):
-        check_finite(tmp_path, lambda name: True)
-    check_finite(tmp_path, lambda name: name != "b")
+        check_finite(open_source(tmp_path), lambda name: True)
+    check_finite(open_source(tmp_path), lambda name: name != "b")
 
 
 @pytest.mark.parametrize(("which", "name"), [("checkpoint", "model.norm.weight"), ("draft", "fc.weight")])

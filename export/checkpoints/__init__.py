@@ -13,8 +13,8 @@ SOURCES: tuple[type[Source], ...] = (GGUFFile, Mxfp4Folder, PackedFolder, Safete
 
 
 def open_source(path: Path) -> Source:
-    """The checkpoint at ``path``; one that no source recognizes fails as the first of them does."""
-    return next((source for source in SOURCES if source.recognizes(path)), SOURCES[0])(path)
+    """The checkpoint at ``path``; one that no source recognizes fails as a folder of safetensors does."""
+    return next((source for source in SOURCES if source.recognizes(path)), SafetensorsFolder)(path)
 
 
 __all__ = ["SOURCES", "Source", "open_source"]
