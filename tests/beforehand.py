@@ -14,6 +14,7 @@ ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
 COMMANDS = {  # by fixture; the folder comes last
     "cuda_artifact": ("-m", "eagle3.export.cli", "--target-model", "gemma4-tiny", *ARCH, "--output-dir"),
     "host_artifact": (str(Path(__file__).with_name("host_artifact.py")),),
+    "family_exports": (str(Path(__file__).with_name("family_exports.py")),),
 }
 
 

@@ -57,6 +57,11 @@ def artifact(tmp_path_factory):
 BEFOREHAND = pytest.StashKey[Beforehand]()
 
 
+def pytest_collection_modifyitems(items):
+    """What is made beforehand last is wanted last."""
+    items.sort(key=lambda item: "family_exports" in item.fixturenames)
+
+
 def pytest_collection_finish(session):
     wanted = {name for item in session.items for name in item.fixturenames}
     if not session.config.option.collectonly:
@@ -78,6 +83,12 @@ def cuda_artifact(request):
 def host_artifact(request):
     """gemma4-tiny packed as for CUDA and compiled for the CPU (``host_artifact.py``): the artifact's folder."""
     return request.config.stash[BEFOREHAND]["host_artifact"]
+
+
+@pytest.fixture(scope="session")
+def family_exports(request):
+    """A folder for each model that ``family_exports.py`` exported, with its target, draft and out."""
+    return request.config.stash[BEFOREHAND]["family_exports"]
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,8 @@ def test_the_target_has_one_cache_for_its_methods_and_the_draft_its_own(found):
 
 
 def test_metadata_is_the_contract_with_the_manifest_expanded(found, artifact):
-    assert list(found["metadata"]) == [field.metadata["method"] for field in fields(Metadata)]
+    methods = [field.metadata["method"] for field in fields(Metadata)]
+    assert list(found["metadata"]) == [name for name in methods if name != "get_proposals"]  # a P-EAGLE's
     opened = open_artifact(artifact).metadata
     expected = opened.constant_methods() | {"get_manifest": opened.manifest}
     assert found["metadata"] == json.loads(json.dumps(expected))

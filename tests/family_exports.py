@@ -1,0 +1,68 @@
+"""Exports a random model of each kind with a random draft of each kind to the CPU, into the folder that is named:
+minutes of one core, beside the tests that do not need them (``beforehand.py``)."""
+
+import sys
+from pathlib import Path
+
+import torch
+from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
+from family_configs import family_config
+from random_checkpoints import random_model, save_random_draft
+from transformers import AutoModelForCausalLM
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.pipeline import run_export
+from eagle3.export.plan import Plan, make_plan
+from eagle3.export.preflight import preflight
+from eagle3.export.progress import Progress
+from eagle3.export.twin.randomize import randomize
+
+
+def taps(config) -> tuple[int, ...]:
+    return 0, config.num_hidden_layers - 1, config.num_hidden_layers
+
+
+DRAFTS = {
+    "gemma4-31B": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
+    "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: [0, 2, 3]}),
+    "auto": lambda folder, config: save_random_draft(folder, config, taps(config), window=12),
+    "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "llama4-maverick": lambda folder, config: save_random_draft(folder, config, taps(config)),
+}
+"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
+with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
+EXPERTS = ("gpt-oss-20b", "llama4-maverick")
+
+
+def family_model(name: str):
+    """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
+    layers."""
+    if name != "auto":
+        return random_model(name, num_hidden_layers=2 if name in EXPERTS else 3)
+    config = family_config("olmo3")
+    config.num_hidden_layers, config.layer_types = 3, ["sliding_attention", "full_attention", "sliding_attention"]
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    randomize(model, seed=5)
+    return model
+
+
+def family_plan(name: str, folder: Path) -> Plan:
+    """Of the export of ``name`` from ``folder``'s target and draft to its out."""
+    paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
+    lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
+    return make_plan(ExportConfig(name, **paths, **lengths, backend="xnnpack"))
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    for name, save_draft in DRAFTS.items():
+        model, folder = family_model(name), output / name
+        model.save_pretrained(folder / "target")
+        save_draft(folder / "draft", model.config)
+        plan = family_plan(name, folder)
+        run_export(plan, preflight(plan, Progress()), Progress())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
