@@ -15,7 +15,7 @@ from eagle3.export.draft.head import load_draft
 from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
-from eagle3.export.report import quantized_text
+from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.tensors import is_read
 from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PARALLEL_VERSION, PREFILL, Metadata
@@ -27,6 +27,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
     """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
     backend = BACKENDS[plan.config.backend].load()
     output = plan.config.output_dir
+    progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}")
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
         with progress.stage("checksums"):
             manifest = make_manifest(plan) | {"twin": twin}

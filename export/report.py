@@ -31,7 +31,7 @@ def plan_text(plan: Plan) -> str:
     facts = plan_json(plan)
     lines = [
         f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
-        f"draft    {plan.draft.kind} of {plan.draft.dialect}: {_millions(facts['draft_parameters'])}, "
+        f"draft    {draft_text(plan)}: {_millions(facts['draft_parameters'])}, "
         f"{_mb(facts['draft_bytes'])} on disk, {facts['draft_vocab_size']} draft tokens"
         + (", the target's embedding" if facts["shares_embedding"] else "")
         + (", the target's lm_head" if plan.draft.shares_lm_head else "")
@@ -45,6 +45,11 @@ def plan_text(plan: Plan) -> str:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
         lines.append(f"method   {method.name:<14} {span} rows")
     return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def draft_text(plan: Plan) -> str:
+    """Kind and dialect of the head."""
+    return f"{plan.draft.kind} head of {plan.draft.dialect}"
 
 
 def quantized_text(plan: Plan) -> str:

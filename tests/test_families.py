@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from family_exports import DRAFTS, family_model, family_plan
+from family_exports import DRAFTS, EXPERTS, family_model, family_plan
 
 from eagle3.export.pipeline import load_speculator
 from eagle3.runner.artifact import open_artifact, open_session
@@ -18,7 +18,11 @@ WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 2
 @pytest.mark.parametrize("name", DRAFTS)
 def test_its_tokens_are_greedy_decodings(name, family_exports):
     model, out = family_model(name), family_exports / name / "out"
-    assert json.loads((out / "export.json").read_text())["check"]["compared_with_eager"]
+    record = json.loads((out / "export.json").read_text())
+    assert record["check"]["compared_with_eager"]
+    taps = "the target's final state after its norm" if name == "llama3.1-8B" else "hidden_states 0, 2, 3"
+    taps = "hidden_states 0, 1, 2" if name in EXPERTS else taps
+    assert record["manifest"]["taps_are"].startswith(taps)
     session = open_session(open_artifact(out))
     assert session.metadata.sliding_window == WINDOWS.get(name, 0)
     assert session.metadata.proposals == (2 if name == "qwen3-4B" else 1)
