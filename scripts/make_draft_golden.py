@@ -32,6 +32,7 @@ the fixtures are what any x86 with AVX2 makes of them under ATEN_CPU_CAPABILITY=
 
 import argparse
 import shutil
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -156,12 +157,13 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the golden draft heads from speculators' Eagle3DraftModel.")
+def write_cases(cases: dict, build_model: Callable, golden: Callable, shown: str, of_what: str) -> None:
+    """The command: a folder for each case, with the checkpoint and the numbers of ``golden``, one of them ``shown``."""
+    parser = argparse.ArgumentParser(description=f"Make the golden heads from speculators' {of_what}.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; a case's folder is replaced")
     out = parser.parse_args().out
     made_with = ", ".join(f"{name} {version(name)}" for name in ("speculators", "torch", "transformers"))
-    for name, (layer_class, options, seed) in CASES.items():
+    for name, (layer_class, options, seed) in cases.items():
         generator = torch.Generator().manual_seed(seed)
         model = build_model(layer_class, options, generator)
         tensors = golden(model, generator)
@@ -170,8 +172,8 @@ def main() -> None:
         (out / name / "config.py").unlink()  # its own source, which speculators 0.9.0 copies beside every checkpoint
         tensors = {key: value.contiguous() for key, value in tensors.items()}
         save_file(tensors, out / name / "golden.safetensors", {"made_with": made_with})
-        print(name, "chain", tensors["chain_ids"].tolist())
+        print(name, shown, tensors[shown].tolist())
 
 
 if __name__ == "__main__":
-    main()
+    write_cases(CASES, build_model, golden, "chain_ids", "Eagle3DraftModel")

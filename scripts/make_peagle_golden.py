@@ -13,16 +13,11 @@ one, and lm_head is listened to. A case is a folder as in make_draft_golden.py, 
     proposals  [DEPTHS]                 the greedy tokens after the last slot, as target-vocabulary ids
 """
 
-import argparse
-import shutil
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from make_draft_golden import AUX_IDS, DRAFT_VOCAB, HIDDEN, LAYER, SLOTS, VOCAB, WINDOW
-from safetensors.torch import save_file
+from make_draft_golden import AUX_IDS, DRAFT_VOCAB, HIDDEN, LAYER, SLOTS, VOCAB, WINDOW, write_cases
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
@@ -97,23 +92,5 @@ def golden(model: PEagleDraftModel, generator: torch.Generator) -> dict[str, tor
     }
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the golden P-EAGLE heads from speculators' PEagleDraftModel.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; a case's folder is replaced")
-    out = parser.parse_args().out
-    made_with = ", ".join(f"{name} {version(name)}" for name in ("speculators", "torch", "transformers"))
-    for name, (layer_class, options, seed) in CASES.items():
-        generator = torch.Generator().manual_seed(seed)
-        model = build_model(layer_class, options, generator)
-        tensors = golden(model, generator)
-        shutil.rmtree(out / name, ignore_errors=True)
-        model.save_pretrained(out / name)
-        (out / name / "config.py").unlink(missing_ok=True)  # speculators' own source
-        tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, out / name / "golden.safetensors", {"made_with": made_with})
-        print(name, "proposals", tensors["proposals"].tolist())
-
-
 if __name__ == "__main__":
-    main()
+    write_cases(CASES, build_model, golden, "proposals", "PEagleDraftModel")

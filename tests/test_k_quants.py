@@ -1,21 +1,16 @@
 """The kernel of few rows over GGUF's K-quants against gguf-py, run by Triton's interpreter; what it compiles to."""
 
-import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-import triton
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from gguf_files import TYPES, q4_k, q5_k, q6_k, random_blocks
+from kernel_usage import assert_two_programs_fit
 from torch import Tensor
 from torch.nn import functional as F
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
@@ -234,17 +229,4 @@ def test_two_programs_fit_on_a_multiprocessor(kind, arch, tmp_path):
     constants = {"N": 5376, "K": 21504, "BITS": bits, "SPLITS": 6, "BLOCK_N": choice.n, "STAGES": choice.stages}
     types = [*SIGNATURE]
     types[3] = "*i8" if bits == 6 else "*u8"
-    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": small_m._WARPS})
-    assert compiled.metadata.shared <= 99 * 1024  # what a program may have on sm_86, sm_89 and sm_120
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    assert registers <= 128  # of 65,536 for 2 x 256 threads
-    assert stack <= 8
-    assert "mma.sync" in compiled.asm["ptx"]
-    assert compiled.asm["ptx"].count("cp.async.cg.shared.global") > 0
+    assert_two_programs_fit(kernel, types, constants, arch, tmp_path)

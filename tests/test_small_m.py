@@ -1,18 +1,13 @@
 """The kernels of few rows against plain PyTorch, run by Triton's interpreter; what they compile to, with no GPU."""
 
-import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import triton
 import triton.language as tl
+from kernel_usage import assert_two_programs_fit
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
@@ -299,17 +294,4 @@ INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
 )
 def test_two_programs_fit_on_a_multiprocessor(name, constants, arch, tmp_path):
     kernel, types = getattr(small_m, name), SIGNATURES[name]
-    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": small_m._WARPS})
-    assert compiled.metadata.shared <= 99 * 1024  # what a program may have on sm_86, sm_89 and sm_120
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    assert registers <= 128  # of 65,536 for 2 x 256 threads
-    assert stack <= 8
-    assert "mma.sync" in compiled.asm["ptx"]
-    assert compiled.asm["ptx"].count("cp.async.cg.shared.global") > 0
+    assert_two_programs_fit(kernel, types, constants, arch, tmp_path)
