@@ -80,6 +80,12 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     help="The system that the draft head was trained or written for. Default: what its files look like.",
 )
 @click.option("--norm-before-residual", type=bool, help="Override the variant that the draft's config.json names.")
+@click.option(
+    "--logits/--no-logits",
+    default=True,
+    show_default=True,
+    help="Let the methods give logits as well: what sampling, logprobs and margins need.",
+)
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
 @click.option(
     "--check/--no-check",

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torchao.utils import TorchAOBaseTensor
 
@@ -18,7 +19,7 @@ from eagle3.export.progress import Progress
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.tensors import is_read
-from eagle3.runner.contract import FORMAT_VERSION, MODEL_FILE, PARALLEL_VERSION, PREFILL, Metadata
+from eagle3.runner.contract import MODEL_FILE, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.spec import Convert
 
@@ -51,7 +52,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
                 programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.DTYPE)
         manifest |= backend.describe(programs, plan)
         with progress.stage(f"lower to {plan.config.backend}"):
-            program = backend.lower(programs, make_metadata(plan, manifest).constant_methods(), plan)
+            metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target())
+            program = backend.lower(programs, metadata.constant_methods(), plan)
         with progress.stage("write"):
             with (folder / MODEL_FILE).open("wb") as file:
                 program.write_to_file(file)
@@ -94,7 +96,7 @@ def load_speculator(
         plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention, convert
     )
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
-    return Eagle3Speculator(target, draft, plan.taps)
+    return Eagle3Speculator(target, draft, plan.taps, plan.config.logits)
 
 
 def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
@@ -115,7 +117,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the artifact says of its own making."""
     config = plan.config
     return {
-        "format_version": FORMAT_VERSION if plan.proposals == 1 else PARALLEL_VERSION,
+        "format_version": format_version(plan.proposals, config.logits),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},
@@ -133,7 +135,8 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     }
 
 
-def make_metadata(plan: Plan, manifest: dict[str, Any]) -> Metadata:
+def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None = None) -> Metadata:
+    """``draft_ids``: the target's id of each of the draft's, where they differ."""
     prefill = plan.method(PREFILL)
     return Metadata(
         max_seq_len=plan.max_seq_len,
@@ -151,6 +154,9 @@ def make_metadata(plan: Plan, manifest: dict[str, Any]) -> Metadata:
         use_sdpa_with_kv_cache=False,
         enable_dynamic_shape=True,
         proposals=plan.proposals,
+        draft_sliding_window=max(plan.draft.windows),
+        has_logits=plan.config.logits,
+        draft_ids=draft_ids,
     )
 
 

@@ -11,27 +11,33 @@ from eagle3.targets import TapTarget
 
 
 class Eagle3Speculator(nn.Module):
-    """``taps`` are the target's layers whose inputs the draft head fuses, ascending."""
+    """``taps`` are the target's layers whose inputs the draft head fuses, ascending; ``gives_logits``: the methods have
+    logits, in float32, as a last output."""
 
-    def __init__(self, target: TapTarget, draft: DraftHead, taps: tuple[int, ...]):
+    def __init__(self, target: TapTarget, draft: DraftHead, taps: tuple[int, ...], gives_logits: bool = True):
         super().__init__()
-        self.target, self.draft, self.taps = target, draft, taps
+        self.target, self.draft, self.taps, self.gives_logits = target, draft, taps, gives_logits
 
-    def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H]."""
+    def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H], logits [1,1,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
-        return self.target.logits(state[:, -1:]).argmax(-1), self._feature(state, taps)
+        logits = self.target.logits(state[:, -1:])
+        return logits.argmax(-1), self._feature(state, taps), *self._given(logits)
 
-    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H]."""
+    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H], logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
-        return self.target.logits(state).argmax(-1), self._feature(state, taps)
+        logits = self.target.logits(state)
+        return logits.argmax(-1), self._feature(state, taps), *self._given(logits)
 
-    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], and
-        the recurrent feature [1,1,H]."""
+    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], the
+        recurrent feature [1,1,H], and the logits [1,1 or K,V_draft]."""
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
-        return self.draft.target_ids(logits), recurrent[:, -1:]
+        return self.draft.target_ids(logits), recurrent[:, -1:], *self._given(logits)
+
+    def _given(self, logits: Tensor) -> tuple[Tensor, ...]:
+        return (logits.float(),) if self.gives_logits else ()
 
     def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
         return self.draft.fuse((state,) if self.draft.takes_final_state else taps)
@@ -50,7 +56,7 @@ class SpeculatorMethod(nn.Module):
         super().__init__()
         self.speculator, self.name = speculator, name
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return getattr(self.speculator, self.name)(*inputs)
 
 

@@ -5,16 +5,19 @@ token of a round never needs a target forward of its own: it is the next window'
 with the feature that proved it. Both caches roll back by writing positions again.
 """
 
-import itertools
+import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from eagle3.runner.cache import CachedTokens
+from eagle3.runner.chain import ChainLength, FixedChain
+from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
-from eagle3.runner.session import Session
-from eagle3.runner.statistics import SpeculationStats
+from eagle3.runner.session import Session, Step
+from eagle3.runner.statistics import GenerationStats
 
 STOP, LENGTH = "stop", "length"
 
@@ -25,63 +28,72 @@ class Generation:
 
     token_ids: list[int]
     finish_reason: str
-    stats: SpeculationStats
-
-
-@dataclass(frozen=True)
-class Round:
-    """``ids`` [1, C] are the target's greedy tokens after each row of the window, the first ``accepted`` of them as
-    proposed. ``window`` [1, C'] is the next one, None where the context has no room for it."""
-
-    ids: Tensor
-    accepted: int
-    window: Tensor | None
+    stats: GenerationStats
 
 
 def generate(
     session: Session,
     prompt: Sequence[int],
     max_new_tokens: int = 128,
-    chain_len: int | None = None,
+    chain: int | ChainLength | None = None,
     stop_ids: Sequence[int] | None = None,
-    speculate: bool = True,
+    choice: Choice | None = None,
+    cached: CachedTokens | None = None,
+    stats: GenerationStats | None = None,
 ) -> Generator[list[int], None, Generation]:
     """A generator of new token ids as they are accepted; its return value is the ``Generation``.
 
-    The tokens are those of greedy decoding. Generation ends at a stop token, after ``max_new_tokens``, or when the
-    context is full.
+    The tokens are those of decoding without speculation by the same ``choice``. Generation ends at a stop token, after
+    ``max_new_tokens``, or when the context is full.
 
     Args:
-        session: its cache may hold anything, the prompt is written from position 0
+        session: its caches may hold anything that ``cached`` does not name
         prompt: token ids, at least one and fewer than the artifact's max_seq_len
-        chain_len: draft tokens a round, at most the artifact's (the default)
+        chain: draft tokens a round, at most the artifact's (the default), 0 for none
         stop_ids: default: the artifact's
-        speculate: False decodes token by token, for a baseline; the artifact must have ``decode``
+        choice: default: greedy
+        cached: what the session's caches hold, kept up to date; default: nothing
+        stats: counts and seconds are added to it as they come; it becomes the ``Generation``'s
 
     Raises:
         ValueError: an empty or too long prompt, an id outside the vocabulary, a chain length or budget out of bounds
     """
     metadata = session.metadata
-    check_request(metadata, prompt, max_new_tokens, chain_len)
-    stats = SpeculationStats()
-    steps = (
-        _speculate(session, prompt, chain_len or metadata.chain_len, stats) if speculate else _decode(session, prompt)
-    )
+    check_request(metadata, prompt, max_new_tokens, chain if isinstance(chain, int) else None)
+    if chain is None or isinstance(chain, int):
+        chain = FixedChain(metadata.chain_len if chain is None else chain)
+    rounds = Rounds(session, chain, choice or Greedy(), CachedTokens() if cached is None else cached)
     budget = min(max_new_tokens, metadata.max_seq_len - len(prompt))
-    return _emit(steps, budget, frozenset(metadata.eos_ids if stop_ids is None else stop_ids), stats)
+    stop_ids = frozenset(metadata.eos_ids if stop_ids is None else stop_ids)
+    return _emit(session, rounds, list(prompt), budget, stop_ids, GenerationStats() if stats is None else stats)
 
 
 def _emit(
-    steps: Iterator[list[int]], budget: int, stop_ids: frozenset[int], stats: SpeculationStats
+    session: Session,
+    rounds: "Rounds",
+    prompt: list[int],
+    budget: int,
+    stop_ids: frozenset[int],
+    stats: GenerationStats,
 ) -> Generator[list[int], None, Generation]:
-    """Pass on what ``steps`` accepts until a stop token or the budget ends it."""
-    tokens = []
+    """Pass on what ``rounds`` accept until a stop token or the budget ends it. Time that the caller takes between two
+    tokens is nobody's."""
+    tokens: list[int] = []
+    session.seconds, session.calls = stats.method_seconds, stats.method_calls
+    steps, start = rounds.run(prompt, stats), time.perf_counter()
     for fresh in steps:
         fresh, finish_reason = cut(fresh, budget - len(tokens), stop_ids)
+        seconds = time.perf_counter() - start
+        if tokens:
+            stats.decode_seconds += seconds
+        else:
+            stats.prefill_seconds += seconds
         tokens += fresh
+        stats.generation_tokens += len(fresh)
         yield fresh
         if finish_reason:
             break
+        start = time.perf_counter()
     return Generation(tokens, finish_reason, stats)
 
 
@@ -103,95 +115,162 @@ def cut(fresh: list[int], budget: int, stop_ids: frozenset[int]) -> tuple[list[i
     return fresh[:budget], LENGTH if len(fresh) >= budget else None
 
 
-def prefill(session: Session, prompt: Sequence[int], seed_draft: bool = True) -> tuple[Tensor, tuple]:
-    """Write the prompt into both caches, all but the last chunk's draft slots.
+@dataclass(frozen=True)
+class Round:
+    """``ids`` are the tokens that the target chose after the window's first row: the ``accepted`` first ones as
+    proposed, and one more. ``window`` [1, C] is the next one, None where the context has no room for it."""
 
-    Returns the greedy token after it [1, 1], and the last chunk's (draft tokens [1, T], features [1, T, H], first slot)
-    for ``propose``.
-    """
-    tokens = torch.tensor([list(prompt)])
-    for start, end in chunks(len(prompt), session.metadata):
-        ids, feature = _forward_prompt(session, tokens, start, end)
-        if end < len(prompt) and seed_draft:
-            session.draft_decode(tokens[:, start + 1 : end + 1], feature, session.positions[start:end])
-    return ids, (torch.cat((tokens[:, start + 1 :], ids), dim=1), feature, start)
+    ids: list[int]
+    accepted: int
+    window: Tensor | None
 
 
-def chunks(length: int, metadata: Metadata) -> list[tuple[int, int]]:
-    """Split a prompt: chunks as long as ``prefill`` takes, what is shorter than its minimum in verify windows."""
-    window, spans, start = metadata.chain_len + 1, [], 0
-    while start < length:
-        left = length - start
+class Rounds:
+    """The rounds of one generation, over a session whose caches hold what ``cached`` says."""
+
+    def __init__(self, session: Session, chain: ChainLength, choice: Choice, cached: CachedTokens):
+        self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
+        self._seed = Seed()
+        self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
+
+    def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
+        """The first token, then what each round accepts, without end: at the context's last position it must not be
+        asked for more."""
+        try:
+            anchor = self._prefill(prompt, stats)
+            yield [anchor]
+            window, anchor_pos = self._propose(), len(prompt)
+            while True:
+                played = self.play(window, anchor_pos)
+                stats.record(window.shape[1] - 1, played.accepted)
+                yield played.ids
+                window, anchor_pos = played.window, anchor_pos + played.accepted + 1
+        except Exception:
+            self._cached.clear()
+            raise
+
+    def play(self, window: Tensor, anchor_pos: int) -> Round:
+        """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft, chain the next."""
+        step, proposed = self._verify(window, anchor_pos), window[:, 1:]
+        chosen = self._choice.target(step, proposed)
+        ids, accepted = chosen[0].tolist(), 0
+        for token, by_target in zip(proposed[0].tolist(), ids, strict=False):
+            if token != by_target:
+                break
+            accepted += 1
+        rows = accepted + 1  # the accepted proposals and the corrected token, which are the target's own
+        self._accept(ids := ids[:rows])
+        self._chain.record(window.shape[1] - 1, accepted)
+        self._seed.add(chosen[:, :rows], step.feature[:, :rows])
+        return Round(ids, accepted, self._propose())
+
+    def _prefill(self, prompt: list[int], stats: GenerationStats) -> int:
+        """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it."""
+        session, cached, speculates = self._session, self._cached, self._chain.speculates
+        reused = cached.reuse(prompt, session.metadata, draft=speculates)
+        stats.prompt_tokens += len(prompt)
+        stats.reused_prompt_tokens += reused
+        tokens = torch.tensor([prompt])
+        for start, end in chunks(reused, len(prompt), session.metadata):
+            if end - start < session.metadata.min_prefill:
+                step = self._verify(tokens[:, start:end], start)
+            else:
+                cached.reach(end - 1)
+                step = session.prefill(tokens[:, start:end], session.positions[start:end])
+            if end == len(prompt):
+                break
+            cached.tokens = prompt[: end + 1]
+            if speculates:
+                session.draft_decode(tokens[:, start + 1 : end + 1], step.feature, session.positions[start:end])
+                cached.draft_slots = end
+        last = Step(step.ids[:, -1:], step.feature, None if step.logits is None else step.logits[:, -1:])
+        anchor = self._choice.target(last, tokens[:, :0])
+        cached.tokens = list(prompt)
+        self._accept(ids := anchor[0].tolist())
+        self._seed = Seed(start)
+        self._seed.add(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.feature)
+        return ids[0]
+
+    def _verify(self, tokens: Tensor, start: int) -> Step:
+        """The target's forward of a window [1, C] at ``start``; of one token by the method that takes it."""
+        session, rows = self._session, tokens.shape[1]
+        self._cached.reach(start + max(rows, 2) - 1)
+        if rows > 1:
+            return session.target_verify(tokens, session.positions[start : start + rows])
+        if session.has_decode:
+            return session.decode(tokens, session.positions[start : start + 1])
+        # A verify window has two rows at least: what the second writes is written again later.
+        return first_row(session.target_verify(tokens.expand(1, 2).contiguous(), session.positions[start : start + 2]))
+
+    def _accept(self, ids: list[int]) -> None:
+        self._cached.tokens += ids
+        self._choice.accept(ids)
+
+    def _propose(self) -> Tensor | None:
+        """Write the draft slots of ``_seed`` with the target's own features, then chain on the draft's, unless it
+        proposes all tokens of a round at once.
+
+        Returns the window [1, 1 + k]: the anchor and k proposals; None where the context ends at the anchor.
+        """
+        session, cached, seed = self._session, self._cached, self._seed
+        anchor_pos = len(cached.tokens) - 1
+        anchor = seed.tokens[-1][:, -1:]
+        room = session.metadata.max_seq_len - 1 - anchor_pos
+        if room < 1:
+            return None
+        if not self._chain.speculates:
+            self._seed = Seed(anchor_pos)
+            return anchor
+        wanted = min(self._chain.next(), room)
+        if not wanted and seed.rows < session.metadata.max_prefill:
+            return anchor
+        cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
+        tokens, feature = seed.all()
+        step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
+        cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
+        if not wanted:
+            return anchor
+        chain = [self._choice.draft(step, [])[:, :wanted]]
+        for position in range(anchor_pos, anchor_pos + wanted - chain[0].shape[1]):
+            step = session.draft_decode(chain[-1], step.feature, session.positions[position : position + 1])
+            chain.append(self._choice.draft(step, chain))
+        return torch.cat([anchor, *chain], dim=1)
+
+
+class Seed:
+    """Draft slots from ``slot`` on, still to be written: the token after each, and the target's feature there."""
+
+    def __init__(self, slot: int = 0):
+        self.slot, self.rows = slot, 0
+        self.tokens: list[Tensor] = []
+        self._features: list[Tensor] = []
+
+    def add(self, tokens: Tensor, feature: Tensor) -> None:
+        """tokens [1, T], feature [1, T, H]"""
+        self.rows += tokens.shape[1]
+        self.tokens.append(tokens)
+        self._features.append(feature)
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        if len(self.tokens) == 1:
+            return self.tokens[0], self._features[0]
+        return torch.cat(self.tokens, dim=1), torch.cat(self._features, dim=1)
+
+
+def first_row(step: Step) -> Step:
+    return Step(step.ids[:, :1], step.feature[:, :1], None if step.logits is None else step.logits[:, :1])
+
+
+def chunks(start: int, end: int, metadata: Metadata) -> list[tuple[int, int]]:
+    """Split the positions from ``start`` to ``end``: chunks as long as ``prefill`` takes, what is shorter than its
+    minimum in verify windows."""
+    window, spans = metadata.chain_len + 1, []
+    while start < end:
+        left = end - start
         size = min(left, metadata.max_prefill if left >= metadata.min_prefill else window)
         spans.append((start, start + size))
         start += size
     return spans
-
-
-def play_round(session: Session, window: Tensor, anchor_pos: int, chain_len: int) -> Round:
-    """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft and chain the next."""
-    ids, feature = session.target_verify(window, session.positions[anchor_pos : anchor_pos + window.shape[1]])
-    accepted = 0
-    for proposed, greedy in zip(window[0, 1:].tolist(), ids[0].tolist(), strict=False):
-        if proposed != greedy:
-            break
-        accepted += 1
-    rows = accepted + 1  # the accepted proposals and the corrected token, which are the target's own ids
-    return Round(ids, accepted, propose(session, ids[:, :rows], feature[:, :rows], anchor_pos, chain_len))
-
-
-def propose(session: Session, tokens: Tensor, feature: Tensor, slot: int, chain_len: int) -> Tensor | None:
-    """Write draft slots from ``slot`` on with the target's own features, then chain on the draft's, unless it
-    proposes all tokens of a round at once.
-
-    Args:
-        tokens: [1, T], the token after each slot; the last one is the anchor, at position slot + T
-        feature: [1, T, H]
-
-    Returns:
-        the window [1, 1 + k]: the anchor and k proposals, k <= chain_len; None where the context ends at the anchor
-    """
-    anchor_pos = slot + tokens.shape[1]
-    room = session.metadata.max_seq_len - 1 - anchor_pos
-    if room < 1:
-        return None
-    wanted = min(chain_len, room)
-    proposals, state = session.draft_decode(tokens, feature, session.positions[slot:anchor_pos])
-    token, window = proposals, [tokens[:, -1:], proposals[:, :wanted]]
-    for position in range(anchor_pos, anchor_pos + wanted - proposals.shape[1]):
-        token, state = session.draft_decode(token, state, session.positions[position : position + 1])
-        window.append(token)
-    return torch.cat(window, dim=1)
-
-
-def _speculate(session: Session, prompt: Sequence[int], chain_len: int, stats: SpeculationStats) -> Iterator[list[int]]:
-    anchor, seed = prefill(session, prompt)
-    yield [anchor.item()]
-    window, anchor_pos = propose(session, *seed, chain_len), len(prompt)
-    while True:  # generate ends it, at the context's last position at the latest
-        played = play_round(session, window, anchor_pos, chain_len)
-        stats.record(window.shape[1] - 1, played.accepted)
-        yield played.ids[0, : played.accepted + 1].tolist()
-        window, anchor_pos = played.window, anchor_pos + played.accepted + 1
-
-
-def _decode(session: Session, prompt: Sequence[int]) -> Iterator[list[int]]:
-    token, _ = prefill(session, prompt, seed_draft=False)
-    yield [token.item()]
-    for position in itertools.count(len(prompt)):
-        token, _ = session.decode(token, session.positions[position : position + 1])
-        yield [token.item()]
-
-
-def _forward_prompt(session: Session, tokens: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """The greedy token after the last row [1, 1] and the features [1, T, H] of a chunk of the prompt."""
-    rows = tokens[:, start:end]
-    if end - start >= session.metadata.min_prefill:
-        return session.prefill(rows, session.positions[start:end])
-    if end - start == 1:  # a verify window has two rows at least: what the second writes is written again later
-        rows = rows.expand(1, 2).contiguous()
-    ids, feature = session.target_verify(rows, session.positions[start : start + rows.shape[1]])
-    return ids[:, end - start - 1 : end - start], feature[:, : end - start]
 
 
 def check_request(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int, chain_len: int | None) -> None:
@@ -208,8 +287,8 @@ def check_request(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int
             raise ValueError(f"token id {token} is outside the vocabulary 0..{metadata.vocab_size - 1}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 1 or more")
-    if chain_len is not None and not 1 <= chain_len <= metadata.chain_len:
+    if chain_len is not None and not 0 <= chain_len <= metadata.chain_len:
         raise ValueError(
-            f"chain length {chain_len}, but the artifact verifies 1 to {metadata.chain_len} draft tokens a round: "
+            f"chain length {chain_len}, but the artifact verifies at most {metadata.chain_len} draft tokens a round: "
             "export it with a larger --chain-len"
         )

@@ -5,7 +5,8 @@ Whatever runs the methods, ``loop.py`` sees the same four calls. A session has o
 
 import time
 from collections import Counter
-from typing import Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +14,19 @@ from torch import Tensor
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY, Metadata
 
 
+class Step(NamedTuple):
+    """What a method gives; shapes in ``eagle3.runner.contract``."""
+
+    ids: Tensor
+    feature: Tensor
+    logits: Tensor | None = None
+    """None where the artifact has none."""
+
+
 class Session(Protocol):
     """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size. Ids and positions are on the host; a
-    feature is where the session keeps it, and goes back as it came, whole or cut to its first rows."""
+    feature is where the session keeps it, and goes back as it came, whole or cut to its first rows; logits are there
+    too."""
 
     metadata: Metadata
     positions: Tensor
@@ -26,10 +37,10 @@ class Session(Protocol):
     calls: Counter
     """Calls of each method so far."""
 
-    def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
-    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
-    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
-    def decode(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]: ...
+    def prefill(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
+    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
+    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> Step: ...
+    def decode(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
 
     def close(self) -> None:
         """Give back what the session holds; it cannot be used after that."""
@@ -43,12 +54,13 @@ class TimedSession:
         self.positions = torch.arange(metadata.max_seq_len)
         self.seconds, self.calls = Counter(), Counter()
 
-    def _call(self, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
+        """The outputs of a method, in the contract's order."""
         raise NotImplementedError
 
-    def _timed(self, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _timed(self, name: str, *inputs: Tensor) -> Step:
         start = time.perf_counter()
-        outputs = self._call(name, *inputs)
+        outputs = Step(*self._call(name, *inputs))
         self.seconds[name] += time.perf_counter() - start
         self.calls[name] += 1
         return outputs

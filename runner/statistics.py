@@ -1,20 +1,38 @@
 """What happened in a generation, under vLLM's names."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
-class SpeculationStats:
-    """Counts over the rounds of one or more generations. A round verifies one chain of draft tokens."""
+class GenerationStats:
+    """Counts and seconds over one or more generations. A draft, in vLLM's sense, is one chain of draft tokens that a
+    round verifies."""
 
+    prompt_tokens: int = 0
+    reused_prompt_tokens: int = 0
+    """Of them, those that the caches held already."""
+    generation_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    """Rounds in which the proposal at each position was accepted."""
+    """Drafts whose proposal at each position was accepted."""
+    num_undrafted: int = 0
+    """Steps of the target without a draft."""
+    prefill_seconds: float = 0.0
+    """To the first token."""
+    decode_seconds: float = 0.0
+    """From the first token to the last."""
+    method_seconds: Counter = field(default_factory=Counter)
+    method_calls: Counter = field(default_factory=Counter)
 
     def record(self, proposed: int, accepted: int) -> None:
+        """A round; ``proposed`` 0 is a step without a draft."""
+        if not proposed:
+            self.num_undrafted += 1
+            return
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
@@ -22,23 +40,51 @@ class SpeculationStats:
         for position in range(accepted):
             self.accepted_at[position] += 1
 
-    def add(self, other: "SpeculationStats") -> None:
+    def add(self, other: "GenerationStats") -> None:
+        self.prompt_tokens += other.prompt_tokens
+        self.reused_prompt_tokens += other.reused_prompt_tokens
+        self.generation_tokens += other.generation_tokens
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_undrafted += other.num_undrafted
+        self.prefill_seconds += other.prefill_seconds
+        self.decode_seconds += other.decode_seconds
+        self.method_seconds += other.method_seconds
+        self.method_calls += other.method_calls
         self.accepted_at += [0] * (len(other.accepted_at) - len(self.accepted_at))
         for position, count in enumerate(other.accepted_at):
             self.accepted_at[position] += count
 
     @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a round yields: 1 + accepted / drafts; 1.0 where there was no round."""
+        """Tokens a draft yields: 1 + accepted / drafts; 1.0 where there was none."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
         """Unconditional, as in vLLM: accepted at position i / drafts."""
         return [count / self.num_drafts for count in self.accepted_at]
+
+    @property
+    def loop_share(self) -> float:
+        """Share of the wall time spent outside of the methods: the loop's own Python."""
+        return 1 - sum(self.method_seconds.values()) / self.seconds if self.seconds else 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens that were computed, by the time to the first token."""
+        computed = self.prompt_tokens - self.reused_prompt_tokens
+        return computed / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first, by the time since."""
+        return max(0, self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {

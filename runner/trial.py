@@ -44,10 +44,10 @@ class FiniteSession:
     @staticmethod
     def _watched(name: str, method: Any) -> Any:
         def call(*inputs):
-            ids, feature = method(*inputs)
-            if not feature.isfinite().all():
+            step = method(*inputs)
+            if not step.feature.isfinite().all():
                 raise ValueError(f"{name} gives NaN or infinite features")
-            return ids, feature
+            return step
 
         return call
 

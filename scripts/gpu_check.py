@@ -177,7 +177,7 @@ def measure_layers(session: TorchSession, model: Path, copy_bandwidth: float) ->
     metadata = session.metadata
     window, longest = metadata.chain_len + 1, metadata.max_prefill
     prompt = torch.randint(3, metadata.vocab_size, (1, longest))
-    _, feature = session.prefill(prompt, session.positions[:longest])
+    feature = session.prefill(prompt, session.positions[:longest]).feature
     calls: dict[str, Callable[[], Any]] = {
         PREFILL: lambda: session.prefill(prompt, session.positions[:longest]),
         TARGET_VERIFY: lambda: session.target_verify(prompt[:, :window], session.positions[longest : longest + window]),

@@ -26,7 +26,7 @@ from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop import complete
 from eagle3.runner.session import EagerSession
-from eagle3.runner.statistics import SpeculationStats
+from eagle3.runner.statistics import GenerationStats
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -251,7 +251,7 @@ def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[li
         enable_dynamic_shape=True,
     )
     session = EagerSession(Eagle3Speculator(target, head, TAPS), metadata)
-    stats = SpeculationStats()
+    stats = GenerationStats()
     for prompt in prompts:
         stats.add(complete(session, prompt, max_new_tokens=new_tokens).stats)
     return stats.as_json()

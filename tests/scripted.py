@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from eagle3.runner.contract import Metadata
+from eagle3.runner.session import Step
 
 VOCABULARY = 23
 
@@ -44,6 +45,7 @@ class ScriptedSession:
         self.positions = torch.arange(metadata.max_seq_len)
         self.target_cache: list[int] = []
         self.draft_cache: list[int] = []
+        self.has_decode = True
         self.seconds, self.calls = Counter(), Counter()
         self.windows: list[int] = []
 
@@ -56,12 +58,12 @@ class ScriptedSession:
         prefixes = [tuple(self.target_cache[: p + 1]) for p in positions]
         ids = torch.tensor([[self.greedy(prefix) for prefix in prefixes]])
         feature = torch.tensor([[[p, hash(prefix) % 9973] for p, prefix in zip(positions, prefixes, strict=True)]])
-        return ids, feature.float()
+        return Step(ids, feature.float())
 
     def prefill(self, tokens, input_pos):
         assert self.metadata.min_prefill <= tokens.shape[1] <= self.metadata.max_prefill
-        ids, feature = self._target(tokens, input_pos)
-        return ids[:, -1:], feature
+        step = self._target(tokens, input_pos)
+        return Step(step.ids[:, -1:], step.feature)
 
     def decode(self, tokens, input_pos):
         assert tokens.shape[1] == 1
@@ -84,7 +86,7 @@ class ScriptedSession:
                 assert belongs == hash(tuple(self.target_cache[: p + 1])) % 9973, "the feature of a rejected prefix"
         self.draft_cache[positions[0] :] = row
         prefix = (self.target_cache[0], *self.draft_cache)  # slot p holds token p + 1
-        return torch.tensor([[self.proposal(prefix)]]), torch.tensor([[[-1.0, 0.0]]])
+        return Step(torch.tensor([[self.proposal(prefix)]]), torch.tensor([[[-1.0, 0.0]]]))
 
 
 def greedy_sequence(greedy: Callable, prompt: list[int], count: int, stop_ids=(), max_seq_len: int = 64) -> list[int]:

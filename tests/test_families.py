@@ -43,7 +43,7 @@ def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
     for start, end in ((0, 12), (12, 24), (24, 25), (25, 26), (25, 33)):
         tokens = torch.randint(0, 96, (1, end - start), generator=generator)
         feature = torch.randn(1, end - start, 64, generator=generator)
-        token, state = session.draft_decode(tokens, feature, torch.arange(start, end))
-        wanted, expected = speculator.draft_decode(tokens, feature, torch.arange(start, end))
+        token, state, logits = session.draft_decode(tokens, feature, torch.arange(start, end))
+        wanted, *expected = speculator.draft_decode(tokens, feature, torch.arange(start, end))
         assert token.tolist() == wanted.tolist()
-        torch.testing.assert_close(state, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close([state, logits], expected, atol=1e-4, rtol=1e-4)

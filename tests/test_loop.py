@@ -94,7 +94,7 @@ def test_prompts_of_any_length(length):
 
 def test_without_speculation_the_tokens_are_the_same():
     session = ScriptedSession(scripted_metadata(), greedy, wrong)
-    result = complete(session, PROMPT, max_new_tokens=20, speculate=False)
+    result = complete(session, PROMPT, max_new_tokens=20, chain=0)
     assert result.token_ids == greedy_sequence(greedy, PROMPT, 20)
     assert session.windows == []
 
@@ -114,8 +114,8 @@ def test_a_second_generation_in_the_same_session_starts_afresh():
         ([1, VOCABULARY], {}, f"token id {VOCABULARY} is outside"),
         ([1, -1], {}, "token id -1 is outside"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ([1], {"chain_len": 4}, "chain length 4"),
-        ([1], {"chain_len": 0}, "chain length 0"),
+        ([1], {"chain": 4}, "chain length 4"),
+        ([1], {"chain": -1}, "chain length -1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(prompt, options, message):
@@ -147,6 +147,6 @@ def test_any_target_and_any_draft_give_the_greedy_sequence(data):
     prompt = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=max_seq_len - 1), "prompt")
     budget = data.draw(st.integers(1, 60), "budget")
     used = data.draw(st.integers(1, chain_len), "chain length")
-    result = complete(ScriptedSession(metadata, target, draft), prompt, max_new_tokens=budget, chain_len=used)
+    result = complete(ScriptedSession(metadata, target, draft), prompt, max_new_tokens=budget, chain=used)
     assert result.token_ids == greedy_sequence(target, prompt, budget, eos_ids, max_seq_len)
     assert result.finish_reason == (STOP if result.token_ids[-1] in eos_ids else LENGTH)

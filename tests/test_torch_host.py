@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_greedy_decoding_by_transformers(length, hosted,
         given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False, repetition_penalty=1.0
     )[0, length:].tolist()
     for chain_len in range(1, hosted.metadata.chain_len + 1):
-        assert complete(hosted, prompt, max_new_tokens=24, chain_len=chain_len).token_ids == greedy
+        assert complete(hosted, prompt, max_new_tokens=24, chain=chain_len).token_ids == greedy
 
 
 def test_every_length_gives_what_eager_gives(hosted, eager):
@@ -353,9 +353,9 @@ def test_an_old_driver_is_refused(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_cuda_artifact_runs_and_its_features_stay_on_the_device(cuda_artifact):
     session = open_session(open_artifact(cuda_artifact), "torch")
-    ids, feature = session.prefill(torch.tensor([prompt_of(20)]), session.positions[:20])
+    ids, feature, _ = session.prefill(torch.tensor([prompt_of(20)]), session.positions[:20])
     assert ids.device.type == "cpu" and feature.device.type == "cuda"
-    results = [complete(session, prompt_of(70), max_new_tokens=64, chain_len=length) for length in (1, 2, 3)]
+    results = [complete(session, prompt_of(70), max_new_tokens=64, chain=length) for length in (1, 2, 3)]
     assert results[0].token_ids == results[1].token_ids == results[2].token_ids
     assert results[2].stats.mean_acceptance_length > 1.3  # a draft that sees the wrong features gets about 1.0
     session.close()

@@ -146,6 +146,10 @@ class DraftHead(nn.Module):
         ids = logits.argmax(-1)
         return ids if self.d2t is None else ids + self.d2t[ids]
 
+    def ids_in_target(self) -> Tensor | None:
+        """int64 [draft_vocab_size], the target's id of each of the draft's; None where they are the same."""
+        return None if self.d2t is None else torch.arange(len(self.d2t)) + self.d2t
+
     def _check_positions(self, input_pos: Tensor) -> None:
         first, count = int(input_pos[0]), input_pos.numel()
         if not torch.equal(input_pos, torch.arange(first, first + count)):

@@ -14,7 +14,7 @@ import torch
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.loop import complete
 from eagle3.runner.session import Session
-from eagle3.runner.statistics import SpeculationStats
+from eagle3.runner.statistics import GenerationStats
 
 
 @dataclass
@@ -25,13 +25,11 @@ class Run:
     seconds: float = 0.0
     method_seconds: Counter = field(default_factory=Counter)
     method_calls: Counter = field(default_factory=Counter)
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    stats: GenerationStats = field(default_factory=GenerationStats)
 
     def add(self, session: Session, prompt: list[int], max_new_tokens: int, speculate: bool) -> None:
-        session.seconds.clear()
-        session.calls.clear()
         start = time.perf_counter()
-        result = complete(session, prompt, max_new_tokens=max_new_tokens, speculate=speculate)
+        result = complete(session, prompt, max_new_tokens=max_new_tokens, chain=None if speculate else 0)
         self.seconds += time.perf_counter() - start
         self.method_seconds += session.seconds
         self.method_calls += session.calls

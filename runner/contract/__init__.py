@@ -6,28 +6,42 @@ name itself. Shapes and lengths of the methods (batch 1; ids and positions int64
 ==================  =============================================  ================================================
 method              inputs                                         outputs
 ==================  =============================================  ================================================
-``prefill``         tokens [1,T], input_pos [T]                    greedy next token [1,1], feature [1,T,H]
-``target_verify``   tokens [1,C], input_pos [C]                    greedy ids [1,C], feature [1,C,H]
-``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target ids [1,K], recurrent [1,1,H]
+``prefill``         tokens [1,T], input_pos [T]                    greedy next token [1,1], feature [1,T,H],
+                                                                   logits [1,1,V]
+``target_verify``   tokens [1,C], input_pos [C]                    greedy ids [1,C], feature [1,C,H], logits [1,C,V]
+``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target ids [1,K], recurrent [1,1,H],
+                                                                   logits [1,K,V_draft]
 ``decode``          as ``prefill`` with T = 1                      as ``prefill``
 ==================  =============================================  ================================================
 
 K is 1, but ``chain_len`` where the draft head proposes all tokens of a round in one forward (P-EAGLE): such an artifact
-has the format version ``PARALLEL_VERSION`` and says K in ``get_proposals``.
+says K in ``get_proposals``. Logits are float32 and the last output, where ``get_has_logits`` says that they are there;
+the draft's are over its own vocabulary, whose ids ``get_draft_ids`` maps to the target's where the two differ. Each of
+these additions has a format version, so that a runner which does not know it refuses in a line.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE = "prefill", "target_verify", "draft_decode", "decode"
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact has these; ``decode`` is there only with ``--with-decode``."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
-FORMAT_VERSION, PARALLEL_VERSION = 1, 2
-"""The latter where ``draft_decode`` proposes several tokens, which a runner that knows the former alone cannot take."""
+FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION = 1, 2, 3
+
+
+def format_version(proposals: int, has_logits: bool) -> int:
+    """The lowest version whose runners can take such an artifact."""
+    if has_logits:
+        return LOGITS_VERSION
+    return FORMAT_VERSION if proposals == 1 else PARALLEL_VERSION
+
 
 RUNTIMES = ("executorch", "torch", "auto")
 """What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
@@ -43,9 +57,10 @@ def _key(name: str, **default):
 
 @dataclass(frozen=True)
 class Metadata:
-    """The constant methods of an artifact; lengths in tokens."""
+    """The constant methods of an artifact; lengths in tokens. What has a default may be missing from the program."""
 
     max_seq_len: int = _key("get_max_seq_len")
+    """Slots of the KV caches."""
     vocab_size: int = _key("get_vocab_size")
     n_layers: int = _key("get_n_layers")
     min_prefill: int = _key("get_min_prefill_chunk")
@@ -60,13 +75,20 @@ class Metadata:
     use_sdpa_with_kv_cache: bool = _key("use_sdpa_with_kv_cache")
     enable_dynamic_shape: bool = _key("enable_dynamic_shape")
     proposals: int = _key("get_proposals", default=1)
-    """Tokens that one call of ``draft_decode`` proposes; the method is there where it is not 1."""
+    """Tokens that one call of ``draft_decode`` proposes."""
+    draft_sliding_window: int | None = _key("get_draft_sliding_window", default=None)
+    """The longest of the draft's windows, 0 where it has none; None: an earlier exporter did not say."""
+    has_logits: bool = _key("get_has_logits", default=False)
+    draft_ids: "Tensor | None" = _key("get_draft_ids", default=None, compare=False)
+    """int64 [draft_vocab_size], the target's id of each of the draft's; None where they are the same."""
 
     def constant_methods(self) -> dict[str, Any]:
-        """Name to value, as ``to_edge_transform_and_lower(constant_methods=...)`` takes them."""
-        values = {f.metadata["method"]: getattr(self, f.name) for f in fields(self)}
-        if self.proposals == 1:
-            del values["get_proposals"]
+        """Name to value, as ``to_edge_transform_and_lower(constant_methods=...)`` takes them; none of a default."""
+        values = {
+            f.metadata["method"]: getattr(self, f.name)
+            for f in fields(self)
+            if f.default is MISSING or getattr(self, f.name) is not f.default
+        }
         return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
 
     @classmethod
@@ -88,9 +110,9 @@ class Metadata:
             values[f.name] = tuple(outputs) if f.name == "eos_ids" else outputs[0]
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version not in (FORMAT_VERSION, PARALLEL_VERSION):
+        if version not in range(FORMAT_VERSION, LOGITS_VERSION + 1):
             raise ValueError(
-                f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} and "
-                f"{PARALLEL_VERSION}: export it again, or install the eagle3-export that made it"
+                f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} to "
+                f"{LOGITS_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)

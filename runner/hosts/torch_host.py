@@ -260,8 +260,8 @@ class TorchSession(TimedSession):
         if not least <= rows <= most:
             raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")
         try:
-            ids, feature = self._methods[name]([self._fitting(value) for value in inputs])
-            return ids.cpu(), feature
+            ids, *others = self._methods[name]([self._fitting(value) for value in inputs])
+            return ids.cpu(), *others
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise RuntimeError(f"{name} of {rows} rows failed on {self._device} ({reason})") from error

@@ -1,0 +1,27 @@
+"""How many draft tokens a round proposes."""
+
+from typing import Protocol
+
+
+class ChainLength(Protocol):
+    speculates: bool
+    """False: no round proposes anything, so nothing is kept for the draft."""
+
+    def next(self) -> int:
+        """Draft tokens of the next round, 0 for a step without speculation."""
+
+    def record(self, proposed: int, accepted: int) -> None:
+        """What came of a round."""
+
+
+class FixedChain:
+    """The same in every round; 0 for none."""
+
+    def __init__(self, length: int):
+        self._length, self.speculates = length, length > 0
+
+    def next(self) -> int:
+        return self._length
+
+    def record(self, proposed: int, accepted: int) -> None:
+        pass

@@ -1,0 +1,45 @@
+"""How tokens are chosen from what a method gives."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from eagle3.runner.session import Step
+
+
+class Choice(Protocol):
+    """It knows the tokens so far (the prompt and what ``accept`` was told), whose next position is being chosen."""
+
+    def target(self, step: Step, proposed: Tensor) -> Tensor:
+        """The token after each row of the target: int64 [1, R] on the host.
+
+        Args:
+            step: ids [1, R], logits [1, R, V]
+            proposed: int64 [1, R - 1]; row i stands behind the tokens so far and the first i of these
+        """
+
+    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+        """What to propose, as ids of the target: int64 [1, K] on the host.
+
+        Args:
+            step: ids [1, K], logits [1, K, V_draft]; row j is for the j-th position behind the tokens so far and
+                ``proposed``
+            proposed: what was proposed in this chain so far, int64 [1, ...] each
+        """
+
+    def accept(self, tokens: list[int]) -> None:
+        """These follow the tokens so far."""
+
+
+class Greedy:
+    """The artifact's own choice."""
+
+    def target(self, step: Step, proposed: Tensor) -> Tensor:
+        return step.ids
+
+    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+        return step.ids
+
+    def accept(self, tokens: list[int]) -> None:
+        pass
