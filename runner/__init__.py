@@ -1,0 +1,55 @@
+"""Runs what eagle3-export made, in three lines::
+
+    from eagle3.runner import load
+
+    model = load("out")
+    print(model.generate("def main(", temperature=0.7).text)
+
+``eagle3.runner.model`` has ``Model``, ``Stream`` and ``Result``, ``eagle3.runner.options`` what ``generate`` takes.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.runner.threads import leave_threads_to_xnnpack
+
+if TYPE_CHECKING:
+    from eagle3.runner.model import Model
+
+
+def load(path: str | Path, runtime: str = "auto", verify: bool = False, defer: bool = False) -> "Model":
+    """Open an artifact and load its methods.
+
+    Import torch after this, or set ``OMP_NUM_THREADS=1``: XNNPACK has threads of its own, torch's below them halve the
+    speed.
+
+    Args:
+        path: the artifact's folder or its ``model.pte``
+        runtime: "executorch", "torch" (CUDA artifacts alone) or "auto"
+        verify: read every file first, however large, and compare it with ``export.json``
+        defer: load the methods when they are first needed: a prompt that does not fit is refused before
+
+    Raises:
+        FileNotFoundError: no artifact there, or a file of it is missing
+        ValueError: a damaged or foreign file; an artifact that this machine or ``runtime`` cannot run
+    """
+    if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
+        warnings.warn(
+            "torch was imported before eagle3.runner.load: set OMP_NUM_THREADS=1 before, or load first; its threads "
+            "and XNNPACK's halve the speed",
+            stacklevel=2,
+        )
+    leave_threads_to_xnnpack()
+
+    from eagle3.runner.artifact import open_artifact, open_session
+    from eagle3.runner.contract.console import tell
+    from eagle3.runner.model import Model
+
+    artifact = open_artifact(Path(path), verify, say=tell)
+    model = Model(artifact.metadata, lambda: open_session(artifact, runtime), artifact.folder)
+    if not defer:
+        _ = model.session
+    return model

@@ -11,12 +11,12 @@ from eagle3.runner.session import Step
 class Choice(Protocol):
     """It knows the tokens so far (the prompt and what ``accept`` was told), whose next position is being chosen."""
 
-    def target(self, step: Step, proposed: Tensor) -> Tensor:
+    def target(self, step: Step, proposed: list[int]) -> Tensor:
         """The token after each row of the target: int64 [1, R] on the host.
 
         Args:
             step: ids [1, R], logits [1, R, V]
-            proposed: int64 [1, R - 1]; row i stands behind the tokens so far and the first i of these
+            proposed: R - 1 ids; row i stands behind the tokens so far and the first i of these
         """
 
     def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
@@ -35,7 +35,7 @@ class Choice(Protocol):
 class Greedy:
     """The artifact's own choice."""
 
-    def target(self, step: Step, proposed: Tensor) -> Tensor:
+    def target(self, step: Step, proposed: list[int]) -> Tensor:
         return step.ids
 
     def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:

@@ -1,30 +1,29 @@
-"""``eagle3-run``: one prompt through an artifact."""
+"""``eagle3-run``: prompts through an artifact."""
 
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
+from eagle3.runner.flags import generation_flags, options_from, token_ids
 from eagle3.runner.text import argument_text
-from eagle3.runner.threads import leave_threads_to_xnnpack
+
+if TYPE_CHECKING:
+    from eagle3.runner.model import Model, Prompt, Result
 
 EPILOG = """
 \b
 Examples:
   eagle3-run out --prompt "def main("
+  eagle3-run out --prompt "def main(" --temperature 0.7 --top-p 0.95 --seed 1 --stats
+  eagle3-run out --chat --system "You are brief."
+  git diff | eagle3-run out --chat --prompt -
+  eagle3-run out --prompts questions.jsonl --output answers.jsonl
   eagle3-run out --prompt-tokens 2,45,17,300 --json
 """
-
-
-def token_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of token ids such as 1,2,3") from None
 
 
 def utf8(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str | None:
@@ -34,95 +33,140 @@ def utf8(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str 
         raise click.BadParameter(str(error)) from error
 
 
-def read_prompt(file: Path) -> str:
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--prompt", callback=utf8, metavar="TEXT", help="- reads it from stdin.")
+@click.option("--prompt-file", type=FILE, help="Text, UTF-8.")
+@click.option("--prompt-tokens", callback=token_ids, metavar="1,2,3", help="Token ids, taken as they are.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.jsonl",
+    help="A JSON object a line, each with a prompt and options of its own; results as JSON lines. - reads stdin.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Where the results of --prompts go. Default: stdout.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template; without one, a dialogue.")
+@click.option("--system", callback=utf8, metavar="TEXT", help="The system prompt of --chat.")
+@generation_flags
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities, of the N likeliest too.")
+@click.option("--stats", is_flag=True, help="Where the time went, to stderr.")
+@click.option(
+    "--verify-lossless",
+    is_flag=True,
+    help="Generate a second time without speculation and compare; exit code 1 where a token differs.",
+)
+@runtime_option
+@click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@click.version_option(package_name="eagle3-export")
+def main(
+    artifact,
+    prompt,
+    prompt_file,
+    prompt_tokens,
+    prompts,
+    output,
+    chat,
+    system,
+    stats,
+    verify_lossless,
+    runtime,
+    verify,
+    as_json,
+    **given,
+) -> None:
+    """Generate from an artifact of eagle3-export: its folder or its model.pte.
+
+    Text goes to stdout as it is accepted, statistics to stderr. The tokens are exactly those of decoding without
+    speculation: greedy decoding's, or, with --temperature, what sampling at the same seed would have said.
+    """
+    sources = [each for each in (prompt, prompt_file, prompt_tokens, prompts) if each is not None]
+    dialogue = chat and not sources
+    if len(sources) != 1 and not dialogue:
+        raise click.UsageError("give one of --prompt, --prompt-file, --prompt-tokens and --prompts, or --chat")
+    _check_flags(prompt_tokens, prompts, output, chat, system, verify_lossless and (dialogue or prompts is not None))
+    options = options_from(given)
+    if dialogue:
+        from eagle3.runner.dialogue import check_terminal, run_dialogue
+
+        check_terminal()
+
+    from eagle3.runner import load
+
+    with load(artifact, runtime, verify, defer=True) as model:
+        if dialogue:
+            run_dialogue(model, system, stats, options)
+        elif prompts is not None:
+            from eagle3.runner.batch import run_batch
+
+            run_batch(model, prompts, output, chat, system, options)
+        else:
+            text = prompt_tokens if prompt_tokens is not None else read_prompt(prompt, prompt_file)
+            asked = _messages(text, system) if chat else text
+            result = _print(model, asked, as_json, options)
+            _tell(model, result, stats, verify_lossless, as_json)
+
+
+def _check_flags(prompt_tokens, prompts, output, chat, system, lossless_of_many) -> None:
+    """Raise UsageError for flags that do not go together."""
+    if chat and prompt_tokens is not None:
+        raise click.UsageError("--chat puts text into a template: it does not go with --prompt-tokens")
+    if system is not None and not chat:
+        raise click.UsageError("--system is for --chat: type --chat as well")
+    if output is not None and prompts is None:
+        raise click.UsageError("--output takes the results of --prompts: type > FILE for one prompt's")
+    if lossless_of_many:
+        raise click.UsageError("--verify-lossless is for one prompt: give it by --prompt")
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt's text. Raises ValueError for bytes that are not UTF-8."""
+    if prompt is not None:
+        return read_stdin() if prompt == "-" else prompt
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text ({error})") from error
 
 
-@click.command(cls=OneLineFailures, epilog=EPILOG)
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", callback=utf8, metavar="TEXT")
-@click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Text, UTF-8.")
-@click.option("--prompt-tokens", callback=token_ids, metavar="1,2,3", help="Token ids, taken as they are.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--chain-len", type=click.IntRange(1), help="Draft tokens a round. Default: the artifact's.")
-@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@runtime_option
-@click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
-@click.version_option(package_name="eagle3-export")
-def main(
-    artifact, prompt, prompt_file, prompt_tokens, max_new_tokens, chain_len, chat, runtime, verify, as_json
-) -> None:
-    """Generate from an artifact of eagle3-export: its folder or its model.pte.
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    if not text:
+        raise ValueError("the prompt is empty: give some text")
+    messages = [{"role": "user", "content": text}]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
-    Text goes to stdout as it is accepted, statistics to stderr. The tokens are exactly greedy decoding's.
-    """
-    if sum(given is not None for given in (prompt, prompt_file, prompt_tokens)) != 1:
-        raise click.UsageError("give one of --prompt, --prompt-file and --prompt-tokens")
-    if chat and prompt_tokens is not None:
-        raise click.UsageError("--chat puts text into a template: it does not go with --prompt-tokens")
 
-    leave_threads_to_xnnpack()
+def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, Any]) -> "Result":
+    """Run to the end, printing as it goes unless ``as_json``. An interruption keeps what there is."""
+    with model.stream(prompt, **options) as stream:
+        try:
+            for piece in stream:
+                if not as_json:
+                    sys.stdout.write(piece.text if model.has_text else " ".join(map(str, piece.token_ids)) + " ")
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            stream.close()
+    return stream.result
 
-    from eagle3.runner.artifact import open_artifact, open_session
-    from eagle3.runner.loop import check_request
-    from eagle3.runner.text import Text
 
-    opened = open_artifact(artifact, verify, say=tell)
-    text = None
-    if prompt_tokens is None:
-        text = Text(opened.folder)
-        given = read_prompt(prompt_file) if prompt is None else prompt
-        if not given:
-            raise ValueError("the prompt is empty: give some text")
-        prompt_tokens = text.encode_chat(given) if chat else text.encode(given)
-    elif opened.tokenizer_file.is_file():
-        text = Text(opened.folder)
-    check_request(opened.metadata, prompt_tokens, max_new_tokens, chain_len)  # before the methods load
-    session = open_session(opened, runtime)
-    result, seconds = _generate(opened, session, prompt_tokens, text, as_json, max_new_tokens, chain_len)
+def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, as_json: bool) -> None:
+    from eagle3.runner.lossless import lines, replay
+    from eagle3.runner.summary import summary, table
+
+    again = replay(model, result) if verify_lossless else None
     if as_json:
-        record = {
-            "token_ids": result.token_ids,
-            "text": text.decode(result.token_ids) if text else None,
-            "finish_reason": result.finish_reason,
-            "stats": result.stats.as_json(),
-        }
-        click.echo(json.dumps(record))
+        click.echo(json.dumps(result.as_json() | ({"lossless": again.as_json()} if again else {})))
     else:
         click.echo()
-        tell(_summary(result, seconds))
-
-
-def _generate(opened, session, prompt_tokens, text, as_json, max_new_tokens, chain_len):
-    """Run to the end, printing as it goes unless ``as_json``; returns the generation and its seconds."""
-    import time
-
-    from eagle3.runner.loop import generate
-    from eagle3.runner.text import TextStream
-
-    stream = TextStream(text) if text else None
-    start = time.perf_counter()
-    steps = generate(session, prompt_tokens, max_new_tokens, chain_len)
-    while True:
-        try:
-            fresh = next(steps)
-        except StopIteration as end:
-            if stream and not as_json:
-                sys.stdout.write(stream.finish())
-            return end.value, time.perf_counter() - start
-        if not as_json:
-            sys.stdout.write(stream.push(fresh) if stream else " ".join(map(str, fresh)) + " ")
-            sys.stdout.flush()
-
-
-def _summary(result, seconds: float) -> str:
-    stats = result.stats
-    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
-    return (
-        f"{len(result.token_ids)} tokens in {seconds:.2f} s ({result.finish_reason}), "
-        f"{stats.num_drafts} rounds, mean acceptance length {stats.mean_acceptance_length:.2f} (by position: {rates})"
-    )
+        tell(summary(result))
+    if stats:
+        tell(table(result.stats))
+    for line in lines(again) if again and not as_json else ():
+        tell(line)
+    if again and again.divergence:
+        sys.exit(1)
+    if result.finish_reason == "abort":
+        sys.exit(130)

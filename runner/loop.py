@@ -8,11 +8,12 @@ with the feature that proved it. Both caches roll back by writing positions agai
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle3.runner.cache import CachedTokens
+from eagle3.runner.cache import CachedTokens, common_prefix
 from eagle3.runner.chain import ChainLength, FixedChain
 from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
@@ -79,6 +80,7 @@ def _emit(
     """Pass on what ``rounds`` accept until a stop token or the budget ends it. Time that the caller takes between two
     tokens is nobody's."""
     tokens: list[int] = []
+    stats.generations += 1
     session.seconds, session.calls = stats.method_seconds, stats.method_calls
     steps, start = rounds.run(prompt, stats), time.perf_counter()
     for fresh in steps:
@@ -115,8 +117,7 @@ def cut(fresh: list[int], budget: int, stop_ids: frozenset[int]) -> tuple[list[i
     return fresh[:budget], LENGTH if len(fresh) >= budget else None
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """``ids`` are the tokens that the target chose after the window's first row: the ``accepted`` first ones as
     proposed, and one more. ``window`` [1, C] is the next one, None where the context has no room for it."""
 
@@ -151,16 +152,13 @@ class Rounds:
 
     def play(self, window: Tensor, anchor_pos: int) -> Round:
         """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft, chain the next."""
-        step, proposed = self._verify(window, anchor_pos), window[:, 1:]
+        step, proposed = self._verify(window, anchor_pos), window.tolist()[0][1:]
         chosen = self._choice.target(step, proposed)
-        ids, accepted = chosen[0].tolist(), 0
-        for token, by_target in zip(proposed[0].tolist(), ids, strict=False):
-            if token != by_target:
-                break
-            accepted += 1
+        ids = chosen.tolist()[0]
+        accepted = common_prefix(proposed, ids)
         rows = accepted + 1  # the accepted proposals and the corrected token, which are the target's own
         self._accept(ids := ids[:rows])
-        self._chain.record(window.shape[1] - 1, accepted)
+        self._chain.record(len(proposed), accepted)
         self._seed.add(chosen[:, :rows], step.feature[:, :rows])
         return Round(ids, accepted, self._propose())
 
@@ -184,7 +182,7 @@ class Rounds:
                 session.draft_decode(tokens[:, start + 1 : end + 1], step.feature, session.positions[start:end])
                 cached.draft_slots = end
         last = Step(step.ids[:, -1:], step.feature, None if step.logits is None else step.logits[:, -1:])
-        anchor = self._choice.target(last, tokens[:, :0])
+        anchor = self._choice.target(last, [])
         cached.tokens = list(prompt)
         self._accept(ids := anchor[0].tolist())
         self._seed = Seed(start)
@@ -230,7 +228,9 @@ class Rounds:
         cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
         if not wanted:
             return anchor
-        chain = [self._choice.draft(step, [])[:, :wanted]]
+        chain = [self._choice.draft(step, [])]
+        if self._masks:
+            chain = [chain[0][:, :wanted]]
         for position in range(anchor_pos, anchor_pos + wanted - chain[0].shape[1]):
             step = session.draft_decode(chain[-1], step.feature, session.positions[position : position + 1])
             chain.append(self._choice.draft(step, chain))

@@ -46,6 +46,11 @@ class Session(Protocol):
         """Give back what the session holds; it cannot be used after that."""
 
 
+def missing_method(name: str, closed: bool) -> str:
+    """Why a session cannot call a method."""
+    return f"the artifact {'is closed' if closed else f'has no method {name}: export it with --with-decode'}"
+
+
 class TimedSession:
     """The four methods over one ``_call``, each call counted and timed."""
 

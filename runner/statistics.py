@@ -10,6 +10,7 @@ class GenerationStats:
     """Counts and seconds over one or more generations. A draft, in vLLM's sense, is one chain of draft tokens that a
     round verifies."""
 
+    generations: int = 0
     prompt_tokens: int = 0
     reused_prompt_tokens: int = 0
     """Of them, those that the caches held already."""
@@ -41,6 +42,7 @@ class GenerationStats:
             self.accepted_at[position] += 1
 
     def add(self, other: "GenerationStats") -> None:
+        self.generations += other.generations
         self.prompt_tokens += other.prompt_tokens
         self.reused_prompt_tokens += other.reused_prompt_tokens
         self.generation_tokens += other.generation_tokens
@@ -71,6 +73,17 @@ class GenerationStats:
         return [count / self.num_drafts for count in self.accepted_at]
 
     @property
+    def time_to_first_token(self) -> float:
+        """Mean seconds."""
+        return self.prefill_seconds / self.generations if self.generations else 0.0
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Mean seconds of those after the first."""
+        rate = self.decode_tokens_per_second
+        return 1 / rate if rate else 0.0
+
+    @property
     def loop_share(self) -> float:
         """Share of the wall time spent outside of the methods: the loop's own Python."""
         return 1 - sum(self.method_seconds.values()) / self.seconds if self.seconds else 0.0
@@ -84,10 +97,31 @@ class GenerationStats:
     @property
     def decode_tokens_per_second(self) -> float:
         """Tokens after the first, by the time since."""
-        return max(0, self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        return max(0, self.generation_tokens - self.generations) / self.decode_seconds if self.decode_seconds else 0.0
 
     def as_json(self) -> dict[str, Any]:
+        return self.counts() | self.times()
+
+    def times(self) -> dict[str, Any]:
+        methods = {
+            name: {"calls": self.method_calls[name], "mean_ms": round(1000 * seconds / self.method_calls[name], 4)}
+            for name, seconds in self.method_seconds.items()
+        }
         return {
+            "time_to_first_token_seconds": round(self.time_to_first_token, 6),
+            "time_per_output_token_seconds": round(self.time_per_output_token, 6),
+            "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),
+            "decode_tokens_per_second": round(self.decode_tokens_per_second, 1),
+            "methods": methods,
+            "loop_share": round(self.loop_share, 4),
+        }
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "reused_prompt_tokens": self.reused_prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+            "num_undrafted_steps": self.num_undrafted,
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,

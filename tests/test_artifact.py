@@ -60,7 +60,7 @@ def test_the_same_loop_over_the_eager_module_accepts_the_same_proposals(session,
     ours = complete(session, prompt, max_new_tokens=60)
     eager = complete(EagerSession(speculator, session.metadata), prompt, max_new_tokens=60)
     assert ours.token_ids == eager.token_ids
-    assert ours.stats.as_json() == eager.stats.as_json()
+    assert ours.stats.counts() == eager.stats.counts()
 
 
 def test_every_method_gives_the_eager_modules_numbers_for_every_window(session, speculator):

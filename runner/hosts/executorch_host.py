@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3.runner.contract import DECODE, METHODS, Metadata
 from eagle3.runner.contract.console import calm_stderr
-from eagle3.runner.session import TimedSession
+from eagle3.runner.session import TimedSession, missing_method
 
 
 def load_runtime():
@@ -68,9 +68,12 @@ class ExecuTorchSession(TimedSession):
         try:
             return self._methods[name].execute(inputs)
         except KeyError:
-            raise ValueError(f"the artifact has no method {name}: export it with --with-decode") from None
+            raise ValueError(missing_method(name, closed=not self._methods)) from None
         except RuntimeError as error:
             raise RuntimeError(self._explain(name, inputs, error)) from error
+
+    def close(self) -> None:
+        self._methods.clear()
 
     def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:
         """ExecuTorch's errors are bare codes: put what was fed beside what the method declares."""

@@ -34,7 +34,7 @@ from eagle3.runner.inspect.cuda_weights import (
     read_ptd_index,
 )
 from eagle3.runner.inspect.program import CUDA_BACKEND, Pte, read_pte, row_bounds
-from eagle3.runner.session import TimedSession
+from eagle3.runner.session import TimedSession, missing_method
 
 
 def open_torch_session(model: Path, stored: Path, metadata: Metadata) -> "TorchSession":
@@ -254,8 +254,7 @@ class TorchSession(TimedSession):
 
     def _call(self, name, *inputs):
         if name not in self._methods:
-            why = "is closed" if not self._methods else f"has no method {name}: export it with --with-decode"
-            raise ValueError(f"the artifact {why}")
+            raise ValueError(missing_method(name, closed=not self._methods))
         rows, (least, most) = inputs[0].shape[1], self._rows[name]
         if not least <= rows <= most:
             raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")

@@ -1,0 +1,31 @@
+"""A generation's figures as a person reads them."""
+
+from eagle3.runner.model import Result
+from eagle3.runner.statistics import GenerationStats
+
+
+def summary(result: Result) -> str:
+    """In a line."""
+    stats = result.stats
+    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
+    return (
+        f"{len(result.token_ids)} tokens in {stats.seconds:.2f} s ({result.finish_reason}), "
+        f"{stats.num_drafts} rounds, mean acceptance length {stats.mean_acceptance_length:.2f} (by position: {rates})"
+    )
+
+
+def table(stats: GenerationStats) -> str:
+    """Where the time went."""
+    reused = f", {stats.reused_prompt_tokens} reused" if stats.reused_prompt_tokens else ""
+    lines = [
+        f"time to first token {1000 * stats.time_to_first_token:.1f} ms ({stats.prompt_tokens} prompt tokens{reused}, "
+        f"{stats.prefill_tokens_per_second:.0f} tokens/s)",
+        f"decode {stats.decode_tokens_per_second:.0f} tokens/s, {1000 * stats.time_per_output_token:.3f} ms a token",
+    ]
+    rounds = stats.num_drafts + stats.num_undrafted
+    for name, seconds in stats.method_seconds.items():
+        calls = stats.method_calls[name]
+        each = f"{name:<14} {calls:>6} x {1000 * seconds / calls:.3f} ms"
+        lines.append(f"  {each}" + (f", {1000 * seconds / rounds:.3f} ms a round" if rounds else ""))
+    lines.append(f"  the loop itself {stats.loop_share:.1%}")
+    return "\n".join(lines)
