@@ -50,12 +50,12 @@ def run_batch(
 def _results(
     model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any]
 ) -> Iterator[Result]:
-    if prompt.text is not None and (chat or len(prompt.turns) > 1):
+    if prompt.text is not None and (chat or prompt.further_turns):
         conversation = Conversation(model, system, **options)
-        for turn in prompt.turns:
+        for turn in (prompt.text, *prompt.further_turns):
             yield conversation.ask(turn)
     else:
-        yield model.generate(prompt.given, **options)
+        yield model.generate(prompt.text or prompt.tokens or prompt.messages, **options)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import click
 
 from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
 from eagle3.runner.flags import generation_flags, options_from, token_ids
-from eagle3.runner.text import argument_text
+from eagle3.runner.text_input import argument_text, read_text
 
 if TYPE_CHECKING:
     from eagle3.runner.model import Model, Prompt, Result
@@ -88,7 +88,7 @@ def main(
     if len(sources) != 1 and not dialogue:
         raise click.UsageError("give one of --prompt, --prompt-file, --prompt-tokens and --prompts, or --chat")
     _check_flags(prompt_tokens, prompts, output, chat, system, verify_lossless and (dialogue or prompts is not None))
-    options = options_from(given)
+    options = options_from(given)  # logprobs among them
     if dialogue:
         from eagle3.runner.dialogue import check_terminal, run_dialogue
 
@@ -104,8 +104,9 @@ def main(
 
             run_batch(model, prompts, output, chat, system, options)
         else:
-            text = prompt_tokens if prompt_tokens is not None else read_prompt(prompt, prompt_file)
-            asked = _messages(text, system) if chat else text
+            if prompt in (None, "-") and prompt_tokens is None:
+                prompt = read_text(prompt_file)
+            asked = prompt_tokens or (_messages(prompt, system) if chat else prompt)
             result = _print(model, asked, as_json, options)
             _tell(model, result, stats, verify_lossless, as_json)
 
@@ -120,16 +121,6 @@ def _check_flags(prompt_tokens, prompts, output, chat, system, lossless_of_many)
         raise click.UsageError("--output takes the results of --prompts: type > FILE for one prompt's")
     if lossless_of_many:
         raise click.UsageError("--verify-lossless is for one prompt: give it by --prompt")
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt's text. Raises ValueError for bytes that are not UTF-8."""
-    if prompt is not None:
-        return read_stdin() if prompt == "-" else prompt
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error})") from error
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:

@@ -137,6 +137,7 @@ class Rounds:
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
         """The first token, then what each round accepts, without end: at the context's last position it must not be
         asked for more."""
+        self._chain.begin(stats)
         try:
             anchor = self._prefill(prompt, stats)
             yield [anchor]
@@ -179,6 +180,7 @@ class Rounds:
                 break
             cached.tokens = prompt[: end + 1]
             if speculates:
+                cached.reach(end - 1 + self._masks)
                 session.draft_decode(tokens[:, start + 1 : end + 1], step.feature, session.positions[start:end])
                 cached.draft_slots = end
         last = Step(step.ids[:, -1:], step.feature, None if step.logits is None else step.logits[:, -1:])

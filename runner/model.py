@@ -3,14 +3,14 @@
 import secrets
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from eagle3.runner.adaptive_chain import AdaptiveChain
 from eagle3.runner.cache import CachedTokens
-from eagle3.runner.chain import AdaptiveChain
 from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop import STOP, Generation, check_request, generate
@@ -77,6 +77,8 @@ class Model:
         alone."""
         self.metadata, self._open_session, self._folder = metadata, open_session, folder
         self.cached = CachedTokens()
+        self.current: Stream | None = None
+        """Whose the caches are."""
         self._running = threading.Lock()
 
     @cached_property
@@ -87,7 +89,7 @@ class Model:
     @cached_property
     def chain(self) -> AdaptiveChain:
         """The chain length by itself, which keeps what it learned."""
-        return AdaptiveChain(self.metadata)
+        return AdaptiveChain(self.metadata.chain_len)
 
     @cached_property
     def text(self) -> Text:
@@ -139,7 +141,11 @@ class Model:
         self.cached.clear()
 
     def close(self) -> None:
-        """Give the memory back; the model cannot be used after that. Raises BusyError during a generation."""
+        """Give the memory back; the model cannot be used after that. A stream that waits to be asked for more is left;
+        BusyError where another thread is within one."""
+        if self.current is not None:
+            with suppress(ValueError):  # "generator already executing"
+                self.current.close()
         with self.reserved():
             self.cached.clear()
             if "session" in self.__dict__:
@@ -172,7 +178,7 @@ class Stream(Iterator[Piece]):
         metadata = model.metadata
         chain_len = options.chain_len if isinstance(options.chain_len, int) else None
         check_request(metadata, prompt, options.max_new_tokens, chain_len)
-        options.check(metadata, logprobs=options.logprobs is not None)
+        options.check(metadata)
         if not options.plain and options.seed is None:
             options = replace(options, seed=secrets.randbits(63))
         self._model, self._prompt, self._options = model, prompt, options
@@ -216,6 +222,7 @@ class Stream(Iterator[Piece]):
 
     def _run(self) -> Iterator[Piece]:
         with self._model.reserved(), closing(self._steps()) as steps:
+            self._model.current = self
             try:
                 while self._finish_reason == ABORT:
                     try:
@@ -227,6 +234,7 @@ class Stream(Iterator[Piece]):
                 if rest := self._rest():
                     yield Piece(rest, [])
             finally:
+                self._model.current = None
                 self._rest()
                 self._stats.generation_tokens = len(self._tokens)
 

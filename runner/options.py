@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from eagle3.runner.contract import Metadata
-from eagle3.runner.sampling.options import Sampling
+from eagle3.runner.sampling.options import Sampling, check_logits
 
 AUTO = "auto"
 
@@ -49,6 +49,11 @@ class Options(Sampling):
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no option of a generation: there are {', '.join(sorted(known))}")
         return cls(**given)
+
+    def check(self, metadata: Metadata) -> None:
+        super().check(metadata)
+        if self.logprobs is not None:
+            check_logits(metadata, "logprobs")
 
     def stop_ids(self, metadata: Metadata) -> list[int]:
         return [*(() if self.ignore_eos else metadata.eos_ids), *self.stop_token_ids]

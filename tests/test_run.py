@@ -1,0 +1,178 @@
+"""eagle3-run: prompts from everywhere, a dialogue on a terminal, many prompts at once."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import fail_command, run_command
+
+from eagle3.runner import load
+from eagle3.runner.cli import main
+from eagle3.runner.conversation import Conversation
+
+TEXT = "def main(argv=None):\n    "
+RUN = "from eagle3.runner.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def model(artifact):
+    with load(artifact) as model:
+        yield model
+
+
+def as_json(artifact, *args):
+    return json.loads(run_command(main, artifact, "--json", *args).stdout)
+
+
+def test_a_prompt_from_stdin_is_the_prompt(artifact):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, artifact, "--prompt", "-", "--max-new-tokens", "20", "--json"],
+        input=TEXT.encode(),
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["token_ids"] == as_json(artifact, "--prompt", TEXT, "--max-new-tokens", 20)["token_ids"]
+
+
+def test_sampling_flags_are_the_librarys_options(artifact, model):
+    flags = ["--temperature", 0.9, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5]
+    flags += ["--repetition-penalty", 1.1, "--logit-bias", "17=-3", "--stop", "zzz", "--stop-token-ids", "3,4", "--ignore-eos"]
+    record = as_json(artifact, "--prompt", TEXT, "--max-new-tokens", 30, "--logprobs", 2, "--chain-len", "auto", *flags)
+    expected = model.generate(
+        TEXT,
+        max_new_tokens=30,
+        temperature=0.9,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.01,
+        seed=5,
+        repetition_penalty=1.1,
+        logit_bias={17: -3.0},
+        stop=["zzz"],
+        stop_token_ids=[3, 4],
+        ignore_eos=True,
+        logprobs=2,
+    )
+    assert record["token_ids"] == expected.token_ids
+    assert record["seed"] == 5
+    assert len(record["logprobs"]) == len(record["token_ids"])
+    assert record["logprobs"] == json.loads(json.dumps(expected.as_json()["logprobs"]))
+
+
+def test_statistics_have_vllms_names_and_the_time_by_method(artifact):
+    stats = as_json(artifact, "--prompt", TEXT, "--max-new-tokens", 30)["stats"]
+    assert set(stats) >= {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length"}
+    assert set(stats) >= {"prompt_tokens", "reused_prompt_tokens", "generation_tokens", "time_to_first_token_seconds"}
+    assert set(stats["methods"]) == {"prefill", "target_verify", "draft_decode"}
+    assert stats["generation_tokens"] == 30
+    out = run_command(main, artifact, "--prompt", TEXT, "--max-new-tokens", 30, "--stats").stderr
+    assert "time to first token" in out and "the loop itself" in out and "target_verify" in out
+
+
+def test_a_generation_is_replayed_without_speculation(artifact):
+    args = artifact, "--prompt", TEXT, "--max-new-tokens", 40, "--verify-lossless"
+    assert "identical" in run_command(main, *args).stderr
+    assert as_json(*args, "--temperature", 0.8)["lossless"]["divergence"] is None
+
+
+def test_prompts_in_and_results_out_line_by_line(artifact, model, tmp_path):
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text(
+        json.dumps({"prompt": TEXT, "max_new_tokens": 12})
+        + "\n\n"
+        + json.dumps({"prompt_tokens": [2, 5, 6], "temperature": 0.7, "seed": 3})
+        + "\n"
+        + json.dumps({"question_id": 81, "category": "writing", "turns": ["class A:", "x = 1"]})
+        + "\n"
+    )
+    run_command(main, artifact, "--prompts", prompts, "--output", results, "--max-new-tokens", 16)
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(record["line"], record["turn"]) for record in records] == [(1, 0), (3, 0), (4, 0), (4, 1)]
+    assert records[0]["token_ids"] == model.generate(TEXT, max_new_tokens=12).token_ids
+    assert records[1]["token_ids"] == model.generate([2, 5, 6], max_new_tokens=16, temperature=0.7, seed=3).token_ids
+    dialogue = Conversation(model, max_new_tokens=16)
+    assert [record["text"] for record in records[2:]] == [dialogue.ask(turn).text for turn in ("class A:", "x = 1")]
+    assert records[2]["id"] == 81
+
+
+def test_what_was_generated_before_a_bad_prompt_is_kept(artifact, tmp_path):
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text(json.dumps({"prompt": TEXT}) + "\n" + json.dumps({"prompt": "x = 1\n" * 2000}) + "\n")
+    code, line = fail_command(main, artifact, "--prompts", prompts, "--output", results, "--max-new-tokens", 8)
+    assert code == 1 and "line 2: the prompt has" in line
+    assert len(results.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "a", "--temperature", "-1"], "temperature"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature"),
+        (["--prompt", "a", "--stop", ""], "stop"),
+        (["--prompt", "a", "--chain-len", "fast"], "'fast'"),
+        (["--prompt", "a", "--logit-bias", "x"], "TOKEN_ID=BIAS"),
+        (["--prompt", "a", "--output", "b"], "--output"),
+        (["--prompt", "a", "--system", "b"], "--chat"),
+        (["--chat"], "terminal"),
+        ([], "give one of"),
+    ],
+)
+def test_flags_that_make_no_sense_are_usage_errors(artifact, flags, message):
+    code, line = fail_command(main, artifact, *flags)
+    assert code == 2 and message in line
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *args):
+        self.screen, child = pty.openpty()
+        command = [sys.executable, "-c", RUN, *map(str, args)]
+        self.process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=_control)
+        os.close(child)
+
+    def type(self, text: str) -> None:
+        os.write(self.screen, text.encode())
+
+    def until(self, text: str, seconds: float = 60) -> str:
+        shown, end = "", time.monotonic() + seconds
+        while text not in shown:
+            assert time.monotonic() < end, shown
+            if select.select([self.screen], [], [], 0.2)[0]:
+                shown += os.read(self.screen, 4096).decode(errors="replace")
+        return shown
+
+
+def _control() -> None:
+    """The terminal on stdin sends this process its signals."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_dialogue_on_a_terminal(artifact):
+    terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
+    terminal.until("> ")
+    terminal.type("class Reader:\n")
+    assert "400 tokens" in terminal.until("the loop itself")
+    terminal.until("> ")
+    terminal.type("def close(self):\n")
+    assert "reused" in terminal.until("> ")
+    terminal.type("/reset\n")
+    terminal.until("> ")
+    terminal.type("/nothing\n")
+    assert "no command" in terminal.until("> ")
+    terminal.type("x" * 900 + " 1 2 3" * 200 + "\n")
+    assert "Error: the prompt has" in terminal.until("> ")
+    terminal.type("import os\n")
+    terminal.until("import os")
+    terminal.type("\x03")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
