@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
-from eagle3.runner.text import argument_text
+from eagle3.runner.text_input import argument_text, read_text
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
@@ -32,13 +32,6 @@ def utf8(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str 
         return None if text is None else argument_text(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-
-
-def read_prompt(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error})") from error
 
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
@@ -75,7 +68,7 @@ def main(
     text = None
     if prompt_tokens is None:
         text = Text(opened.folder)
-        given = read_prompt(prompt_file) if prompt is None else prompt
+        given = read_text(prompt_file) if prompt is None else prompt
         if not given:
             raise ValueError("the prompt is empty: give some text")
         prompt_tokens = text.encode_chat(given) if chat else text.encode(given)
