@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
+from eagle3.runner.chat import ChatTemplate, Message
 from eagle3.runner.stop_strings import REPLACEMENT, StopStrings
 from eagle3.runner.text_input import check_unicode
 
@@ -28,16 +30,18 @@ class Text:
         """With the tokenizer's own special tokens (``<bos>``, where it has one). ValueError for what is no text."""
         return self.tokenizer.encode(check_unicode(prompt, "the prompt")).ids
 
-    def encode_chat(self, prompt: str) -> list[int]:
-        """One user turn in the model's chat template. Raises ValueError where it has none, and for what is no text."""
-        from transformers import AutoTokenizer
+    def encode_messages(self, messages: list[Message]) -> list[int]:
+        """A conversation in the model's chat template, up to where its next turn begins. Raises ValueError where the
+        model has no template, for what is no conversation, and for what the template does not take."""
+        return self._chat_template.encode(messages)
 
-        prompt = check_unicode(prompt, "the prompt")
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        if tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer in {self.folder} has no chat template: leave --chat out")
-        turn = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    def encode_chat(self, prompt: str) -> list[int]:
+        """One user turn, as ``encode_messages``."""
+        return self.encode_messages([{"role": "user", "content": prompt}])
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.folder)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
