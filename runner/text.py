@@ -1,27 +1,15 @@
 """Text at the edge: the artifact's tokenizer, and nothing of it further in."""
 
-import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
+from eagle3.runner.chat import ChatTemplate, Message
+from eagle3.runner.stop_strings import REPLACEMENT, StopStrings
+from eagle3.runner.text_input import check_unicode
 
-def argument_text(argument: str) -> str:
-    """An argument of a command line as the UTF-8 that it is, also where the locale's encoding could not decode it and
-    Python kept its bytes as surrogates. Raises ValueError naming the byte that is not UTF-8, and its place."""
-    try:
-        if any("\ud800" <= character <= "\udfff" for character in argument):
-            argument = os.fsencode(argument).decode("utf-8")
-    except UnicodeError as error:
-        raise ValueError(f"not UTF-8 text ({error}): type it in UTF-8") from error
-    return argument
-
-
-def _checked(prompt: str) -> str:
-    """Raises ValueError for half a surrogate pair, which no tokenizer takes."""
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not Unicode text ({error}): leave that character out") from error
-    return prompt
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Text:
@@ -35,46 +23,98 @@ class Text:
             raise FileNotFoundError(f"{file} is missing: without a tokenizer, type --prompt-tokens 1,2,3")
         self.folder = folder
         self.tokenizer = Tokenizer.from_file(str(file))
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        self._special = {token.content for token in added if token.special}
 
     def encode(self, prompt: str) -> list[int]:
         """With the tokenizer's own special tokens (``<bos>``, where it has one). ValueError for what is no text."""
-        return self.tokenizer.encode(_checked(prompt)).ids
+        return self.tokenizer.encode(check_unicode(prompt, "the prompt")).ids
+
+    def encode_messages(self, messages: list[Message]) -> list[int]:
+        """A conversation in the model's chat template, up to where its next turn begins. Raises ValueError where the
+        model has no template, for what is no conversation, and for what the template does not take."""
+        return self._chat_template.encode(messages)
 
     def encode_chat(self, prompt: str) -> list[int]:
-        """One user turn in the model's chat template. Raises ValueError where it has none, and for what is no text."""
-        from transformers import AutoTokenizer
+        """One user turn, as ``encode_messages``."""
+        return self.encode_messages([{"role": "user", "content": prompt}])
 
-        prompt = _checked(prompt)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        if tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer in {self.folder} has no chat template: leave --chat out")
-        turn = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.folder)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def written(self, token: int) -> str | None:
+        """A token as the vocabulary writes it; None for one that ``decode`` leaves out."""
+        written = self.tokenizer.id_to_token(token)
+        return None if written in self._special else written
+
 
 class TextStream:
-    """Ids in, text out as soon as it is whole: a character split over tokens waits for its last byte.
+    """Ids in, text out as soon as it is certain; it ends before the first of the ``stop`` strings to complete.
 
-    A line that has ended is never decoded again, so a long text costs no more per token than a short one.
+    What is given joins to ``decode`` of all ids that belong to the text, cut where the stop string begins; of several
+    that complete with the same id it is the one that begins first. So a character split over tokens waits for its last
+    byte, and an end that could still become a stop string for what follows.
+
+    Ids are decoded behind one id of context, since decoders drop the space before a text's first word, and once they
+    are certain no more: a long text costs no more per token than a short one. Bytes that are tokens of their own
+    (``<0xE2>``) wait for the end of their run, which is characters as a whole or not at all; ``DecodeStream`` of
+    tokenizers gives them at once, fails where that was wrong, and never gives what it holds at the end.
+
+    Attributes:
+        stopped: the stop string that ended the text, or None
+        kept: how many of all ids pushed belong to the text, the one that completed the stop string included
+
+    Raises ValueError as ``StopStrings``.
     """
 
-    def __init__(self, text: Text):
+    def __init__(self, text: Text, stop: Sequence[str] = ()):
         self.text = text
-        self.line: list[int] = []
-        self.printed = 0
+        self.stopped: str | None = None
+        self.kept = 0
+        self._stop = StopStrings(stop)
+        self._ids: list[int] = []  # the context and all ids since
+        self._certain = 0  # characters of their text
+        self._held = ""  # certain, but perhaps a stop string's beginning
+        self._uncertain = ""  # what follows it so far
 
-    def push(self, ids: list[int]) -> str:
-        self.line += ids
-        line = self.text.decode(self.line)
-        whole = line.rstrip("\ufffd")
-        fresh, self.printed = whole[self.printed :], max(self.printed, len(whole))
-        if line.endswith("\n"):
-            self.line, self.printed = [], 0
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain. Ids behind a stop string are ignored."""
+        fresh = ""
+        for token in ids:
+            if self.stopped is not None:
+                break
+            self.kept += 1
+            written = self.text.written(token)
+            if written is not None:
+                fresh += self._add(token, is_byte=BYTE_TOKEN.fullmatch(written) is not None)
         return fresh
 
     def finish(self) -> str:
-        """What was held back: the first bytes of a character that never came whole."""
-        return self.text.decode(self.line)[self.printed :]
+        """What was held back: the beginning of a stop string, or of a character, that never came whole."""
+        return self._held + self._uncertain
+
+    def _add(self, token: int, is_byte: bool) -> str:
+        self._ids.append(token)
+        rest = self.text.decode(self._ids)[self._certain :]
+        found = self._stop.first(self._held + rest)
+        if found:
+            start, self.stopped = found
+            fresh, self._held, self._uncertain = (self._held + rest)[:start], "", ""
+            return fresh
+        certain = "" if is_byte else rest.rstrip(REPLACEMENT)
+        self._uncertain = rest[len(certain) :]
+        if is_byte or self._uncertain:
+            self._certain += len(certain)
+        else:
+            self._ids, self._certain = [token], len(self.text.decode([token]))
+        return self._release(self._held + certain)
+
+    def _release(self, text: str) -> str:
+        """All of ``text`` but what could still become a stop string, which is held."""
+        ready = len(text) - self._stop.unfinished(text)
+        self._held = text[ready:]
+        return text[:ready]

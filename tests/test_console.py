@@ -10,7 +10,8 @@ import pytest
 from commands import run_command
 
 from eagle3.runner.cli import main as run_main
-from eagle3.runner.text import Text, argument_text
+from eagle3.runner.text import Text
+from eagle3.runner.text_input import argument_text
 from eagle3.targets import TARGETS
 
 TEXT = "naïve – \U0001f40d"
@@ -125,7 +126,7 @@ def test_a_prompt_that_is_not_utf8_is_refused_by_its_byte_and_place(chat):
 
 
 def test_a_prompt_in_utf8_is_itself_in_every_locale():
-    program = "import sys; from eagle3.runner.text import argument_text; print(ascii(argument_text(sys.argv[1])))"
+    program = "import sys; from eagle3.runner.text_input import argument_text; print(ascii(argument_text(sys.argv[1])))"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert run_through_shell("", program, TEXT.encode(), **locale).stdout.decode().strip() == ascii(TEXT)
     assert argument_text(TEXT) == TEXT
@@ -134,7 +135,7 @@ def test_a_prompt_in_utf8_is_itself_in_every_locale():
 def test_half_a_surrogate_pair_is_refused_wherever_a_prompt_comes_from():
     text = Text(TARGETS["gemma4-tiny"].checkpoint)
     for encode in (text.encode, text.encode_chat):
-        with pytest.raises(ValueError, match=r"the prompt is not Unicode text .*position 2"):
+        with pytest.raises(ValueError, match=r"is not Unicode text .*position 2"):
             encode("ab\ud800c")
     with pytest.raises(ValueError, match="position 2"):
         argument_text("ab\ud800c")

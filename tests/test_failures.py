@@ -270,7 +270,6 @@ def test_a_prompt_that_cannot_be(artifact, tmp_path):
     assert "-7 is outside the vocabulary" in fail_command(run_main, artifact, "--prompt-tokens", "5,-7")[1]
     assert "context 1024" in fail_command(run_main, artifact, "--prompt-tokens", ",".join(["5"] * 1024))[1]
     assert "chain length 4" in fail_command(run_main, artifact, "--prompt", "a", "--chain-len", 4)[1]
-    assert "chat template" in fail_command(run_main, artifact, "--prompt", "a", "--chat")[1]
 
 
 def test_an_artifact_that_is_none(artifact, tmp_path):

@@ -11,7 +11,9 @@ from eagle3.runner.threads import leave_threads_to_xnnpack
 
 EPILOG = """
 \b
-FILE has a JSON object per line: {"prompt": "text"} or {"prompt_tokens": [1, 2, 3]}.
+FILE has a JSON object per line: {"prompt": "text"}, {"prompt_tokens": [1, 2]}
+or {"messages": [...]}; or it is that of MT-Bench, SpecBench, GSM8K or HumanEval.
+First turns are run, by the options of this command alone.
 
 \b
 Examples:
@@ -41,33 +43,15 @@ def main(
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact import open_artifact, open_session
-
-    opened = open_artifact(artifact, say=tell)
-    ids = read_prompts(prompts, opened.folder)
-    report = measure(open_session(opened, runtime), ids, max_new_tokens, checkpoint)
-    click.echo(json.dumps(report) if as_json else as_text(report))
-
-
-def read_prompts(file: Path, folder: Path) -> list[list[int]]:
-    """Token ids per line of a jsonl file. Raises ValueError naming the line."""
+    from eagle3.runner.prompts import read_prompts
     from eagle3.runner.text import Text
 
-    text, prompts = None, []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            if "prompt_tokens" in entry:
-                prompts.append([int(token) for token in entry["prompt_tokens"]])
-                continue
-            text = text or Text(folder)
-            prompts.append(text.encode(entry["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{file} line {number}: expected {{"prompt": "text"}} ({error})') from error
-    if not prompts:
-        raise ValueError(f"{file} has no prompts")
-    return prompts
+    opened = open_artifact(artifact, say=tell)
+    given = read_prompts(prompts)
+    text = None if all(prompt.tokens for prompt in given) else Text(opened.folder)
+    ids = [prompt.encode(text) for prompt in given]
+    report = measure(open_session(opened, runtime), ids, max_new_tokens, checkpoint)
+    click.echo(json.dumps(report) if as_json else as_text(report))
 
 
 def measure(session, prompts: list[list[int]], max_new_tokens: int, checkpoint: Path | None) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""Files of prompts, a JSON object a line: our own, and MT-Bench, SpecBench, GSM8K and HumanEval as they are."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3.runner.chat import Message, check_messages
+from eagle3.runner.text import Text
+from eagle3.runner.text_input import check_unicode, read_bytes, source_name
+
+FIELDS = {
+    "prompt": ("id", "category", "task_id", "canonical_solution", "test", "entry_point"),  # ours, and HumanEval
+    "prompt_tokens": ("id", "category"),
+    "messages": ("id", "category"),
+    "turns": ("id", "category", "question_id", "reference"),  # MT-Bench and SpecBench
+    "question": ("id", "category", "answer"),  # GSM8K
+}
+"""The field that holds a prompt, and what may stand beside it."""
+
+TYPES = {str: "text", int: "a whole number", list: "a list"}
+
+IDS = ("id", "question_id", "task_id")
+
+OPTIONS = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+)
+"""What may stand beside any prompt, for its own generation."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of a file: one of ``text``, ``tokens`` and ``messages``.
+
+    ``further_turns`` are what the user says next, once the one before is answered. ``options`` are generation options
+    by name (OPTIONS), their values as they were read.
+    """
+
+    line: int
+    text: str | None = None
+    tokens: list[int] | None = None
+    messages: list[Message] | None = None
+    further_turns: tuple[str, ...] = ()
+    category: str | None = None
+    id: str | int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self, text: Text | None, chat: bool = False) -> list[int]:
+        """Token ids: ``tokens`` as they are, which takes no tokenizer; messages in the chat template, ``text`` too with
+        ``chat``. Raises ValueError, naming the line, for what the template does not take."""
+        if self.tokens is not None:
+            return self.tokens
+        try:
+            if self.messages is not None:
+                return text.encode_messages(self.messages)
+            return text.encode_chat(self.text) if chat else text.encode(self.text)
+        except ValueError as error:
+            raise ValueError(f"the prompt of line {self.line}: {error}") from error
+
+
+def read_prompts(file: Path | None) -> list[Prompt]:
+    """The prompts of a JSONL file, or of stdin (None), in their order; blank lines are skipped.
+
+    Raises ValueError for a file without prompts, and with the line's number for one that is no prompt.
+    """
+    prompts = []
+    for number, line in enumerate(read_bytes(file).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_prompt(number, _entry(line)))
+        except ValueError as error:
+            raise ValueError(f"{source_name(file)} line {number}: {error}") from error
+    if not prompts:
+        raise ValueError(f'{source_name(file)} has no prompts: give a line {{"prompt": "text"}} for each')
+    return prompts
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line.decode("utf-8"), object_pairs_hook=_once)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f'not JSON ({error.msg} at column {error.colno}), expected {{"prompt": "text"}}') from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deeply") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f'no JSON object, expected {{"prompt": "text"}}, found {entry!r:.60}')
+    return entry
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a field that is there twice, of which Python would take the last."""
+    entry = dict(pairs)
+    if len(entry) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return entry
+
+
+def _prompt(line: int, entry: dict[str, Any]) -> Prompt:
+    kind = _one_of(tuple(FIELDS), entry)
+    if kind is None:
+        found = ", ".join(map(repr, entry)) or "no field"
+        raise ValueError(f"no prompt: one of {', '.join(FIELDS)} is needed, found {found}")
+    known = (*FIELDS[kind], *OPTIONS)
+    for name in entry:
+        if name not in (kind, *known):
+            raise ValueError(f"unknown field {name!r}: beside {kind} are known {', '.join(known)}")
+    return Prompt(
+        line,
+        **_given(kind, entry[kind]),
+        category=_optional(entry, "category", (str,)),
+        id=_optional(entry, _one_of(IDS, entry), (str, int)),
+        options={name: value for name, value in entry.items() if name in OPTIONS},
+    )
+
+
+def _given(kind: str, value: Any) -> dict[str, Any]:
+    """What a prompt's own field says, as fields of ``Prompt``."""
+    if kind == "messages":
+        return {"messages": check_messages(value)}
+    if kind == "prompt_tokens":
+        return {"tokens": _items(kind, value, int)}
+    turns = _items(kind, value, str) if kind == "turns" else [_typed(kind, value, (str,))]
+    for turn in turns:
+        if not check_unicode(turn, kind):
+            raise ValueError(f"{kind} is empty: give some text")
+    return {"text": turns[0], "further_turns": tuple(turns[1:])}
+
+
+def _items(name: str, value: Any, item: type) -> list[Any]:
+    """A list of one or more, each of the same type."""
+    if not _typed(name, value, (list,)):
+        raise ValueError(f"{name} is empty: give at least one")
+    return [_typed(f"{name}[{index}]", element, (item,)) for index, element in enumerate(value)]
+
+
+def _typed(name: str, value: Any, types: tuple[type, ...]) -> Any:
+    if type(value) not in types:  # not isinstance: a bool would be an int
+        raise ValueError(f"{name} is {value!r:.60}, but must be {' or '.join(TYPES[kind] for kind in types)}")
+    return value
+
+
+def _optional(entry: dict[str, Any], name: str | None, types: tuple[type, ...]) -> Any:
+    """None where there is no such field, or where it is null."""
+    return None if entry.get(name) is None else _typed(name, entry[name], types)
+
+
+def _one_of(names: tuple[str, ...], entry: dict[str, Any]) -> str | None:
+    """The one that ``entry`` has, None for none. Raises ValueError for two."""
+    found = [name for name in names if name in entry]
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)} stand for the same: leave all but one out")
+    return found[0] if found else None

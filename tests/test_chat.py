@@ -1,0 +1,115 @@
+"""Conversations in a model's own template; what is no conversation, and what the template does not take, in a line."""
+
+import shutil
+
+import pytest
+
+from eagle3.runner.loop import STOP, complete
+from eagle3.runner.text import Text
+from eagle3.targets import TARGETS
+
+CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Open a file.\nRead it."},
+    {"role": "assistant", "content": '("opened")\n'},
+    {"role": "user", "content": "Close it."},
+]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return Text(CHECKPOINT)
+
+
+@pytest.fixture
+def with_template(tmp_path):
+    """A template to the shipped tokenizer with that template, or with none."""
+
+    def make(template: str | None) -> Text:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(CHECKPOINT / name, tmp_path / name)
+        if template is not None:
+            (tmp_path / "chat_template.jinja").write_text(template)
+        return Text(tmp_path)
+
+    return make
+
+
+def test_the_shipped_template_makes_scripts_that_end_as_files_do(text):
+    ids = text.encode_messages(TURNS)
+    assert (ids[0], ids.count(2), ids.count(1)) == (2, 1, 1)
+    assert text.tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<bos>#! /usr/bin/env python3\n# Be brief.\n#\n# Open a file.\n# Read it.\n\n"
+        "if __name__ == '__main__':\n    print(\"opened\")\n<eos>"
+        "#! /usr/bin/env python3\n# Close it.\n\nif __name__ == '__main__':\n    print"
+    )
+
+
+def test_what_was_answered_is_where_the_next_turn_goes_on(text):
+    answer = text.tokenizer.encode('("opened")\n<eos>', add_special_tokens=False).ids
+    before = text.encode_messages(TURNS[:2]) + answer
+    assert text.encode_messages(TURNS)[: len(before)] == before
+
+
+def test_an_answer_of_the_shipped_model_ends_by_itself(artifact, session):
+    text = Text(artifact)  # the template is one of the artifact's files
+    answered = complete(session, text.encode_chat("Open a file and read its lines."))
+    assert answered.finish_reason == STOP
+    assert text.decode(answered.token_ids).startswith('("Can\'t read from a file")')
+
+
+def test_a_prompt_is_one_user_turn(text):
+    assert text.encode_chat("Open a file.") == text.encode_messages([{"role": "user", "content": "Open a file."}])
+
+
+def test_the_tokenizer_is_loaded_once(text, monkeypatch):
+    text.encode_messages(TURNS)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    assert text.encode_messages(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "one or more"),
+        ("hello", "one or more, found 'hello'"),
+        (["hello"], "message 1 must have role and content .*found 'hello'"),
+        ([TURNS[0], {"role": "user"}], "message 2 must have role and content"),
+        ([{**TURNS[1], "name": "x"}], "message 1 must have role and content and nothing else"),
+        ([{"role": "usr", "content": "x"}], "message 1 has the role 'usr', but roles are system, developer, user"),
+        ([{"role": [], "content": "x"}], "message 1 has the role"),
+        ([TURNS[0], {"role": "user", "content": None}], "message 2 has the content None"),
+        ([{"role": "user", "content": "a\udc00"}], "the content of message 1 is not Unicode text"),
+        ([{"role": "tool", "content": "x"}], "roles are system, user and assistant, not tool"),
+        ([TURNS[1], TURNS[0]], "the system message must be the first"),
+    ],
+)
+def test_what_is_no_conversation(text, messages, words):
+    with pytest.raises(ValueError, match=words) as failure:
+        text.encode_messages(messages)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat template: give a plain prompt"),
+        ("{{ raise_exception('not today') }}", "not today"),
+        ("{{ messages[3].role.name }}", "no element 3"),
+        ("{{ 'x' + 3 }}", "does not take these messages: can only concatenate"),
+        ("{% for %}", "does not take these messages: "),
+    ],
+)
+def test_a_template_that_is_missing_or_fails(with_template, template, words):
+    with pytest.raises(ValueError, match=words) as failure:
+        with_template(template).encode_chat("x")
+    assert "\n" not in str(failure.value)
+
+
+def test_a_tokenizer_that_transformers_does_not_load(with_template):
+    text = with_template("{{ bos_token }}")
+    (text.folder / "tokenizer_config.json").write_text("not json")
+    with pytest.raises(ValueError, match="does not load for its chat template") as failure:
+        text.encode_chat("x")
+    assert "\n" not in str(failure.value)
