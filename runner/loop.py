@@ -181,6 +181,7 @@ class Rounds:
                 break
             cached.tokens = prompt[: end + 1]
             if speculates:
+                cached.reach(end - 1 + self._masks)
                 session.draft_decode(tokens[:, start + 1 : end + 1], step.feature, session.positions[start:end])
                 cached.draft_slots = end
         last = Step(step.ids[:, -1:], step.feature, None if step.logits is None else step.logits[:, -1:])
