@@ -122,7 +122,7 @@ def test_bad_input_is_refused_before_anything_runs(prompt, options, message):
     session = ScriptedSession(scripted_metadata(), greedy, greedy)
     with pytest.raises(ValueError, match=message):
         complete(session, prompt, **options)
-    assert session.target_cache == []
+    assert not session.target_cache.entries
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,205 @@
+"""What the caches hold is taken up again where it can be, and only there, whatever came in between."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
+
+from eagle3.runner.cache import CachedTokens
+from eagle3.runner.loop import complete, generate
+
+FEW = 3  # token ids: texts that part soon agree again
+
+
+class Failure(Exception):
+    """Of a method."""
+
+
+class InTurn:
+    """Chain lengths in turn."""
+
+    speculates = True
+
+    def __init__(self, lengths):
+        self._lengths, self._rounds = lengths, 0
+
+    def next(self):
+        self._rounds += 1
+        return self._lengths[self._rounds % len(self._lengths)]
+
+    def record(self, proposed, accepted):
+        pass
+
+
+def random_metadata(random):
+    """Windows hardly longer than a verify window and a P-EAGLE's mask rows, or none."""
+    chain_len = random.randint(1, 5)
+    proposals = random.choice([1, chain_len])
+    window, draft_window = (random.choice([0, chain_len + random.randint(1, 6)]) for _ in range(2))
+    most = min(window or 12, draft_window or 12)
+    min_prefill = random.randint(2, most)
+    return scripted_metadata(
+        max_seq_len=random.randint(20, 64),
+        min_prefill=min_prefill,
+        max_prefill=random.randint(min_prefill, most),
+        chain_len=chain_len,
+        window=window,
+        draft_window=draft_window and draft_window + proposals - 1,
+        proposals=proposals,
+    )
+
+
+def random_speculator(random):
+    table, luck = [random.randrange(FEW) for _ in range(40)], random.choice([0.2, 0.5, 0.9])
+    hits = [random.random() < luck for _ in range(17)]
+
+    def target(prefix):
+        return table[(3 * prefix[-1] + 5 * len(prefix) + prefix[len(prefix) // 2]) % 40]
+
+    def draft(prefix):
+        right = target(prefix)
+        return right if hits[(len(prefix) + prefix[-1]) % 17] else (right + 1) % VOCABULARY
+
+    return target, draft
+
+
+def random_request(random, metadata, said):
+    """A prompt that begins as something said before, and the options of ``generate``."""
+    earlier = random.choice(said)
+    kept = earlier[: random.choice([len(earlier), random.randint(0, len(earlier))])]
+    more = [random.randrange(FEW) for _ in range(random.randint(not kept, random.choice([3, 30])))]
+    lengths = [random.randint(0, metadata.chain_len) for _ in range(random.randint(1, 4))]
+    options = {
+        "max_new_tokens": random.choice([1, random.randint(1, 30)]),
+        "chain": random.choice([None, lengths[0], InTurn(lengths)]),
+        "stop_ids": random.sample(range(FEW), random.choice([0, 0, 1])),
+    }
+    return (kept + more)[: metadata.max_seq_len - 1], options
+
+
+def generate_some(session, prompt, rounds, **options):
+    """The tokens until the end, ``rounds`` or a failure, and whether it was the end."""
+    steps, tokens = generate(session, prompt, **options), []
+    try:
+        for number, fresh in enumerate(steps):
+            tokens += fresh
+            if number == rounds:
+                steps.close()
+                return tokens, False
+    except (Failure, KeyboardInterrupt):
+        return tokens, False
+    return tokens, True
+
+
+@settings(max_examples=2000, deadline=None)
+@given(random=st.randoms(use_true_random=True))
+def test_generations_that_share_caches_say_what_each_says_alone(random: Random):
+    metadata, (target, draft) = random_metadata(random), random_speculator(random)
+    session, cached, said = ScriptedSession(metadata, target, draft), CachedTokens(), [[]]
+    note(f"{metadata}")
+    for _ in range(random.randint(2, 6)):
+        prompt, options = random_request(random, metadata, said)
+        rounds = random.choice([None, None, random.randint(0, 5)])
+        session.has_decode = random.random() < 0.5
+        session.failure = random.choice([None, None, Failure(), KeyboardInterrupt()])
+        session.calls_left, session.rows_written = random.randint(0, 15), random.randint(0, 8)
+        note(f"{vars(cached)}, {prompt}, {options}, left after {rounds}, {session.failure!r} at {session.calls_left}")
+        tokens, ended = generate_some(session, prompt, rounds, cached=cached, **options)
+        limits = options["max_new_tokens"], options["stop_ids"], metadata.max_seq_len
+        alone = greedy_sequence(target, prompt, *limits)
+        assert tokens == (alone if ended else alone[: len(tokens)])
+        said.append(prompt + tokens)
+
+
+def greedy(prefix):
+    return (7 * prefix[-1] + 3 * len(prefix) + prefix[0]) % VOCABULARY
+
+
+PROMPT = [(5 * i + 2) % VOCABULARY for i in range(24)]
+
+
+def reused(session, cached, prompt, **options):
+    return complete(session, prompt, cached=cached, **options).stats.reused_prompt_tokens
+
+
+@pytest.fixture
+def cached():
+    return CachedTokens()
+
+
+@pytest.fixture
+def session(cached):
+    """Behind a generation of nine tokens: the first and two rounds, so that the caches hold nothing else."""
+    session = ScriptedSession(scripted_metadata(), greedy, greedy)
+    assert reused(session, cached, PROMPT, max_new_tokens=9) == 0
+    return session
+
+
+SAID = PROMPT + greedy_sequence(greedy, PROMPT, 9)
+
+
+@pytest.mark.parametrize("chain", [None, 0])
+def test_what_is_taken_up_of_a_prompt_that_goes_on_is_all_but_the_last_token(session, cached, chain):
+    assert reused(session, cached, [*SAID, 0, 1], max_new_tokens=5, chain=chain) == len(SAID) - 1
+    again = [*SAID, 0, 1, *greedy_sequence(greedy, [*SAID, 0, 1], 5)]
+    assert reused(session, cached, [*again, 2], chain=chain) == len(again) - 1
+
+
+def test_what_is_taken_up_of_the_same_prompt_and_of_its_beginning_is_all_but_the_last_token(session, cached):
+    assert reused(session, cached, PROMPT) == len(PROMPT) - 1
+    assert reused(session, cached, PROMPT[:10]) == 9
+
+
+@pytest.mark.parametrize(("chain", "recomputed"), [(None, 1), (0, 0)])
+def test_only_the_draft_needs_the_feature_before_the_token_that_differs(session, cached, chain, recomputed):
+    other = (SAID[15] + 1) % VOCABULARY
+    assert reused(session, cached, [*SAID[:15], other, 3, 3, 3], chain=chain) == 15 - recomputed
+
+
+def test_what_differs_from_the_first_token_on_is_computed_whole(session, cached):
+    assert reused(session, cached, [(PROMPT[0] + 1) % VOCABULARY, *PROMPT[1:]]) == 0
+
+
+def test_a_generation_without_speculation_leaves_the_draft_where_it_was(session, cached):
+    plain = [*SAID, *greedy_sequence(greedy, SAID, 6)]
+    assert reused(session, cached, SAID, max_new_tokens=6, chain=0) == len(SAID) - 1
+    assert reused(session, cached, [*plain, 1], chain=0, max_new_tokens=1) == len(plain) - 1
+    assert reused(session, cached, [*plain, 2]) == len(SAID) - 1
+
+
+@pytest.mark.parametrize(("failure", "kept"), [(KeyboardInterrupt(), 14), (Failure(), 0)])
+def test_of_an_interrupted_prompt_the_whole_chunks_are_kept(session, cached, failure, kept):
+    cached.clear()
+    session.failure, session.calls_left = failure, 4  # each chunk of seven is a call of the target and one of the draft
+    assert generate_some(session, PROMPT, None, cached=cached) == ([], False)
+    session.failure = None
+    assert reused(session, cached, PROMPT) == kept
+
+
+@pytest.mark.parametrize(("kept", "taken_up"), [(30, 29), (28, 27), (24, 0), (10, 0)])
+@pytest.mark.parametrize("name", ["window", "draft_window"])
+def test_a_ring_is_taken_up_as_far_back_as_it_holds_a_window(cached, name, kept, taken_up):
+    session = ScriptedSession(scripted_metadata(**{name: 8}), greedy, greedy)
+    complete(session, PROMPT, max_new_tokens=9, cached=cached)  # the next window would end at position 35
+    assert reused(session, cached, SAID[:kept]) == taken_up
+
+
+def test_the_mask_rows_of_a_prompt_overwrite_a_ring_too(cached):
+    """The last chunk is one token, and no round follows: nothing else is written as far."""
+    metadata = scripted_metadata(max_prefill=6, chain_len=5, draft_window=10, proposals=5)
+    session = ScriptedSession(metadata, greedy, greedy)
+    prompt = [*PROMPT, 0]
+    complete(session, prompt, max_new_tokens=1, cached=cached)  # mask rows to position 27: the ring lacks 7 and below
+    assert reused(session, cached, prompt[:17]) == 0
+    complete(session, prompt, max_new_tokens=1, cached=cached)
+    assert reused(session, cached, prompt[:19]) == 18
+
+
+def test_a_ring_of_unknown_length_is_not_taken_up(cached):
+    session = ScriptedSession(scripted_metadata(draft_window=0), greedy, greedy)
+    complete(session, PROMPT, max_new_tokens=4, cached=cached)
+    object.__setattr__(session.metadata, "draft_sliding_window", None)
+    assert reused(session, cached, PROMPT, chain=0) == len(PROMPT) - 1
+    assert reused(session, cached, PROMPT) == 0
