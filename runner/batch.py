@@ -47,9 +47,7 @@ def run_batch(
     )
 
 
-def _results(
-    model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any]
-) -> Iterator[Result]:
+def _results(model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any]) -> Iterator[Result]:
     if prompt.text is not None and (chat or prompt.further_turns):
         conversation = Conversation(model, system, **options)
         for turn in (prompt.text, *prompt.further_turns):
