@@ -156,7 +156,7 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         proposals=plan.proposals,
         draft_sliding_window=max(plan.draft.windows),
         has_logits=plan.config.logits,
-        draft_ids=draft_ids,
+        draft_ids=draft_ids if plan.config.logits else None,
     )
 
 

@@ -38,7 +38,7 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
     try:
         return {
-            "metadata": constants,
+            "metadata": {name: _plain(value) for name, value in constants.items()},
             "methods": {
                 name: method(pte, plan, rows.get(name)) | {"linears": linears.get(name)} for name, plan in plans.items()
             },
@@ -47,6 +47,13 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
         }
     except LookupError as error:  # the runtime checks a file's form, not where its indices point
         raise ValueError(f"{model} is damaged (its program points outside itself: {error}): export it again") from error
+
+
+def _plain(value: Any) -> Any:
+    """A constant as JSON takes it: of a tensor what it is like."""
+    if not hasattr(value, "dtype"):
+        return value
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 
 @dataclass(frozen=True)
