@@ -44,9 +44,7 @@ class Logprobs:
     def accept(self, tokens: list[int]) -> None:
         logprobs = torch.log_softmax(self._logits[: len(tokens)], dim=-1)
         chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-        best = logprobs.topk(self._count)
-        for token, logprob, ids, values in zip(
-            tokens, chosen, best.indices.tolist(), best.values.tolist(), strict=True
-        ):
-            self.tokens.append(TokenLogprobs(token, logprob, list(zip(ids, values, strict=True))))
+        values, ids = (best.tolist() for best in logprobs.topk(self._count))
+        for token, logprob, top_ids, top_values in zip(tokens, chosen, ids, values, strict=True):
+            self.tokens.append(TokenLogprobs(token, logprob, list(zip(top_ids, top_values, strict=True))))
         self._choice.accept(tokens)
