@@ -34,7 +34,7 @@ def run_batch(
     with _opened(output) as results, progress() as bar:
         for prompt in bar.track(prompts, description="generating"):
             try:
-                for turn, result in enumerate(_results(model, prompt, chat, system, options | prompt.options)):
+                for turn, result in enumerate(answers(model, prompt, chat, system, options | prompt.options)):
                     record = {"line": prompt.line} | ({} if prompt.id is None else {"id": prompt.id}) | {"turn": turn}
                     results.write(json.dumps(record | result.as_json()) + "\n")
                     results.flush()
@@ -47,7 +47,8 @@ def run_batch(
     )
 
 
-def _results(model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any]) -> Iterator[Result]:
+def answers(model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any]) -> Iterator[Result]:
+    """A result a turn. Raises ValueError for a turn that cannot be run."""
     if prompt.text is not None and (chat or prompt.further_turns):
         conversation = Conversation(model, system, **options)
         for turn in (prompt.text, *prompt.further_turns):

@@ -33,14 +33,14 @@ def biases(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...])
         raise click.BadParameter(f"{' '.join(given)!r}: expected TOKEN_ID=BIAS such as 17=-5") from None
 
 
-_FLAGS = (
+_CHAIN_LEN = click.option(
+    "--chain-len",
+    callback=chain_length,
+    metavar=f"K|{AUTO}",
+    help=f"Draft tokens a round, 0 for none; {AUTO}: as many as pay. Default: the artifact's.",
+)
+_TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),
-    click.option(
-        "--chain-len",
-        callback=chain_length,
-        metavar=f"K|{AUTO}",
-        help=f"Draft tokens a round, 0 for none; {AUTO}: as many as pay. Default: the artifact's.",
-    ),
     click.option("--temperature", type=float, help="0, the default, is greedy decoding."),
     click.option("--top-k", type=int, help="Sample among the K likeliest tokens."),
     click.option("--top-p", type=float, help="Sample among the likeliest tokens that have this probability together."),
@@ -60,7 +60,12 @@ _FLAGS = (
 
 def generation_flags(command: Callable) -> Callable:
     """Adds the flags; the command gets ``**given``, for ``options_from``."""
-    for flag in reversed(_FLAGS):
+    return _CHAIN_LEN(text_flags(command))
+
+
+def text_flags(command: Callable) -> Callable:
+    """``generation_flags`` without the chain length, on which the text does not depend."""
+    for flag in reversed(_TEXT_FLAGS):
         command = flag(command)
     return command
 

@@ -1,141 +1,132 @@
 """``eagle3-bench``: acceptance, speed and where the time goes, over a file of prompts."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
-from eagle3.runner.threads import leave_threads_to_xnnpack
+from eagle3.runner.contract.console import OneLineFailures, runtime_option
+from eagle3.runner.flags import chain_length, options_from, text_flags
+from eagle3.runner.options import AUTO
+
+if TYPE_CHECKING:
+    from eagle3.runner.model import Model
 
 EPILOG = """
 \b
-FILE has a JSON object per line: {"prompt": "text"}, {"prompt_tokens": [1, 2]}
-or {"messages": [...]}; or it is that of MT-Bench, SpecBench, GSM8K or HumanEval.
-First turns are run, by the options of this command alone.
-
-\b
 Examples:
   eagle3-bench out --prompts scripts/prompts.jsonl
+  eagle3-bench out --prompts scripts/prompts.jsonl --chain-len 1,2,3,auto --plot out.png
+  eagle3-bench out --prompts questions.jsonl --chat --temperature 0.7 --seed 1 --markdown
+  eagle3-bench out-int4 --prompts scripts/prompts.jsonl --compare out-int8
   eagle3-bench out --prompts scripts/prompts.jsonl --checkpoint targets/gemma4_tiny/target --json
 """
 
 
+def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int | str] | None:
+    """Each once, in their order."""
+    return text and list(dict.fromkeys(chain_length(ctx, param, part.strip()) for part in text.split(",")))
+
+
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompts", required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--prompts",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.jsonl",
+    help="As eagle3-run takes it; MT-Bench's, GSM8K's and HumanEval's too. - reads stdin.",
+)
+@click.option("--chat", is_flag=True, help="Put texts into the model's chat template.")
+@click.option(
+    "--chain-len",
+    "lengths",
+    callback=chain_lengths,
+    metavar=f"1,2,{AUTO}",
+    help=f"Draft tokens a round, each a way to be measured; {AUTO}: as many as pay. Default: the artifact's.",
+)
+@text_flags
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all prompts.")
+@click.option(
+    "--compare", type=click.Path(path_type=Path), metavar="ARTIFACT", help="Another artifact, in turns with the first."
+)
 @click.option(
     "--checkpoint", type=click.Path(path_type=Path), help="The target's folder: compare with transformers too."
 )
 @runtime_option
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Acceptance and speed as a picture.")
+@click.option("--markdown", is_flag=True, help="Print tables to paste.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.version_option(package_name="eagle3-export")
 def main(
-    artifact: Path, prompts: Path, max_new_tokens: int, checkpoint: Path | None, runtime: str, as_json: bool
+    artifact, prompts, chat, lengths, repeats, compare, checkpoint, runtime, plot, markdown, as_json, **given
 ) -> None:
     """Measure an artifact of eagle3-export.
 
-    Reports acceptance under vLLM's names and tokens per second; against decoding without speculation where the artifact
-    has decode (eagle3-export --with-decode), against transformers in float32 with --checkpoint.
+    Every prompt is answered without speculation and with each chain length in turn, all prompts several times: tokens
+    per second and their ratios as medians with the least and the most, acceptance under vLLM's names, and whether the
+    tokens are the same.
     """
-    leave_threads_to_xnnpack()
+    if markdown and as_json:
+        raise click.UsageError("give one of --markdown and --json")
+    options = options_from(given)
+    if plot:
+        from eagle3.runner.bench.plot import check_plot
 
-    from eagle3.runner.artifact import open_artifact, open_session
-    from eagle3.runner.prompts import read_prompts
-    from eagle3.runner.text import Text
+        check_plot(plot)
+    if checkpoint and not (checkpoint / "config.json").is_file():
+        raise FileNotFoundError(f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder")
 
-    opened = open_artifact(artifact, say=tell)
-    given = read_prompts(prompts)
-    text = None if all(prompt.tokens for prompt in given) else Text(opened.folder)
-    ids = [prompt.encode(text) for prompt in given]
-    report = measure(open_session(opened, runtime), ids, max_new_tokens, checkpoint)
-    click.echo(json.dumps(report) if as_json else as_text(report))
+    from eagle3.runner import load
+
+    with ExitStack() as stack:
+        models = {str(artifact): stack.enter_context(load(artifact, runtime, defer=True))}
+        if compare:
+            name = f"{compare} again" if compare == artifact else str(compare)
+            models[name] = stack.enter_context(load(compare, runtime, defer=True))
+        report = measured(models, prompts, options, chat, lengths, repeats, checkpoint)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        from eagle3.runner.bench.report import as_markdown, as_text
+
+        click.echo(as_markdown(report) if markdown else as_text(report))
+    if plot:
+        from eagle3.runner.bench.plot import draw
+
+        draw(report, plot)
 
 
-def measure(session, prompts: list[list[int]], max_new_tokens: int, checkpoint: Path | None) -> dict[str, Any]:
-    """Run the artifact every way it allows, prompt by prompt in turns, then transformers, and compare."""
-    from eagle3.runner.bench.measure import Run, first_divergence, session_steps, step_milliseconds
+def measured(
+    models: dict[str, "Model"],
+    prompts: Path,
+    options: dict[str, Any],
+    chat: bool,
+    lengths: list[int | str] | None,
+    repeats: int,
+    checkpoint: Path | None,
+) -> dict[str, Any]:
+    """Check all that can be checked, then measure."""
+    from eagle3.runner.batch import progress
+    from eagle3.runner.bench.figures import make_report
+    from eagle3.runner.bench.measure import measure
+    from eagle3.runner.bench.ways import check_greedy, check_same_tokens, check_ways, make_workload, ways_of
 
-    ways = {"speculation": True} | ({"no_speculation": False} if session.has_decode else {})
-    runs = {name: Run() for name in ways}
-    position = min(128, session.metadata.max_seq_len // 2)
-    steps = session_steps(session, position)
-    step_milliseconds(steps, repeats=10)  # warm
-    counts = [min(max_new_tokens, session.metadata.max_seq_len - len(prompt)) for prompt in prompts]
-    for prompt, count in zip(prompts, counts, strict=True):
-        for name, speculate in ways.items():
-            runs[name].add(session, prompt, count, speculate)
-    step_ms = step_milliseconds(steps)
-    ours = runs["speculation"]
-    report = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "stats": ours.stats.as_json()}
-    report |= {name: run.as_json() for name, run in runs.items()}
-    rates = {name: run.tokens_per_second for name, run in runs.items()}
-    ratios = {}
-    if "no_speculation" in runs:
-        ratios["speculation / no_speculation, tokens per second"] = rates["speculation"] / rates["no_speculation"]
-        ratios["target_verify / decode, time"] = step_ms["target_verify"] / step_ms["decode"]
-        where = first_divergence(ours.token_ids, runs["no_speculation"].token_ids)
-        report["divergence_from_decode"] = _divergence(where)
+    workload = make_workload(prompts, options, chat)
     if checkpoint:
-        theirs, rate, ms, margin = _transformers(checkpoint, prompts, counts, session.metadata.chain_len + 1, position)
-        report["transformers"] = {"tokens_per_second": round(rate, 1)}
-        step_ms["transformers, same rows"] = ms
-        ratios |= {f"{name} / transformers, tokens per second": own / rate for name, own in rates.items()}
-        ratios["target_verify / transformers, time"] = step_ms["target_verify"] / ms
-        where = first_divergence(ours.token_ids, theirs)
-        report["divergence_from_transformers"] = _divergence(where, margin(*where) if where else None)
-    report["step_ms"] = {name: round(taken, 4) for name, taken in step_ms.items()}
-    report["ratios"] = {name: round(ratio, 3) for name, ratio in ratios.items()}
+        check_greedy(workload)
+    ways = sum((ways_of(name, model, lengths) for name, model in models.items()), [])
+    if len(models) > 1:
+        check_same_tokens(ways[0], ways[-1])
+    check_ways(ways, workload)
+    with progress() as bar:
+        task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(ways))
+        outcomes, step_ms = measure(ways, workload, repeats, lambda: bar.advance(task))
+    report = make_report(outcomes, step_ms, workload)
+    if checkpoint:
+        from eagle3.runner.bench.transformers_reference import add_transformers
+
+        add_transformers(report, checkpoint, outcomes, step_ms)
     return report
-
-
-def _transformers(checkpoint: Path, prompts: list[list[int]], counts: list[int], rows: int, position: int):
-    """Greedy continuations, tokens per second, milliseconds of a forward of ``rows``, and a function for margins.
-
-    After the artifact's own runs: transformers takes a thread a core, and those keep spinning for a while.
-    """
-    from eagle3.runner.bench.measure import TransformersReference, step_milliseconds
-
-    reference = TransformersReference(checkpoint)
-    step = {"step": reference.step(rows, position)}
-    step_milliseconds(step, repeats=10)  # warm
-    reference.generate(prompts[0], min(8, counts[0]))
-    done = [reference.generate(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
-    theirs = [token_ids for token_ids, _ in done]
-    rate = sum(map(len, theirs)) / sum(seconds for _, seconds in done)
-    ms = step_milliseconds(step)["step"]
-    return theirs, rate, ms, lambda prompt, at: reference.margin(prompts[prompt], theirs[prompt], at)
-
-
-def _divergence(where: tuple[int, int] | None, margin: float | None = None) -> dict[str, Any] | None:
-    """None: identical. Otherwise the first differing token, and by how much the two best logits differed there."""
-    if where is None:
-        return None
-    return {"prompt": where[0], "position": where[1], "top2_margin": margin}
-
-
-def as_text(report: dict[str, Any]) -> str:
-    stats = report["stats"]
-    rates = " ".join(f"{rate:.3f}" for rate in stats["acceptance_rate_per_position"])
-    lines = [
-        f"{report['prompts']} prompts, {report['max_new_tokens']} new tokens each",
-        f"mean acceptance length {stats['mean_acceptance_length']:.2f} (by position: {rates})",
-    ]
-    for way in ("speculation", "no_speculation"):
-        if way in report:
-            run = report[way]
-            lines.append(f"{way}: {run['tokens_per_second']:.0f} tokens/s, loop's own share {run['loop_share']:.1%}")
-            lines += [f"  {name:<14} {m['calls']:>6} x {m['mean_ms']:.3f} ms" for name, m in run["methods"].items()]
-    if "transformers" in report:
-        lines.append(f"transformers: {report['transformers']['tokens_per_second']:.0f} tokens/s")
-    lines += [f"step {name}: {ms:.3f} ms" for name, ms in report["step_ms"].items()]
-    lines += [f"{name}: {ratio:.2f}" for name, ratio in report["ratios"].items()]
-    for key, other in (
-        ("divergence_from_decode", "greedy decoding without speculation"),
-        ("divergence_from_transformers", "greedy decoding by transformers"),
-    ):
-        if key in report:
-            lines.append(f"identical to {other}" if report[key] is None else f"parts from {other}: {report[key]}")
-    return "\n".join(lines)

@@ -1,66 +1,80 @@
-"""Measurements over one artifact in one process: every claim of speed is a ratio within such a run."""
+"""Several ways through the same prompts, taking turns: every claim of speed is a ratio within such a run."""
 
-import copy
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from eagle3.runner.bench.ways import Way, Workload
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
-from eagle3.runner.loop import complete
+from eagle3.runner.model import Result
+from eagle3.runner.prompts import Prompt
 from eagle3.runner.session import Session
 from eagle3.runner.statistics import GenerationStats
 
 
-@dataclass
-class Run:
-    """All prompts generated one way, in a session."""
+@dataclass(frozen=True)
+class Answer:
+    """A generation: ``turn`` counts from 0."""
 
-    token_ids: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    method_seconds: Counter = field(default_factory=Counter)
-    method_calls: Counter = field(default_factory=Counter)
-    stats: GenerationStats = field(default_factory=GenerationStats)
+    prompt: Prompt
+    turn: int
+    result: Result
 
-    def add(self, session: Session, prompt: list[int], max_new_tokens: int, speculate: bool) -> None:
-        start = time.perf_counter()
-        result = complete(session, prompt, max_new_tokens=max_new_tokens, chain=None if speculate else 0)
-        self.seconds += time.perf_counter() - start
-        self.method_seconds += session.seconds
-        self.method_calls += session.calls
-        self.token_ids.append(result.token_ids)
-        self.stats.add(result.stats)
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a way gave: the answers of each pass over all prompts, in their order."""
+
+    way: Way
+    passes: list[list[Answer]] = field(default_factory=list)
 
     @property
-    def tokens(self) -> int:
-        return sum(map(len, self.token_ids))
+    def answers(self) -> list[Answer]:
+        """Of all passes."""
+        return sum(self.passes, [])
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+    def stats(self, category: str | None = None) -> list[GenerationStats]:
+        """Of each pass; of the prompts of one category, where it is named."""
+        return [
+            total(a.result.stats for a in answers if category in (None, a.prompt.category)) for answers in self.passes
+        ]
 
-    @property
-    def loop_share(self) -> float:
-        """Share of the wall time spent outside the methods: the loop's own Python."""
-        return 1 - sum(self.method_seconds.values()) / self.seconds
 
-    def as_json(self) -> dict[str, Any]:
-        methods = {
-            name: {"calls": calls, "mean_ms": round(1000 * self.method_seconds[name] / calls, 4)}
-            for name, calls in self.method_calls.items()
-        }
-        return {
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 4),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "methods": methods,
-            "loop_share": round(self.loop_share, 4),
-        }
+def total(stats: Iterable[GenerationStats]) -> GenerationStats:
+    summed = GenerationStats()
+    for each in stats:
+        summed.add(each)
+    return summed
+
+
+def measure(
+    ways: Sequence[Way], workload: Workload, repeats: int, advance: Callable[[], None]
+) -> tuple[list[Outcome], list[dict[str, float]]]:
+    """All prompts ``repeats`` times, each prompt every way in turn, after a prompt to warm up.
+
+    Returns what each way gave, and for each pass ``step_milliseconds`` of the first way's session.
+    """
+    session = ways[0].model.session
+    steps, step_ms = session_steps(session), []
+    for way in ways:
+        way.answer(workload, workload.prompts[0])
+    step_milliseconds(steps, repeats=10)
+    outcomes = [Outcome(way) for way in ways]
+    for _ in range(repeats):
+        for outcome in outcomes:
+            outcome.passes.append([])
+        for prompt in workload.prompts:
+            for outcome in outcomes:
+                results = outcome.way.answer(workload, prompt)
+                outcome.passes[-1] += [Answer(prompt, turn, result) for turn, result in enumerate(results)]
+                advance()
+        session.seconds, session.calls = Counter(), Counter()  # those of the last result are no steps'
+        step_ms.append(step_milliseconds(steps))
+    return outcomes, step_ms
 
 
 def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
@@ -74,65 +88,17 @@ def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100
     return {name: 1000 * sorted(taken)[repeats // 2] for name, taken in times.items()}
 
 
-def session_steps(session: Session, position: int) -> dict[str, Callable[[], Any]]:
-    """A step at ``position``: ``target_verify`` of a whole window, ``decode`` where it is there."""
-    rows = session.metadata.chain_len + 1
+def step_position(max_seq_len: int) -> int:
+    """Where a step is timed."""
+    return min(128, max_seq_len // 2)
+
+
+def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
+    """A step: ``target_verify`` of a whole window, ``decode`` where it is there."""
+    position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
     steps = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
         token = tokens[:, :1].contiguous()
         steps[DECODE] = lambda: session.decode(token, input_pos[:1])
     return steps
-
-
-def first_divergence(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> tuple[int, int] | None:
-    """(prompt, position) of the first token that differs, None where all agree."""
-    for prompt, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        for position in range(max(len(a), len(b))):
-            if a[position : position + 1] != b[position : position + 1]:
-                return prompt, position
-    return None
-
-
-class TransformersReference:
-    """The same target in transformers, in float32, to hold an artifact against."""
-
-    def __init__(self, checkpoint: Path):
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        torch.set_num_threads(os.cpu_count())  # a thread a core, as torch has it by itself
-        if not (checkpoint / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder"
-            )
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
-        self.model.eval().requires_grad_(False)
-
-    def generate(self, prompt: list[int], max_new_tokens: int) -> tuple[list[int], float]:
-        """The greedy continuation and the seconds it took."""
-        given = torch.tensor([prompt])
-        start = time.perf_counter()
-        out = self.model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            repetition_penalty=1.0,
-        )
-        return out[0, len(prompt) :].tolist(), time.perf_counter() - start
-
-    def step(self, rows: int, position: int) -> Callable[[], Any]:
-        """A forward of ``rows`` rows behind a cache of ``position``, which it takes back."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.model.config)
-        self.model(torch.ones(1, position, dtype=torch.long), past_key_values=cache)
-        tokens = torch.arange(1, rows + 1)[None]
-        return lambda: self.model(tokens, past_key_values=copy.deepcopy(cache))
-
-    def margin(self, prompt: list[int], tokens: list[int], position: int) -> float:
-        """Difference of the two largest logits where the token at ``position`` was chosen."""
-        top = self.model(torch.tensor([prompt + tokens[:position]])).logits[0, -1].topk(2).values
-        return float(top[0] - top[1])

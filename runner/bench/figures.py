@@ -1,0 +1,165 @@
+"""From what the ways gave to figures, as ``--json`` has them and tables and pictures show them.
+
+A figure of speed is taken pass by pass: the median of the passes, the least and the most. A ratio is formed within a
+pass. Counts are over all passes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+from eagle3.runner.bench.machine import machine, versions
+from eagle3.runner.bench.measure import Answer, Outcome, total
+from eagle3.runner.bench.ways import Way, Workload
+from eagle3.runner.cache import common_prefix
+from eagle3.runner.contract import DECODE, TARGET_VERIFY
+from eagle3.runner.model import Model, Result
+from eagle3.runner.options import Options
+from eagle3.runner.statistics import GenerationStats
+
+Spread = dict[str, float]
+
+
+def spread(values: Iterable[float]) -> Spread:
+    values = list(values)
+    return {name: round(of(values), 4) for name, of in (("median", median), ("min", min), ("max", max))}
+
+
+def tokens_per_second(stats: GenerationStats) -> float:
+    """All new tokens by the whole time, the prompts' included."""
+    return stats.generation_tokens / stats.seconds
+
+
+def ratio(ours: Sequence[GenerationStats], theirs: Sequence[GenerationStats]) -> Spread:
+    """Of tokens per second, pass by pass."""
+    return spread(tokens_per_second(one) / tokens_per_second(other) for one, other in zip(ours, theirs, strict=True))
+
+
+def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]], workload: Workload) -> dict[str, Any]:
+    """``outcomes``: of the ways of one artifact or two, each time without speculation first; ``step_ms`` a pass."""
+    artifacts = {}
+    for outcome in outcomes:
+        artifacts.setdefault(outcome.way.artifact, []).append(outcome)
+    first, *others = artifacts.values()
+    return {
+        "prompts": len(workload.prompts),
+        "repeats": len(step_ms),
+        "options": {"max_new_tokens": Options.max_new_tokens} | workload.options,
+        "decoding": workload.decoding,
+        "artifacts": [artifact_facts(ways[0].way) for ways in artifacts.values()],
+        "machine": machine(first[0].way.model.metadata.manifest.get("backend")),
+        "versions": versions(),
+        "ways": sum((artifact_figures(each, first) for each in others), artifact_figures(first)),
+        "step_ms": {name: spread(ms[name] for ms in step_ms) for name in step_ms[0]},
+        "step_ratios": step_ratio(step_ms),
+    }
+
+
+def artifact_facts(way: Way) -> dict[str, Any]:
+    metadata = way.model.metadata
+    facts = {name: getattr(metadata, name) for name in ("chain_len", "max_seq_len", "has_logits", "manifest")}
+    return {"artifact": way.artifact, "has_decode": way.model.session.has_decode} | facts
+
+
+def artifact_figures(outcomes: Sequence[Outcome], first: Sequence[Outcome] | None = None) -> list[dict[str, Any]]:
+    """The ways of an artifact, that without speculation before the others; ``first``: those of the artifact which it is
+    compared with, way by way."""
+    ways = [way_figures(outcome, outcomes[0]) for outcome in outcomes]
+    for figures, ours, theirs in zip(ways, outcomes, first or (), strict=first is not None):
+        figures |= against(ours, theirs, "first_artifact")
+    return ways
+
+
+def way_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
+    passes = outcome.stats()
+    summed = total(passes)
+    figures = {"artifact": outcome.way.artifact, "chain_len": outcome.way.chain_len, **speeds(passes)}
+    figures |= {"round": round_figures(summed), "stats": summed.as_json()}
+    figures["categories"] = {name: category_figures(outcome, alone, name) for name in categories(outcome)}
+    return figures if outcome is alone else figures | against(outcome, alone, "no_speculation")
+
+
+def against(ours: Outcome, theirs: Outcome, name: str) -> dict[str, Any]:
+    """Speed and tokens held against another way's."""
+    others = [answer.result.token_ids for answer in theirs.answers]
+    explain = partial(replayed, ours.way.model) if ours.way.model is theirs.way.model else None
+    return {
+        f"ratio_to_{name}": ratio(ours.stats(), theirs.stats()),
+        f"divergence_from_{name}": divergence(ours.answers, others, explain),
+    }
+
+
+def speeds(passes: Sequence[GenerationStats]) -> dict[str, Spread]:
+    taken: dict[str, Callable[[GenerationStats], float]] = {
+        "tokens_per_second": tokens_per_second,
+        "prefill_tokens_per_second": lambda stats: stats.prefill_tokens_per_second,
+        "decode_tokens_per_second": lambda stats: stats.decode_tokens_per_second,
+        "time_to_first_token_ms": lambda stats: 1000 * stats.time_to_first_token,
+        "time_per_output_token_ms": lambda stats: 1000 * stats.time_per_output_token,
+    }
+    return {name: spread(map(of, passes)) for name, of in taken.items()}
+
+
+def round_figures(stats: GenerationStats) -> dict[str, Any]:
+    """What a round takes, the time of the prompts spread over all rounds: calls and milliseconds of each method."""
+    rounds = max(1, stats.num_drafts + stats.num_undrafted)
+    methods = {
+        name: {
+            "calls": round(stats.method_calls[name] / rounds, 4),
+            "ms_a_call": round(1000 * seconds / stats.method_calls[name], 4),
+            "ms": round(1000 * seconds / rounds, 4),
+        }
+        for name, seconds in stats.method_seconds.items()
+    }
+    return {"ms": round(1000 * stats.seconds / rounds, 4), "methods": methods, "loop_share": round(stats.loop_share, 4)}
+
+
+def categories(outcome: Outcome) -> list[str]:
+    """In the order of the prompts."""
+    return list(dict.fromkeys(a.prompt.category for a in outcome.passes[0] if a.prompt.category is not None))
+
+
+def category_figures(outcome: Outcome, alone: Outcome, category: str) -> dict[str, Any]:
+    passes = outcome.stats(category)
+    summed = total(passes)
+    figures: dict[str, Any] = {"tokens_per_second": spread(map(tokens_per_second, passes)), "stats": summed.counts()}
+    if outcome is not alone:
+        figures["ratio_to_no_speculation"] = ratio(passes, alone.stats(category))
+    return figures
+
+
+def divergence(
+    answers: Iterable[Answer],
+    others: Iterable[Sequence[int]],
+    explain: Callable[[Result, int], dict[str, Any]] | None = None,
+) -> dict[str, Any] | None:
+    """None: identical. Otherwise the first token that differs (its prompt's line; turn and position count from 0), what
+    both said there (None: it had ended), and how many of all answers differ.
+
+    ``explain`` adds what can be said of a result whose token at a position differs.
+    """
+    pairs = list(zip(answers, others, strict=True))
+    differing = [(answer, list(other)) for answer, other in pairs if answer.result.token_ids != list(other)]
+    if not differing:
+        return None
+    answer, other = differing[0]
+    tokens = answer.result.token_ids
+    position = common_prefix(tokens, other)
+    said, other_said = (ids[position] if position < len(ids) else None for ids in (tokens, other))
+    found = {"line": answer.prompt.line, "turn": answer.turn, "position": position}
+    found |= {"token": said, "other_token": other_said, "differing": len(differing), "answers": len(pairs)}
+    return found | (explain(answer.result, position) if explain else {})
+
+
+def replayed(model: Model, result: Result, _position: int) -> dict[str, Any]:
+    """Whether rounding explains what differs (``eagle3.runner.lossless``); nothing where it does not show again."""
+    found = model.replay(result).divergence
+    return {"top2_margin": found.margin, "near_tie": found.near_tie} if found else {}
+
+
+def step_ratio(step_ms: Sequence[dict[str, float]]) -> dict[str, Spread]:
+    """A window against a token alone, where there is ``decode``."""
+    if DECODE not in step_ms[0]:
+        return {}
+    return {f"{TARGET_VERIFY} / {DECODE}": spread(ms[TARGET_VERIFY] / ms[DECODE] for ms in step_ms)}

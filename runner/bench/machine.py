@@ -1,0 +1,35 @@
+"""What was measured on: the processor or the GPU, and the versions of what ran."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = "eagle3-export", "executorch", "torch"
+
+
+def machine(backend: str | None) -> str:
+    """The GPU of a CUDA artifact, the processor and its cores that this process may use, the system."""
+    parts = [f"{processor()}, {cores()} cores", f"{platform.system()} {platform.machine()}"]
+    return ", ".join(([gpu()] if backend == "cuda" else []) + parts)
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def versions() -> dict[str, str]:
+    return {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES}

@@ -1,0 +1,86 @@
+"""The figures as a picture: acceptance by position, and speed against the chain length."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.runner.options import AUTO
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ABOVE = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center", "fontsize": "small"}
+
+
+def check_plot(file: Path) -> None:
+    """Raise ValueError where ``draw`` could not write such a file, or matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: type pip install 'eagle3-export[plot]'")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"{file}: no picture is written as {file.suffix or 'a file without a suffix'}, but as png or svg"
+        )
+    folder = file.parent
+    if not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK) or file.is_dir():
+        raise ValueError(f"{file} cannot be written: give a file in a folder that is there and yours to write in")
+
+
+def draw(report: dict[str, Any], file: Path) -> None:
+    """Write the picture, of the format that its suffix names."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    acceptance, speed = figure.subplots(1, 2)
+    several = len(report["artifacts"]) > 1  # figures beside the points would lie over each other
+    for index, artifact in enumerate(report["artifacts"]):
+        ways = [way for way in report["ways"] if way["artifact"] == artifact["artifact"]]
+        label = f"{artifact['artifact']}, " if several else ""
+        draw_acceptance(acceptance, ways, label, f"C{index}")
+        draw_speed(speed, ways, label, f"C{index}")
+    acceptance.set(xlabel="position in the chain", ylabel="drafts accepted so far", ylim=(0, 1.05))
+    speed.set(xlabel="chain length", ylabel="tokens/s", ylim=(0, 1.1 * speed.get_ylim()[1]))
+    for axes in (acceptance, speed):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(x=0.1)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize="small")
+    manifest = report["artifacts"][0]["manifest"]
+    figure.suptitle(f"{manifest.get('target')} on {report['machine']}", fontsize="medium")
+    figure.savefig(file, dpi=150)
+
+
+def draw_acceptance(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
+    """Of the longest chain."""
+    for way in fixed_lengths(ways)[-1:]:
+        rates = way["stats"]["acceptance_rate_per_position"]
+        places = range(1, len(rates) + 1)
+        axes.plot(places, rates, marker="o", color=color, label=f"{label}chain length {way['chain_len']}")
+        for place, rate in () if label else zip(places, rates, strict=True):
+            axes.annotate(f"{rate:.2f}", (place, rate), **ABOVE)
+
+
+def draw_speed(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
+    """Median and spread at each chain length, with its ratio to the line of no speculation; a line for a chain length
+    that chooses itself."""
+    fixed = fixed_lengths(ways)
+    lengths, rates = [way["chain_len"] for way in fixed], [way["tokens_per_second"] for way in fixed]
+    medians = [rate["median"] for rate in rates]
+    errors = [[abs(rate[end] - rate["median"]) for rate in rates] for end in ("min", "max")]
+    axes.errorbar(lengths, medians, yerr=errors, marker="o", capsize=3, color=color, label=f"{label}speculation")
+    for way in () if label else fixed:
+        place = way["chain_len"], way["tokens_per_second"]["max"]
+        axes.annotate(f"x {way['ratio_to_no_speculation']['median']:.2f}", place, **ABOVE)
+    for length, style, name in ((AUTO, "--", f"chain length {AUTO}"), (0, ":", "no speculation")):
+        for way in ways:
+            if way["chain_len"] == length:
+                height = way["tokens_per_second"]["median"]
+                axes.axhline(height, linestyle=style, color=color, label=f"{label}{name}")
+
+
+def fixed_lengths(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ways with a chain length of their own, from the shortest to the longest."""
+    return sorted((way for way in ways if way["chain_len"] not in (0, AUTO)), key=lambda way: way["chain_len"])

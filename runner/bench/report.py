@@ -1,0 +1,184 @@
+"""The figures for people: text for a terminal, tables to paste as markdown."""
+
+import io
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from eagle3.runner.contract import TARGET_VERIFY
+
+Cells = list[dict[str, str]]
+"""Rows: column name to cell, the same columns in each."""
+
+VERDICT = {True: ", a near-tie", False: ", no near-tie: please report it as a bug", None: ""}
+
+
+def as_text(report: dict[str, Any]) -> str:
+    tables = ways_cells(report), time_cells(report), round_cells(report), category_cells(report)
+    lines = [*step_lines(report), *result_lines(report)]
+    shown = [rendered(cells) for cells in tables if cells]
+    return "\n\n".join([asked_line(report), *shown, "\n".join(lines)])
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """What was measured, and on what."""
+    ways = [row | first for row, first in zip(ways_cells(report), first_token_cells(report), strict=True)]
+    shown = [rendered(cells, box.MARKDOWN) for cells in (ways, category_cells(report)) if cells]
+    lines = [asked_line(report), *map(artifact_line, report["artifacts"]), machine_line(report), *result_lines(report)]
+    return "\n\n".join([*shown, "\n".join(f"- {line}" for line in lines)])
+
+
+def rendered(cells: Cells, style: box.Box | None = None) -> str:
+    """A table, columns of text unless ``style`` says more."""
+    table = Table(*cells[0], box=style, pad_edge=style is not None, padding=(0, 1) if style else (0, 3, 0, 0))
+    for row in cells:
+        table.add_row(*row.values())
+    out = io.StringIO()
+    Console(file=out, width=1000, highlight=False, markup=False, emoji=False).print(table)  # wide: no cell is folded
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+
+
+def ways_cells(report: dict[str, Any]) -> Cells:
+    """A way a row: what speculation gives."""
+    rows, first = [], report["artifacts"][0]["artifact"]
+    for way in report["ways"]:
+        row = name_cells(report, way) | speculation_cells(way)
+        for key, other in (("ratio_to_first_artifact", first), ("ratio_to_transformers", "transformers")):
+            if any(key in each for each in report["ways"]):
+                row[f"to {other}"] = spread_text(way[key], 2) if key in way else "1"
+        rows.append(row)
+    return rows
+
+
+def first_token_cells(report: dict[str, Any]) -> Cells:
+    return [{"first token": f"{way['time_to_first_token_ms']['median']:.1f} ms"} for way in report["ways"]]
+
+
+def time_cells(report: dict[str, Any]) -> Cells:
+    """A way a row: before and after the first token, a round and the loop's share of it."""
+    rows = []
+    for way, first in zip(report["ways"], first_token_cells(report), strict=True):
+        row = name_cells(report, way) | first
+        row |= {f"{part}, tokens/s": rate_text(way[f"{part}_tokens_per_second"]) for part in ("prefill", "decode")}
+        row["a round"] = f"{way['round']['ms']:.3f} ms"
+        rows.append(row | {"the loop itself": f"{way['round']['loop_share']:.1%}"})
+    return rows
+
+
+def round_cells(report: dict[str, Any]) -> Cells:
+    """A way a row: calls of each method a round, and what a call takes."""
+    methods = dict.fromkeys(name for way in report["ways"] for name in way["round"]["methods"])
+    rows = []
+    for way in report["ways"]:
+        row = name_cells(report, way)
+        for name in methods:
+            called = way["round"]["methods"].get(name)
+            row[name] = f"{called['calls']:.2f} x {called['ms_a_call']:.3f} ms" if called else "-"
+        rows.append(row)
+    return rows
+
+
+def category_cells(report: dict[str, Any]) -> Cells:
+    """A category and way a row, where the prompts have categories."""
+    names = dict.fromkeys(name for way in report["ways"] for name in way["categories"])
+    return [
+        {"category": name} | name_cells(report, way) | speculation_cells(way["categories"][name])
+        for name in names
+        for way in report["ways"]
+    ]
+
+
+def name_cells(report: dict[str, Any], way: dict[str, Any]) -> dict[str, str]:
+    """The artifact is named where there are two."""
+    artifact = {"artifact": way["artifact"]} if len(report["artifacts"]) > 1 else {}
+    return artifact | {"chain length": str(way["chain_len"])}
+
+
+def speculation_cells(figures: dict[str, Any]) -> dict[str, str]:
+    """Speed and acceptance, of a way or a category of it."""
+    stats, ratio = figures["stats"], figures.get("ratio_to_no_speculation")
+    drafted = stats["num_drafts"] > 0
+    rates = " ".join(f"{rate:.3f}" for rate in stats["acceptance_rate_per_position"])
+    return {
+        "tokens/s": rate_text(figures["tokens_per_second"]),
+        "ratio": spread_text(ratio, 2) if ratio else "1",
+        "acceptance length": f"{stats['mean_acceptance_length']:.2f}" if drafted else "-",
+        "by position": rates if drafted else "-",
+    }
+
+
+def spread_text(spread: dict[str, float], digits: int) -> str:
+    """1.75 (1.71..1.78)"""
+    median, least, most = (f"{spread[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return median if least == most else f"{median} ({least}..{most})"
+
+
+def rate_text(spread: dict[str, float]) -> str:
+    """Tokens per second, of a slow model with a decimal."""
+    return spread_text(spread, 0 if spread["median"] >= 100 else 1)
+
+
+def asked_line(report: dict[str, Any]) -> str:
+    given = [f"{name} {value}" for name, value in report["options"].items() if name != "max_new_tokens"]
+    parts = [
+        f"{report['prompts']} prompts",
+        f"{report['options']['max_new_tokens']} new tokens each",
+        report["decoding"],
+        *given,
+        "1 pass" if report["repeats"] == 1 else f"{report['repeats']} passes: median (least..most)",
+    ]
+    return ", ".join(parts)
+
+
+def artifact_line(artifact: dict[str, Any]) -> str:
+    manifest = artifact["manifest"]
+    backend = " ".join(filter(None, (manifest.get("backend"), manifest.get("cuda_arch"))))
+    return (
+        f"{artifact['artifact']}: target {manifest.get('target')}, draft {manifest.get('draft')}, backend {backend}, "
+        f"qlinear {manifest.get('qlinear')}, draft_qlinear {manifest.get('draft_qlinear')}"
+    )
+
+
+def machine_line(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{report['machine']}; {versions}"
+
+
+def step_lines(report: dict[str, Any]) -> list[str]:
+    rows = {TARGET_VERIFY: f" of {report['artifacts'][0]['chain_len'] + 1} rows"}
+    times = [f"{name}{rows.get(name, '')}: {spread_text(ms, 3)} ms" for name, ms in report["step_ms"].items()]
+    return times + [f"{name}: {spread_text(ratio, 2)}" for name, ratio in report["step_ratios"].items()]
+
+
+def result_lines(report: dict[str, Any]) -> list[str]:
+    """Whose tokens are the same; decoding without speculation is the last to be named."""
+    decoding, first = report["decoding"], report["artifacts"][0]["artifact"]
+    lines = []
+    for way in report["ways"]:
+        if "divergence_from_first_artifact" in way and way["chain_len"] == 0:
+            lines.append(f"{way['artifact']}: {identity_text(way['divergence_from_first_artifact'], first)}")
+    if "transformers" in report:
+        lines.append(f"transformers: {report['transformers']['tokens_per_second']:.0f} tokens/s")
+        lines.append(identity_text(report["transformers"]["divergence"], f"{decoding} by transformers"))
+    alone, parting = f"{decoding} without speculation", []
+    for way in report["ways"]:
+        if divergence := way.get("divergence_from_no_speculation"):
+            name = ", ".join(f"{column} {cell}" for column, cell in name_cells(report, way).items())
+            parting.append(f"{name}: {identity_text(divergence, alone)}")
+    return lines + (parting or [identity_text(None, alone)])
+
+
+def identity_text(divergence: dict[str, Any] | None, other: str) -> str:
+    if divergence is None:
+        return f"identical to {other}"
+    where = ", ".join(f"{name} {divergence[name]}" for name in ("line", "turn", "position"))
+    margin = divergence.get("top2_margin")
+    why = (
+        "" if margin is None else f", the two best logits there {margin:.2g} apart{VERDICT[divergence.get('near_tie')]}"
+    )
+    return (
+        f"parts from {other} ({where}: token {divergence['token']}, there {divergence['other_token']}{why}); "
+        f"{divergence['differing']} of {divergence['answers']} answers differ"
+    )

@@ -1,0 +1,80 @@
+"""The same target in transformers, in float32, to hold an artifact against."""
+
+import copy
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.runner.bench.figures import divergence, spread, tokens_per_second
+from eagle3.runner.bench.measure import Answer, Outcome, step_milliseconds, step_position
+from eagle3.runner.contract import TARGET_VERIFY, Metadata
+from eagle3.runner.model import Result
+
+
+def add_transformers(
+    report: dict[str, Any], checkpoint: Path, outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
+) -> None:
+    """Let transformers answer what the first way was asked, once, and add to ``report`` what came of it. Greedy.
+
+    To be run after all else: transformers takes a thread a core, and those keep spinning for a while.
+    """
+    metadata, answers = outcomes[0].way.model.metadata, outcomes[0].passes[0]
+    reference = TransformersReference(checkpoint)
+    step = {"transformers": reference.step(metadata.chain_len + 1, step_position(metadata.max_seq_len))}
+    step_milliseconds(step, repeats=10)  # warm
+    reference.answer(answers[0], metadata)
+    theirs, seconds = zip(*(reference.answer(answer, metadata) for answer in answers), strict=True)
+    rate, ms = sum(map(len, theirs)) / sum(seconds), step_milliseconds(step)["transformers"]
+    report["step_ms"]["transformers, same rows"] = spread([ms])
+    report["step_ratios"][f"{TARGET_VERIFY} / transformers"] = spread(taken[TARGET_VERIFY] / ms for taken in step_ms)
+    for figures, outcome in zip(report["ways"], outcomes, strict=True):
+        figures["ratio_to_transformers"] = spread(tokens_per_second(stats) / rate for stats in outcome.stats())
+    report["transformers"] = {
+        "tokens_per_second": round(rate, 1),
+        "divergence": divergence(answers, theirs, reference.margin),
+    }
+
+
+class TransformersReference:
+    def __init__(self, checkpoint: Path):
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        torch.set_num_threads(os.cpu_count())  # a thread a core, as torch has it by itself
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+        self.model.eval().requires_grad_(False)
+
+    def answer(self, answer: Answer, metadata: Metadata) -> tuple[list[int], float]:
+        """The greedy continuation of the same prompt, and the seconds it took."""
+        prompt, options = answer.result.prompt_token_ids, answer.result.options
+        self.model.generation_config.eos_token_id = options.stop_ids(metadata) or None
+        given = torch.tensor([prompt])
+        start = time.perf_counter()
+        out = self.model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=min(options.max_new_tokens, metadata.max_seq_len - len(prompt)),
+            do_sample=False,
+            repetition_penalty=1.0,
+        )
+        return out[0, len(prompt) :].tolist(), time.perf_counter() - start
+
+    def step(self, rows: int, position: int) -> Callable[[], Any]:
+        """A forward of ``rows`` rows behind a cache of ``position``, which it takes back."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        self.model(torch.ones(1, position, dtype=torch.long), past_key_values=cache)
+        tokens = torch.arange(1, rows + 1)[None]
+        return lambda: self.model(tokens, past_key_values=copy.deepcopy(cache))
+
+    def margin(self, result: Result, position: int) -> dict[str, float]:
+        """Difference of the two largest logits where the token at ``position`` was chosen."""
+        tokens = result.prompt_token_ids + result.token_ids[:position]
+        top = self.model(torch.tensor([tokens])).logits[0, -1].topk(2).values
+        return {"top2_margin": float(top[0] - top[1])}

@@ -1,0 +1,110 @@
+"""What is measured: the ways through the prompts, checked before the first of them is taken."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eagle3.runner.batch import answers
+from eagle3.runner.model import Model, Result
+from eagle3.runner.options import Options
+from eagle3.runner.prompts import Prompt, read_prompts
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every way is asked: the prompts of ``file``, with ``options`` (``eagle3.runner.options``) and their own.
+    ``chat``: texts go into the chat template."""
+
+    file: Path
+    prompts: Sequence[Prompt]
+    options: dict[str, Any]
+    chat: bool
+
+    @property
+    def all_options(self) -> list[Options]:
+        """A prompt's each. Raises ValueError for those that make no sense."""
+        return [self._checked(prompt) for prompt in self.prompts]
+
+    @property
+    def decoding(self) -> str:
+        return "sampling" if any(options.temperature for options in self.all_options) else "greedy decoding"
+
+    def _checked(self, prompt: Prompt) -> Options:
+        try:
+            return Options.of(**self.options | prompt.options)
+        except ValueError as error:
+            raise ValueError(f"{self.file} line {prompt.line}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Way:
+    """An artifact, as the user named it, and how many draft tokens a round has."""
+
+    artifact: str
+    model: Model
+    chain_len: int | str
+
+    def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
+        """A result a turn; nothing of an earlier prompt is reused."""
+        self.model.forget()
+        return list(answers(self.model, prompt, workload.chat, None, self.options(workload, prompt)))
+
+    def options(self, workload: Workload, prompt: Prompt) -> dict[str, Any]:
+        return workload.options | prompt.options | {"chain_len": self.chain_len}
+
+
+def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
+    """What is sampled without a seed gets one, the same for all ways. Raises ValueError for a line that is no prompt,
+    and for options of its own that make no sense."""
+    prompts = read_prompts(None if str(file) == "-" else file)
+    workload = Workload(file, prompts, options, chat)
+    if all(asked.plain for asked in workload.all_options):
+        return workload
+    return replace(workload, options={"seed": secrets.randbits(32)} | options)
+
+
+def ways_of(artifact: str, model: Model, lengths: Sequence[int | str] | None) -> list[Way]:
+    """Without speculation first, then each chain length; None: the artifact's own."""
+    lengths = [model.metadata.chain_len] if lengths is None else lengths
+    return [Way(artifact, model, length) for length in dict.fromkeys((0, *lengths))]
+
+
+def check_ways(ways: Sequence[Way], workload: Workload) -> None:
+    """Raise ValueError for the first prompt that a way cannot take."""
+    for prompt in workload.prompts:
+        for way in ways:
+            text = None if prompt.tokens else way.model.text
+            first_turn = prompt.encode(text, workload.chat or bool(prompt.further_turns))
+            try:
+                way.model.stream(first_turn, **way.options(workload, prompt))
+            except ValueError as error:
+                raise ValueError(f"{way.artifact}: {workload.file} line {prompt.line}: {error}") from error
+
+
+def check_greedy(workload: Workload) -> None:
+    """Raise ValueError where transformers would not be asked the same."""
+    if not all(options.plain and not options.stop for options in workload.all_options):
+        raise ValueError(
+            "--checkpoint compares with transformers' greedy decoding: leave --temperature, --repetition-penalty, "
+            "--logit-bias and --stop out, in the prompts' own options too"
+        )
+
+
+def check_same_tokens(one: Way, other: Way) -> None:
+    """Raise ValueError where the same ids do not mean the same."""
+    advice = "--compare takes artifacts of one target, quantized or drafted for differently"
+    sizes = [way.model.metadata.vocab_size for way in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{one.artifact} has a vocabulary of {sizes[0]} tokens, {other.artifact} one of {sizes[1]}: {advice}"
+        )
+    if one.model.has_text and other.model.has_text:
+        ours, theirs = (way.model.text.tokenizer.get_vocab() for way in (one, other))
+        if differing := sorted(ours.items() ^ theirs.items()):
+            token = differing[0][0]
+            raise ValueError(
+                f"the tokenizers of {one.artifact} and {other.artifact} differ ({token!r} is {ours.get(token)} and "
+                f"{theirs.get(token)}): {advice}"
+            )
