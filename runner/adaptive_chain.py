@@ -2,8 +2,8 @@
 
 A round of length k yields 1 + r1 + r1 r2 + ... + r1...rk tokens, where r_i is the rate at which the i-th proposal is
 accepted when those before it were (EAGLE's n-alpha). Rates and costs are estimated as rounds go by, and each round is
-as long as promises the most tokens a second. Length 0, a step of the target alone, is one of the lengths, so speculation
-that does not pay goes off by itself. The tokens are the same whatever this does.
+as long as promises the most tokens a second. Length 0, a step of the target alone, is one of the lengths, so
+speculation that does not pay goes off by itself. The tokens are the same whatever this does.
 """
 
 from collections.abc import Sequence
@@ -116,8 +116,8 @@ class AdaptiveChain:
 
 
 class AcceptanceRates:
-    """``rates[i]``: how often the proposal at i is accepted where those before it are; a position that was never reached
-    is expected to do as the one before it. ``usual`` are those that texts end with: what the next one begins with."""
+    """``rates[i]``: how often the proposal at i is accepted where those before it are; a position that was never
+    reached is expected to do as the one before it. ``usual`` are those that texts end with: what the next one begins with."""
 
     PRIOR = 0.8
     WEIGHT = 1 / 24
@@ -157,8 +157,8 @@ class AcceptanceRates:
 
 class RoundCosts:
     """``seconds[k]``: what a round of length k takes. The longest has to be measured before anything is known; then a
-    plain step is taken for half of its verification, so that it gets tried, and what was never measured lies on the line
-    between the nearest that were.
+    plain step is taken for half of its verification, so that it gets tried, and what was never measured lies on the
+    line between the nearest that were.
 
     A pace common to all lengths follows the machine's moods and the growing context, quickly: what is learned of a
     length is its cost beside the others'.
