@@ -88,6 +88,9 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 )
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
 @click.option(
+    "--with-forward", is_flag=True, help="Add the method forward, by which ExecuTorch's own runner takes the file too."
+)
+@click.option(
     "--check/--no-check",
     default=True,
     show_default=True,

@@ -27,6 +27,7 @@ class ExportConfig:
     draft_dialect: str | None = None
     norm_before_residual: bool | None = None
     with_decode: bool = False
+    with_forward: bool = False
     logits: bool = True
     check: bool = True
     overwrite: bool = False

@@ -19,7 +19,7 @@ from eagle3.export.progress import Progress
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.tensors import is_read
-from eagle3.runner.contract import MODEL_FILE, PREFILL, Metadata, format_version
+from eagle3.runner.contract import FORWARD, MODEL_FILE, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.spec import Convert
 
@@ -117,7 +117,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the artifact says of its own making."""
     config = plan.config
     return {
-        "format_version": format_version(plan.proposals, config.logits),
+        "format_version": format_version(plan.proposals, config.logits, config.with_forward),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},
@@ -156,7 +156,8 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         proposals=plan.proposals,
         draft_sliding_window=max(plan.draft.windows),
         has_logits=plan.config.logits,
-        draft_ids=draft_ids,
+        draft_ids=draft_ids if plan.config.logits else None,
+        forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,
     )
 
 

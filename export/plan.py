@@ -18,12 +18,13 @@ from eagle3.export.memory import target_cache_bytes
 from eagle3.export.pairing import check_pair, check_trained_for
 from eagle3.export.taps import Taps, choose_taps
 from eagle3.export.tensors import check_target
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import sliding_window
 
 WINDOW_ROWS = 16  # a verify window is never longer: what the small-M kernel takes at one reading of the weights
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
+FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class MethodPlan:
     @property
     def traced_len(self) -> int:
         """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
-        window, a few rows of the draft. Odd, so that it equals no size of a model by chance."""
+        window, a few rows of what begins at one. Odd, so that it equals no size of a model by chance."""
         if self.min_len == self.max_len:
             return self.max_len
-        return min(self.max_len, 9 if self.name == DRAFT_DECODE else self.max_len) - 1 | 1
+        return min(self.max_len, 9 if self.min_len == 1 else self.max_len) - 1 | 1
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,12 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
 
 
 def check_flags(config: ExportConfig) -> None:
-    """Raise ValueError for a flag that the backend would ignore."""
+    """Raise ValueError for a flag that the backend would ignore, and for two that exclude each other."""
+    if config.with_decode and config.with_forward:
+        raise ValueError(
+            "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
+            "end the process, since that gives more than logits: leave one of the two out"
+        )
     for flag in ("cuda_arch", "qlinear", "draft_qlinear"):
         if getattr(config, flag) is not None and flag not in BACKENDS[config.backend].flags:
             name = f"--{flag.replace('_', '-')}"
@@ -219,6 +225,8 @@ def plan_methods(
     ]
     if config.with_decode:
         methods.append(MethodPlan(DECODE, 1, 1))
+    if config.with_forward:
+        methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))
     return tuple(methods)
 
 

@@ -36,6 +36,11 @@ class Eagle3Speculator(nn.Module):
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
         return self.draft.target_ids(logits), recurrent[:, -1:], *self._given(logits)
 
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor]:
+        """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner wants them."""
+        state, _ = self.target(tokens, input_pos, ())
+        return (self.target.logits(state[:, -1:]).float(),)
+
     def _given(self, logits: Tensor) -> tuple[Tensor, ...]:
         return (logits.float(),) if self.gives_logits else ()
 

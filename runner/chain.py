@@ -2,10 +2,15 @@
 
 from typing import Protocol
 
+from eagle3.runner.statistics import GenerationStats
+
 
 class ChainLength(Protocol):
     speculates: bool
     """False: no round proposes anything, so nothing is kept for the draft."""
+
+    def begin(self, stats: GenerationStats) -> None:
+        """Another generation, whose counts and seconds will be here."""
 
     def next(self) -> int:
         """Draft tokens of the next round, 0 for a step without speculation."""
@@ -19,6 +24,9 @@ class FixedChain:
 
     def __init__(self, length: int):
         self._length, self.speculates = length, length > 0
+
+    def begin(self, stats: GenerationStats) -> None:
+        pass
 
     def next(self) -> int:
         return self._length

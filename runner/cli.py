@@ -144,10 +144,9 @@ def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, A
 
 
 def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, as_json: bool) -> None:
-    from eagle3.runner.lossless import lines, replay
     from eagle3.runner.summary import summary, table
 
-    again = replay(model, result) if verify_lossless else None
+    again = model.replay(result) if verify_lossless else None
     if as_json:
         click.echo(json.dumps(result.as_json() | ({"lossless": again.as_json()} if again else {})))
     else:
@@ -155,8 +154,11 @@ def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, 
         tell(summary(result))
     if stats:
         tell(table(result.stats))
-    for line in lines(again) if again and not as_json else ():
-        tell(line)
+    if again and not as_json:
+        from eagle3.runner.lossless import lines
+
+        for line in lines(again, (lambda token: model.text.decode([token])) if model.has_text else None):
+            tell(line)
     if again and again.divergence:
         sys.exit(1)
     if result.finish_reason == "abort":

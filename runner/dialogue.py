@@ -8,7 +8,7 @@ import click
 from eagle3.runner.contract.console import one_line, tell
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model
-from eagle3.runner.summary import summary
+from eagle3.runner.summary import summary, table
 
 HELP = "/reset forgets what was said, /exit or Ctrl-D leaves; Ctrl-C ends an answer."
 
@@ -59,4 +59,4 @@ def _turn(conversation: Conversation, line: str, show_stats: bool) -> None:
         return
     click.echo()
     if show_stats:
-        tell(summary(conversation.result))
+        tell(f"{summary(conversation.result)}\n{table(conversation.result.stats)}")

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from eagle3.runner.cache import CachedTokens
 from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop import STOP, Generation, check_request, generate
+from eagle3.runner.lossless import Replay, replay
 from eagle3.runner.options import AUTO, Options
 from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
 from eagle3.runner.sampling.sampler import Sampler
@@ -135,6 +136,14 @@ class Model:
             BusyError: (when it is iterated) another generation of this model has not ended
         """
         return Stream(self, self.encode(prompt), Options.of(**options))
+
+    def replay(self, result: Result) -> Replay:
+        """Hold a result against the same generation without speculation. Raises BusyError during another one."""
+        with self.reserved():
+            self.cached.clear()
+            make_choice = partial(choose, result.options, self.metadata, result.prompt_token_ids)
+            chain = self.chain if result.options.chain_len == AUTO else result.options.chain_len
+            return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain)
 
     def forget(self) -> None:
         """Compute the next prompt from its beginning."""
@@ -272,8 +281,12 @@ class Stream(Iterator[Piece]):
         return self._texts[-1]
 
     def _choice(self) -> Choice:
-        options, metadata = self._options, self._model.metadata
-        choice: Choice = Greedy() if options.plain else Sampler(options, metadata, self._prompt)
-        if options.logprobs is not None:
-            choice = self._logprobs = Logprobs(choice, options.logprobs)
+        choice = choose(self._options, self._model.metadata, self._prompt)
+        if self._options.logprobs is not None:
+            choice = self._logprobs = Logprobs(choice, self._options.logprobs)
         return choice
+
+
+def choose(options: Options, metadata: Metadata, tokens: Sequence[int]) -> Choice:
+    """How what follows ``tokens`` is chosen."""
+    return Greedy() if options.plain else Sampler(options, metadata, tokens)

@@ -9,6 +9,7 @@ from eagle3.runner.chat import ChatTemplate, Message
 from eagle3.runner.stop_strings import REPLACEMENT, StopStrings
 from eagle3.runner.text_input import check_unicode
 
+TOKENIZER_FILE = "tokenizer.json"
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
@@ -18,7 +19,7 @@ class Text:
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
 
-        file = folder / "tokenizer.json"
+        file = folder / TOKENIZER_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing: without a tokenizer, type --prompt-tokens 1,2,3")
         self.folder = folder

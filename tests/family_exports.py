@@ -8,6 +8,7 @@ import torch
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
 from random_checkpoints import random_model, save_random_draft
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from eagle3.export.config import ExportConfig
@@ -33,6 +34,9 @@ DRAFTS = {
 """An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
 with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
+WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
+"""Rings and a softcap; chunks, complex rotations and experts."""
+WITHOUT_LOGITS = ("auto",)
 
 
 def family_model(name: str):
@@ -47,11 +51,21 @@ def family_model(name: str):
     return model
 
 
+def character_tokenizer() -> Tokenizer:
+    """A token a character, for the 96 ids of a random model."""
+    characters = [*"ĉĊčĠ", *map(chr, range(ord("!"), ord("}")))]
+    tokenizer = Tokenizer(models.BPE({character: id_ for id_, character in enumerate(characters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def family_plan(name: str, folder: Path) -> Plan:
     """Of the export of ``name`` from ``folder``'s target and draft to its out."""
     paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
-    return make_plan(ExportConfig(name, **paths, **lengths, backend="xnnpack"))
+    outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
+    return make_plan(ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack"))
 
 
 def main(output: Path) -> None:
@@ -60,6 +74,8 @@ def main(output: Path) -> None:
         model, folder = family_model(name), output / name
         model.save_pretrained(folder / "target")
         save_draft(folder / "draft", model.config)
+        if name in WITH_FORWARD:
+            character_tokenizer().save(str(folder / "target" / "tokenizer.json"))
         plan = family_plan(name, folder)
         run_export(plan, preflight(plan, Progress()), Progress())
 

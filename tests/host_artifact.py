@@ -40,14 +40,14 @@ def write_host_artifact(folder: Path) -> None:
     speculator = load_speculator(plan, EagerAttention, torch.float32)
     size = plan.draft.hidden_size
     programs = {method.name: trace(speculator, method, size, torch.float32) for method in plan.methods}
-    manifest = make_manifest(plan) | {"cuda_arch": None}
+    metadata = make_metadata(plan, make_manifest(plan) | {"cuda_arch": None}, speculator.draft.ids_in_target())
     partitioners = {name: [CudaPartitioner([CudaBackend.generate_method_name_compile_spec(name)])] for name in programs}
     with _for_the_cpu():
         program = to_edge_transform_and_lower(
             programs,
             partitioner=partitioners,
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-            constant_methods=make_metadata(plan, manifest).constant_methods(),
+            constant_methods=metadata.constant_methods(),
         ).to_executorch()
     folder.mkdir()
     with (folder / MODEL_FILE).open("wb") as file:

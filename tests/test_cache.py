@@ -25,6 +25,9 @@ class InTurn:
     def __init__(self, lengths):
         self._lengths, self._rounds = lengths, 0
 
+    def begin(self, stats):
+        pass
+
     def next(self):
         self._rounds += 1
         return self._lengths[self._rounds % len(self._lengths)]

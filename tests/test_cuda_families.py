@@ -13,7 +13,8 @@ from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.pipeline import load_speculator, trace
-from eagle3.export.plan import make_plan
+from eagle3.export.plan import WINDOW_ROWS, MethodPlan, make_plan
+from eagle3.runner.contract import DECODE, PREFILL
 from eagle3.targets.attention import EagerAttention
 
 FUSED = {"qwen3-30B-A3B": 4, "llama4-maverick": 2}  # of 4 layers, those whose experts the fused kernel computes
@@ -40,7 +41,7 @@ def plan(request, tmp_path_factory):
         cuda_arch=None if torch.cuda.is_available() else "sm_90",
         draft_qlinear="default",
         max_seq_len=64,
-        with_decode=True,
+        with_forward=True,
     )
     return make_plan(given)
 
@@ -51,17 +52,22 @@ def prepared(plan, attention):
     return speculator
 
 
-def test_verify_decode_and_draft_take_the_small_m_kernels_in_every_linear(plan):
+def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     speculator, counts = prepared(plan, cuda.attention), {}
-    for name in ("target_verify", "decode", "draft_decode"):  # prefill: tests/test_cuda_artifact.py
+    methods = (method for method in plan.methods if method.name != PREFILL)  # that: tests/test_cuda_artifact.py
+    for method in (*methods, MethodPlan(DECODE, 1, 1)):
+        name = method.name
         with cuda.tracing(speculator, plan):
-            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.DTYPE)
+            program = trace(speculator, method, plan.draft.hidden_size, cuda.DTYPE)
         counts[name] = check_linears(name, program)
-        fused = [node for node in program.graph.nodes if node.target is torch.ops.triton.fused_moe.default]
+        op = torch.ops.triton.fused_moe if method.max_len <= WINDOW_ROWS else torch.ops.triton.fused_moe_batched_gemm
+        fused = [node for node in program.graph.nodes if node.target is op.default]
         assert len(fused) == (FUSED.get(plan.config.target_model, 0) if name != "draft_decode" else 0)
     fuses = not plan.draft.takes_final_state  # by the draft's fc
     quantized = sum(type(module) is nn.Linear for module in speculator.target.modules()) + fuses
-    assert counts["target_verify"] == counts["decode"] == {"small_m": quantized, "dequantize": 0}
+    for name in ("target_verify", "decode"):
+        assert counts[name] == {"small_m": quantized, "dequantize": 0}
+    assert counts["forward"] == {"small_m": quantized - fuses, "dequantize": 0}  # it makes no features
     drafting = 7 * plan.draft.layers + 1 + (not fuses)  # seven in a layer, the lm_head, and an EAGLE's fc
     assert counts["draft_decode"] == {"small_m": drafting, "dequantize": 0}
 

@@ -5,10 +5,12 @@ import json
 
 import pytest
 import torch
-from family_exports import DRAFTS, EXPERTS, family_model, family_plan
+from commands import run_command
+from family_exports import DRAFTS, EXPERTS, WITHOUT_LOGITS, family_model, family_plan
 
 from eagle3.export.pipeline import load_speculator
 from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
 
@@ -46,4 +48,14 @@ def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
         token, state, logits = session.draft_decode(tokens, feature, torch.arange(start, end))
         wanted, *expected = speculator.draft_decode(tokens, feature, torch.arange(start, end))
         assert token.tolist() == wanted.tolist()
-        torch.testing.assert_close([state, logits], expected, atol=1e-4, rtol=1e-4)
+        found = [state] if name in WITHOUT_LOGITS else [state, logits]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITHOUT_LOGITS)
+def test_without_logits_a_file_is_what_the_first_runners_take(name, family_exports):
+    found = json.loads(run_command(inspect_main, family_exports / name / "out", "--json").stdout)
+    assert not {"get_has_logits", "get_draft_ids"} & set(found["metadata"])  # its head has a vocabulary of its own
+    assert found["metadata"]["get_draft_vocab_size"] < found["metadata"]["get_vocab_size"]
+    assert found["metadata"]["get_manifest"]["format_version"] == 1
+    assert {len(method["outputs"]) for method in found["methods"].values()} == {2}

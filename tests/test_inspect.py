@@ -7,12 +7,15 @@ import sys
 from dataclasses import fields
 
 import pytest
+import torch
 from commands import fail_command, run_command
 from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
+from safetensors.torch import load_file
 
 from eagle3.runner.artifact import open_artifact
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
 from eagle3.runner.inspect.cli import main
+from eagle3.targets import TARGETS
 
 ALL_METHODS = (*METHODS, DECODE)
 TARGET_METHODS = (PREFILL, TARGET_VERIFY, DECODE)
@@ -58,7 +61,12 @@ def test_shapes_are_those_of_the_contract_at_most_rows(name, found):
     assert tensors(method["inputs"]) == [("int64", [1, most]), *feature, ("int64", [most])]
     ids = most if name == TARGET_VERIFY else 1
     recurrent = 1 if name == DRAFT_DECODE else most
-    assert tensors(method["outputs"]) == [("int64", [1, ids]), ("float32", [1, recurrent, hidden])]
+    vocabulary = found["metadata"]["get_draft_vocab_size" if name == DRAFT_DECODE else "get_vocab_size"]
+    assert tensors(method["outputs"]) == [
+        ("int64", [1, ids]),
+        ("float32", [1, recurrent, hidden]),
+        ("float32", [1, ids, vocabulary]),
+    ]
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
@@ -113,11 +121,20 @@ def test_the_target_has_one_cache_for_its_methods_and_the_draft_its_own(found):
 
 def test_metadata_is_the_contract_with_the_manifest_expanded(found, artifact):
     methods = [field.metadata["method"] for field in fields(Metadata)]
-    assert list(found["metadata"]) == [name for name in methods if name != "get_proposals"]  # a P-EAGLE's
+    others = {"get_proposals", "get_max_context_len"}  # of a P-EAGLE, of --with-forward
+    assert list(found["metadata"]) == [name for name in methods if name not in others]
     opened = open_artifact(artifact).metadata
     expected = opened.constant_methods() | {"get_manifest": opened.manifest}
+    expected["get_draft_ids"] = {"dtype": "int64", "shape": [1024]}
     assert found["metadata"] == json.loads(json.dumps(expected))
     assert found["metadata"]["get_manifest"]["backend"] == "xnnpack"
+
+
+def test_logits_are_announced_and_the_drafts_ids_are_those_of_its_map(found, artifact):
+    assert found["metadata"]["get_has_logits"] is True
+    assert found["metadata"]["get_manifest"]["format_version"] == 3
+    offsets = load_file(TARGETS["gemma4-tiny"].draft / "model.safetensors")["d2t"]
+    assert torch.equal(open_artifact(artifact).metadata.draft_ids, torch.arange(1024) + offsets)
 
 
 def test_each_byte_of_the_file_is_counted_once(found, artifact):

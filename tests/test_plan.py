@@ -53,6 +53,12 @@ def test_decode_is_there_when_it_is_asked_for():
     assert lengths(3, with_decode=True)["decode"] == (1, 1)
 
 
+def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():
+    assert "forward" not in lengths(3)
+    assert lengths(3, with_forward=True)["forward"] == (1, 128)
+    assert lengths(3, with_forward=True, max_prefill=100)["forward"] == (1, 100)
+
+
 def test_the_target_bounds_the_verify_window():
     with pytest.raises(ValueError, match="--chain-len 3 or less"):
         lengths(4, config=Gemma4TextConfig(sliding_window=4), max_seq_len=64)

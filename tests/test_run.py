@@ -36,12 +36,24 @@ def test_a_prompt_from_stdin_is_the_prompt(artifact):
         capture_output=True,
         check=True,
     )
-    assert json.loads(done.stdout)["token_ids"] == as_json(artifact, "--prompt", TEXT, "--max-new-tokens", 20)["token_ids"]
+    assert (
+        json.loads(done.stdout)["token_ids"] == as_json(artifact, "--prompt", TEXT, "--max-new-tokens", 20)["token_ids"]
+    )
 
 
 def test_sampling_flags_are_the_librarys_options(artifact, model):
     flags = ["--temperature", 0.9, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5]
-    flags += ["--repetition-penalty", 1.1, "--logit-bias", "17=-3", "--stop", "zzz", "--stop-token-ids", "3,4", "--ignore-eos"]
+    flags += [
+        "--repetition-penalty",
+        1.1,
+        "--logit-bias",
+        "17=-3",
+        "--stop",
+        "zzz",
+        "--stop-token-ids",
+        "3,4",
+        "--ignore-eos",
+    ]
     record = as_json(artifact, "--prompt", TEXT, "--max-new-tokens", 30, "--logprobs", 2, "--chain-len", "auto", *flags)
     expected = model.generate(
         TEXT,
@@ -60,8 +72,10 @@ def test_sampling_flags_are_the_librarys_options(artifact, model):
     )
     assert record["token_ids"] == expected.token_ids
     assert record["seed"] == 5
-    assert len(record["logprobs"]) == len(record["token_ids"])
-    assert record["logprobs"] == json.loads(json.dumps(expected.as_json()["logprobs"]))
+    assert [each["token_id"] for each in record["logprobs"]] == record["token_ids"]
+    for ours, theirs in zip(record["logprobs"], expected.logprobs, strict=True):
+        assert ours["logprob"] == pytest.approx(theirs.logprob, abs=1e-3)
+        assert len(ours["top"]) == 2 and ours["logprob"] <= ours["top"][0]["logprob"] + 1e-5
 
 
 def test_statistics_have_vllms_names_and_the_time_by_method(artifact):
@@ -133,7 +147,9 @@ class Terminal:
     def __init__(self, *args):
         self.screen, child = pty.openpty()
         command = [sys.executable, "-c", RUN, *map(str, args)]
-        self.process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=_control)
+        self.process = subprocess.Popen(
+            command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=_control
+        )
         os.close(child)
 
     def type(self, text: str) -> None:

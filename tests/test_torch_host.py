@@ -90,10 +90,10 @@ def test_every_length_gives_what_eager_gives(hosted, eager):
             feature = [torch.randn(1, rows, width, generator=generator)] if name == "draft_decode" else []
             at = hosted.positions[position : position + rows]
             position += rows
-            ids, made = getattr(hosted, name)(tokens, *feature, at)
-            expected, expected_feature = getattr(eager, name)(tokens, *feature, at)
-            assert torch.equal(ids, expected), (name, rows)
-            torch.testing.assert_close(made, expected_feature, rtol=1e-3, atol=1e-3)
+            ids, *made = getattr(hosted, name)(tokens, *feature, at)
+            expected_ids, *expected = getattr(eager, name)(tokens, *feature, at)
+            assert torch.equal(ids, expected_ids), (name, rows)
+            torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)  # feature and logits
 
 
 def test_a_length_that_a_method_was_not_compiled_for_is_refused(hosted):
@@ -247,7 +247,7 @@ def test_the_methods_of_a_cuda_artifact_are_read_with_the_order_of_their_inputs(
     assert [method.name for method in cuda_methods] == list(METHODS)
     for method in cuda_methods:
         assert sorted(method.inputs) == list(range(3 if method.name == "draft_decode" else 2))
-        assert sorted(method.outputs) == [0, 1]
+        assert sorted(method.outputs) == [0, 1, 2]
         assert {weight.device for weight in method.table.weights} == {"cuda"}
     assert not torch_host.made_for_cpu(cuda_methods)
 
@@ -351,10 +351,10 @@ def test_an_old_driver_is_refused(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_cuda_artifact_runs_and_its_features_stay_on_the_device(cuda_artifact):
+def test_a_cuda_artifact_runs_and_its_features_and_logits_stay_on_the_device(cuda_artifact):
     session = open_session(open_artifact(cuda_artifact), "torch")
-    ids, feature, _ = session.prefill(torch.tensor([prompt_of(20)]), session.positions[:20])
-    assert ids.device.type == "cpu" and feature.device.type == "cuda"
+    ids, feature, logits = session.prefill(torch.tensor([prompt_of(20)]), session.positions[:20])
+    assert ids.device.type == "cpu" and feature.device.type == logits.device.type == "cuda"
     results = [complete(session, prompt_of(70), max_new_tokens=64, chain=length) for length in (1, 2, 3)]
     assert results[0].token_ids == results[1].token_ids == results[2].token_ids
     assert results[2].stats.mean_acceptance_length > 1.3  # a draft that sees the wrong features gets about 1.0

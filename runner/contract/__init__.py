@@ -12,12 +12,18 @@ method              inputs                                         outputs
 ``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target ids [1,K], recurrent [1,1,H],
                                                                    logits [1,K,V_draft]
 ``decode``          as ``prefill`` with T = 1                      as ``prefill``
+``forward``         tokens [1,T], input_pos [T], T from 1          logits [1,1,V] of the last row, and nothing else
 ==================  =============================================  ================================================
 
 K is 1, but ``chain_len`` where the draft head proposes all tokens of a round in one forward (P-EAGLE): such an artifact
 says K in ``get_proposals``. Logits are float32 and the last output, where ``get_has_logits`` says that they are there;
-the draft's are over its own vocabulary, whose ids ``get_draft_ids`` maps to the target's where the two differ. Each of
-these additions has a format version, so that a runner which does not know it refuses in a line.
+the draft's are over its own vocabulary. Where its ids differ from the target's, ``get_draft_ids`` maps them: it comes
+with the logits, since proposals are mapped already. Each of these additions has a format version, so that a runner
+which does not know it refuses in a line.
+
+``forward`` is for ExecuTorch's own runner (``extension/llm/runner``), which decodes plainly, over the same cache; ours
+does not call it. That runner names lengths in its own way, see ``Metadata.forward_len``. Where there is a method
+``decode`` it takes its steps by that and wants logits alone of it, so that an artifact has one of the two at most.
 """
 
 import json
@@ -28,17 +34,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE = "prefill", "target_verify", "draft_decode", "decode"
+PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode"
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
-"""Every artifact has these; ``decode`` is there only with ``--with-decode``."""
+"""Every artifact has these."""
+DECODE, FORWARD = "decode", "forward"
+"""There only with ``--with-decode``, ``--with-forward``."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION = 1, 2, 3
 
 
-def format_version(proposals: int, has_logits: bool) -> int:
-    """The lowest version whose runners can take such an artifact."""
-    if has_logits:
+def format_version(proposals: int, has_logits: bool, has_forward: bool) -> int:
+    """The lowest version whose runners can take such an artifact: those of logits know ``get_max_context_len`` too."""
+    if has_logits or has_forward:
         return LOGITS_VERSION
     return FORMAT_VERSION if proposals == 1 else PARALLEL_VERSION
 
@@ -80,7 +88,11 @@ class Metadata:
     """The longest of the draft's windows, 0 where it has none; None: an earlier exporter did not say."""
     has_logits: bool = _key("get_has_logits", default=False)
     draft_ids: "Tensor | None" = _key("get_draft_ids", default=None, compare=False)
-    """int64 [draft_vocab_size], the target's id of each of the draft's; None where they are the same."""
+    """int64 [draft_vocab_size], the target's id of each of the draft's; None where they are the same, and without
+    logits."""
+    forward_len: int | None = _key("get_max_context_len", default=None)
+    """The longest chunk of ``forward``, None without it. With it the constant methods mean what ExecuTorch's runner
+    takes them for: ``get_max_seq_len`` is this length, ``get_max_context_len`` the slots."""
 
     def constant_methods(self) -> dict[str, Any]:
         """Name to value, as ``to_edge_transform_and_lower(constant_methods=...)`` takes them; none of a default."""
@@ -89,6 +101,8 @@ class Metadata:
             for f in fields(self)
             if f.default is MISSING or getattr(self, f.name) is not f.default
         }
+        if self.forward_len is not None:
+            values |= {"get_max_seq_len": self.forward_len, "get_max_context_len": self.max_seq_len}
         return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
 
     @classmethod
@@ -108,6 +122,8 @@ class Metadata:
                 )
             outputs = call(method)
             values[f.name] = tuple(outputs) if f.name == "eos_ids" else outputs[0]
+        if "forward_len" in values:
+            values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
         if version not in range(FORMAT_VERSION, LOGITS_VERSION + 1):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, METHODS, PREFILL, TARGET_VERIFY, Metadata
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.inspect import cuda as cuda_inspection
 from eagle3.runner.inspect.cuda_weights import (
@@ -33,12 +33,12 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     pte = read_pte(model)
     constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
-    plans = {name: plans.pop(name) for name in (*METHODS, DECODE) if name in plans} | plans
+    plans = {name: plans.pop(name) for name in (*METHODS, DECODE, FORWARD) if name in plans} | plans
     rows = row_bounds(metadata)
     linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
     try:
         return {
-            "metadata": constants,
+            "metadata": {name: _plain(value) for name, value in constants.items()},
             "methods": {
                 name: method(pte, plan, rows.get(name)) | {"linears": linears.get(name)} for name, plan in plans.items()
             },
@@ -47,6 +47,13 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
         }
     except LookupError as error:  # the runtime checks a file's form, not where its indices point
         raise ValueError(f"{model} is damaged (its program points outside itself: {error}): export it again") from error
+
+
+def _plain(value: Any) -> Any:
+    """A constant as JSON takes it: of a tensor what it is like."""
+    if not hasattr(value, "dtype"):
+        return value
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
         TARGET_VERIFY: (2, window),
         DRAFT_DECODE: (1, max(metadata.max_prefill, window)),
         DECODE: (1, 1),
+        **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),
     }
 
 

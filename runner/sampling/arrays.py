@@ -1,0 +1,71 @@
+"""What numpy and PyTorch do not call alike, so that the rest is written once for logits on the host and on a device.
+
+On the host numpy is two to five times quicker than PyTorch on arrays of a window's size.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STRIDED, LONG = 64, 8192
+
+
+class Host:
+    """numpy arrays."""
+
+    xp = np
+
+    view = staticmethod(Tensor.numpy)
+    """A tensor as such an array, not copied."""
+
+    def array(self, values: Any) -> np.ndarray:
+        return np.asarray(values)
+
+    def floats(self, integers: np.ndarray) -> np.ndarray:
+        return integers.astype(np.float32)
+
+    def host(self, ids: np.ndarray) -> np.ndarray:
+        return ids
+
+    def largest(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """The ``count`` largest of each row [1, R, V], ascending: [1, R, count]."""
+        vocabulary = rows.shape[-1]
+        if vocabulary >= LONG and count <= vocabulary // STRIDED:
+            return np.stack([_largest_of_long(row, count) for row in rows[0]])[None]
+        if count < vocabulary:
+            rows = np.partition(rows, vocabulary - count, axis=-1)[..., vocabulary - count :]
+        return np.sort(rows, axis=-1)
+
+
+def _largest_of_long(row: np.ndarray, count: int) -> np.ndarray:
+    """By the maxima of strided groups: as many as ``count`` values are no smaller than the maximum of that rank."""
+    groups = len(row) // STRIDED
+    maxima = row[: groups * STRIDED].reshape(STRIDED, groups).max(axis=0)
+    candidates = row[row >= np.partition(maxima, groups - count)[groups - count]]
+    return np.sort(np.partition(candidates, len(candidates) - count)[len(candidates) - count :])
+
+
+class Device:
+    """Tensors on an accelerator."""
+
+    xp = torch
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def view(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def array(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, device=self._device)
+
+    def floats(self, integers: Tensor) -> Tensor:
+        return integers.float()
+
+    def host(self, ids: Tensor) -> np.ndarray:
+        return ids.cpu().numpy()
+
+    def largest(self, rows: Tensor, count: int) -> Tensor:
+        return rows.topk(count).values.flip(-1)

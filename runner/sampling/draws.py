@@ -1,0 +1,99 @@
+"""An id from each row of logits: the most likely one, or the one whose logit + temperature * noise is the largest.
+
+``Dense`` adds the noise of all ids. On the host that is too slow for a large vocabulary, and ``Sparse`` finds the same
+id from the few that can win.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from eagle3.runner.sampling.arrays import Device, Host
+from eagle3.runner.sampling.filters import thresholds
+from eagle3.runner.sampling.noise import Noise, gumbel, keys, spread, words
+from eagle3.runner.sampling.options import Sampling
+
+Draw = Callable[[Any, int], np.ndarray]
+"""(float32 logits [1, R, V] with bias and penalty, position of the first row's id) to columns: numpy's int64 [1, R]."""
+
+MANY = 1 << 14
+"""More ids than these have their noise made one by one on the host."""
+LOUD_WORD = -(1 << 21)
+"""Nearer to zero is the word of one id in 1024 ..."""
+KEPT = 32
+"""Positions whose loud ids are remembered."""
+LOUD, LEAST = 6.94, -2.78
+"""... and its noise is larger than this; the second bounds all noise from below."""
+
+
+def draw_by(sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host | Device) -> Draw:
+    """ids: int64 [V], the target's id of each column"""
+    if not sampling.temperature:
+        return lambda logits, _position: arrays.host(logits.argmax(-1))
+    kind = Sparse if isinstance(arrays, Host) and len(ids) > MANY else Dense
+    return kind(sampling, seed, ids, arrays)
+
+
+class Dense:
+    def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host | Device):
+        self._sampling, self._filters, self._arrays = sampling, sampling.filters, arrays
+        self._noise = Noise(seed, ids, sampling.temperature, arrays)
+
+    def __call__(self, logits: Any, position: int) -> np.ndarray:
+        scores = logits + self._noise.rows(position, logits.shape[1])
+        if self._filters:
+            least = thresholds(logits, self._sampling, self._arrays)
+            scores = self._arrays.xp.where(logits >= least, scores, -math.inf)
+        return self._arrays.host(scores.argmax(-1))
+
+
+class Sparse:
+    """Few ids have loud noise; of the others only those of a large logit can win.
+
+    The loud ones of a position are found once, by their words. The best score among them, or the largest logit with the
+    least noise, is what the others would have to beat with noise that is not loud.
+    """
+
+    def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host):
+        self._sampling, self._seed, self._arrays = sampling, seed, arrays
+        self._spread = spread(ids.astype(np.int32))
+        self._loud: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __call__(self, logits: np.ndarray, position: int) -> np.ndarray:
+        rows, least = logits[0], thresholds(logits, self._sampling, self._arrays)
+        floors = [-math.inf] * len(rows) if least is None else least[0, :, 0].tolist()
+        return np.array([[self._best(row, position + i, floors[i]) for i, row in enumerate(rows)]])
+
+    def _best(self, row: np.ndarray, position: int, floor: float) -> int:
+        """The column of the largest score among those whose logit is ``floor`` or more."""
+        temperature = self._sampling.temperature
+        if self._sampling.top_k:  # few enough
+            columns = np.flatnonzero(row >= floor)
+            scores = row[columns] + self._noise(position, columns)
+        else:
+            columns, noise = self._loud_at(position)
+            logits = row[columns]
+            scores = np.where(logits >= floor, logits + noise, -np.inf)
+            to_beat = max(float(scores.max(initial=-np.inf)), float(row.max()) + temperature * LEAST)
+            rounding = 1e-6 * abs(to_beat)
+            others = np.flatnonzero(row >= max(floor, to_beat - temperature * LOUD - rounding))
+            columns = np.concatenate((columns, others))
+            scores = np.concatenate((scores, row[others] + self._noise(position, others)))
+        return columns[scores == scores.max()].min()
+
+    def _words(self, position: int, spread_ids: np.ndarray) -> np.ndarray:
+        return words(keys(self._seed, position, 1)[0], spread_ids)
+
+    def _noise(self, position: int, columns: np.ndarray) -> np.ndarray:
+        return gumbel(self._words(position, self._spread[columns]), self._sampling.temperature, self._arrays)
+
+    def _loud_at(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of loud noise, ascending, and that noise times the temperature."""
+        if position not in self._loud:
+            if len(self._loud) >= KEPT:
+                self._loud.clear()
+            columns = np.flatnonzero(self._words(position, self._spread) > LOUD_WORD)
+            self._loud[position] = columns, self._noise(position, columns)
+        return self._loud[position]

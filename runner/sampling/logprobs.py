@@ -1,0 +1,50 @@
+"""Log-probabilities of what was said, by the model's own distribution."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.runner.choice import Choice
+from eagle3.runner.session import Step
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of a softmax over the raw logits, before temperature, filters and penalties: what vLLM calls
+    raw_logprobs. ``top``: (id, logarithm) of the likeliest tokens, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+    def as_json(self) -> dict[str, Any]:
+        top = [{"token_id": token, "logprob": round(logprob, 5)} for token, logprob in self.top]
+        return {"token_id": self.token_id, "logprob": round(self.logprob, 5), "top": top}
+
+
+class Logprobs:
+    """A ``Choice`` that is another's, and keeps in ``tokens`` how likely each accepted token was."""
+
+    def __init__(self, choice: Choice, count: int):
+        """``count``: of the likeliest tokens to keep with each"""
+        self._choice, self._count = choice, count
+        self._logits: Tensor | None = None
+        self.tokens: list[TokenLogprobs] = []
+
+    def target(self, step: Step, proposed: list[int]) -> Tensor:
+        self._logits = step.logits[0]
+        return self._choice.target(step, proposed)
+
+    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+        return self._choice.draft(step, proposed)
+
+    def accept(self, tokens: list[int]) -> None:
+        logprobs = torch.log_softmax(self._logits[: len(tokens)], dim=-1)
+        chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+        values, ids = (best.tolist() for best in logprobs.topk(self._count))
+        for token, logprob, top_ids, top_values in zip(tokens, chosen, ids, values, strict=True):
+            self.tokens.append(TokenLogprobs(token, logprob, list(zip(top_ids, top_values, strict=True))))
+        self._choice.accept(tokens)

@@ -1,0 +1,96 @@
+"""Gumbel noise that depends on (seed, position, id of the target) alone.
+
+The largest of logits / temperature + noise is a sample of their softmax, and who adds the same noise to similar logits
+mostly finds the same id: that is how a draft proposes what sampling is going to choose.
+
+1. Keys: a cryptographic hash of the seed gives each position two words.
+2. Words: a multiplicative hash of an id with a position's keys, in wrapping int32, the same in numpy and PyTorch.
+3. Gumbel noise: -log(-log(1 - v)) of 30 bits v in (0, 1), exact to the tail of large noise, where ids are chosen.
+"""
+
+import hashlib
+import struct
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from eagle3.runner.sampling.arrays import Device, Host
+
+KEYED, BLOCK = 512, 16
+"""Positions whose keys come of one hash, and those whose noise is made at a time: calls cost more than numbers do."""
+SIGN_AND_ODD = -0x7FFFFFFF  # bit 31 and bit 0
+UNIT = 2.0**-31 * (1 - 2.0**-23)  # words to (-1, 0), where float32 would round the first to -1
+MULTIPLIERS = 0x7FEB352D, 0x846CA68B - (1 << 32)  # of Chris Wellons's lowbias32
+
+
+def keys(seed: int, position: int, count: int) -> np.ndarray:
+    """Of positions that are ``KEYED`` together: int32 [count, 2], the second odd."""
+    start = position % KEYED
+    return _keys(seed, position // KEYED)[start : start + count]
+
+
+@lru_cache(maxsize=4)
+def _keys(seed: int, chunk: int) -> np.ndarray:
+    digest = hashlib.shake_128(struct.pack("<QQ", seed, chunk)).digest(8 * KEYED)
+    return np.frombuffer(digest, "<i4").reshape(KEYED, 2) | np.array([0, 1], np.int32)
+
+
+def spread(ids: Any) -> Any:
+    """int32 ids, each bit of which matters to every bit of the result (lowbias32)."""
+    mixed = ids ^ ((ids >> 16) & 0xFFFF)
+    mixed *= MULTIPLIERS[0]
+    mixed ^= (mixed >> 15) & 0x1FFFF
+    mixed *= MULTIPLIERS[1]
+    mixed ^= (mixed >> 16) & 0xFFFF
+    return mixed
+
+
+def words(keys: Any, spread_ids: Any) -> Any:
+    """keys [..., 2], ids as ``spread`` gives them: random odd int32 below zero, [..., ids]."""
+    mixed = spread_ids ^ keys[..., :1]
+    mixed *= MULTIPLIERS[0]
+    shifted = mixed >> 15
+    shifted &= 0x1FFFF
+    mixed ^= shifted
+    mixed *= keys[..., 1:]
+    mixed |= SIGN_AND_ODD
+    return mixed
+
+
+def gumbel(words: Any, temperature: float, arrays: Host | Device) -> Any:
+    """float32 noise of ``words``, times the temperature: the nearer to zero a word, the larger."""
+    xp, noise = arrays.xp, arrays.floats(words)
+    noise *= UNIT
+    xp.log1p(noise, out=noise)
+    xp.negative(noise, out=noise)
+    xp.log(noise, out=noise)
+    noise *= -temperature
+    return noise
+
+
+class Noise:
+    """Of one vocabulary, times the temperature: blocks of positions as they are asked for, the latest two kept."""
+
+    def __init__(self, seed: int, ids: np.ndarray, temperature: float, arrays: Host | Device):
+        """ids: int64 [V], the target's"""
+        self._seed, self._temperature, self._arrays = seed, temperature, arrays
+        self._spread = spread(arrays.array(ids.astype(np.int32)))
+        self._blocks: dict[int, Any] = {}
+
+    def rows(self, position: int, count: int) -> Any:
+        """float32 [count, V] for the positions from ``position`` on."""
+        block, row = divmod(position, BLOCK)
+        rows = self._block(block)[row : row + count]
+        while len(rows) < count:
+            block += 1
+            rows = self._arrays.xp.concatenate((rows, self._block(block)[: count - len(rows)]))
+        return rows
+
+    def _block(self, block: int) -> Any:
+        if block not in self._blocks:
+            made = words(self._arrays.array(keys(self._seed, block * BLOCK, BLOCK)), self._spread)
+            made = gumbel(made, self._temperature, self._arrays)
+            self._blocks = {before: rows for before, rows in self._blocks.items() if before == block - 1}
+            self._blocks[block] = made
+        return self._blocks[block]

@@ -1,0 +1,100 @@
+"""Sampling as the loop's choice of tokens: the same text with speculation and without."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3.runner.contract import Metadata
+from eagle3.runner.sampling.adjustments import Adjustments
+from eagle3.runner.sampling.arrays import Device, Host
+from eagle3.runner.sampling.draws import draw_by
+from eagle3.runner.sampling.options import Sampling
+from eagle3.runner.session import Step
+
+
+class Sampler:
+    """A ``Choice``: noise that the seed, a token's position and its id determine says which token is drawn.
+
+    The draft proposes by the same noise. So an accepted proposal is what sampling token by token would have drawn, and
+    the draft's logits decide how many are accepted, never what the text is. It is biased, penalized and filtered as the
+    target is: that raises acceptance by some 3% on gemma4-tiny, and matters to nothing else.
+    """
+
+    def __init__(self, sampling: Sampling, metadata: Metadata, tokens: Sequence[int]):
+        """tokens: the prompt's. Raises ValueError, one line, for what the artifact cannot do."""
+        sampling.check(metadata)
+        self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._sampling, self._metadata = sampling, metadata
+        self._plain, self._adjusts = sampling.plain, bool(sampling.logit_bias) or sampling.repetition_penalty != 1
+        self._tokens, self._length = list(tokens), len(tokens)
+        self._target: _Vocabulary | None = None  # what they are made of depends on where the logits are
+        self._draft: _Vocabulary | None = None
+
+    def target(self, step: Step, proposed: list[int]) -> Tensor:
+        if self._plain:
+            return step.ids
+        if self._target is None:
+            self._open(step.logits.device)
+        behind = enumerate(proposed, 1) if self._adjusts else ()
+        return self._target.choose(step.logits, self._length, behind)
+
+    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+        if self._plain:
+            return step.ids
+        ahead = len(proposed) * self._metadata.proposals
+        behind = [(0, int(token)) for tokens in proposed for token in tokens[0]] if self._adjusts else ()
+        return self._draft.choose(step.logits, self._length + ahead, behind)
+
+    def accept(self, tokens: list[int]) -> None:
+        self._length += len(tokens)
+        if self._target is None:
+            self._tokens += tokens
+        elif self._adjusts:
+            self._target.see(tokens)
+            self._draft.see(tokens)
+
+    def _open(self, device: torch.device) -> None:
+        arrays = Host() if device.type == "cpu" else Device(device)
+        common = self._sampling, self.seed, self._metadata.vocab_size, arrays, self._tokens
+        self._target, self._draft = _Vocabulary(None, *common), _Vocabulary(self._metadata.draft_ids, *common)
+
+
+class _Vocabulary:
+    """One model's ids, and how one of them is chosen."""
+
+    def __init__(
+        self,
+        ids: Tensor | None,
+        sampling: Sampling,
+        seed: int,
+        vocabulary: int,
+        arrays: Host | Device,
+        tokens: Sequence[int],
+    ):
+        """``ids``: int64 [V], the target's id of each column, None where they are the same; ``vocabulary``: of the
+        target; ``tokens``: those so far"""
+        self._view = arrays.view
+        self._ids = None if ids is None else ids.numpy()
+        every = np.arange(vocabulary) if ids is None else self._ids
+        self._draw = draw_by(sampling, seed, every, arrays)
+        self._adjust = None
+        if sampling.logit_bias or sampling.repetition_penalty != 1:
+            columns = np.full(vocabulary, -1)
+            columns[every] = np.arange(len(every))
+            self._adjust = Adjustments(sampling, columns, arrays)
+            self._adjust.see(tokens)
+
+    def see(self, tokens: Sequence[int]) -> None:
+        if self._adjust:
+            self._adjust.see(tokens)
+
+    def choose(self, logits: Tensor, position: int, proposed: Iterable[tuple[int, int]]) -> Tensor:
+        """Ids of the target after each row of ``logits`` [1, R, V]: int64 [1, R] on the host."""
+        logits = self._view(logits)
+        if self._adjust:
+            logits = self._adjust(logits, proposed)
+        columns = self._draw(logits, position)
+        return torch.from_numpy(columns if self._ids is None else self._ids[columns])

@@ -1,0 +1,57 @@
+"""Metadata reads back as it was written, and a runner refuses what it does not know."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scripted import scripted_metadata
+
+from eagle3.runner.contract import LOGITS_VERSION, Metadata, MissingMetadata, format_version
+
+PLAIN = replace(scripted_metadata(eos_ids=(1, 5)), manifest={"format_version": 1})
+
+
+def read(constants) -> Metadata:
+    outputs = {name: value if isinstance(value, list) else [value] for name, value in constants.items()}
+    return Metadata.read(set(constants), outputs.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"proposals": 3, "draft_sliding_window": 0},
+        {"has_logits": True, "draft_sliding_window": 12, "draft_ids": torch.tensor([0, 4, 9])},
+        {"forward_len": 7},
+    ],
+)
+def test_metadata_reads_back_as_it_was_written(changes):
+    written = replace(PLAIN, **changes)
+    found = read(written.constant_methods())
+    assert found == written
+    assert found.draft_ids is written.draft_ids
+
+
+def test_with_forward_lengths_are_named_as_executorchs_runner_names_them():
+    assert PLAIN.constant_methods()["get_max_seq_len"] == 64
+    assert "get_max_context_len" not in PLAIN.constant_methods()
+    constants = replace(PLAIN, forward_len=7).constant_methods()
+    assert (constants["get_max_seq_len"], constants["get_max_context_len"]) == (7, 64)
+    assert read(constants).max_seq_len == 64
+
+
+def test_what_a_runner_must_know_has_a_version_and_a_later_one_is_refused():
+    assert format_version(proposals=1, has_logits=False, has_forward=False) == 1
+    assert format_version(proposals=3, has_logits=False, has_forward=False) == 2
+    assert format_version(proposals=1, has_logits=True, has_forward=False) == 3
+    assert format_version(proposals=1, has_logits=False, has_forward=True) == 3
+    later = replace(PLAIN, manifest={"format_version": LOGITS_VERSION + 1})
+    with pytest.raises(ValueError, match="has format version 4, this runner reads 1 to 3: export it again"):
+        read(later.constant_methods())
+
+
+def test_a_constant_that_is_not_there_is_named_unless_it_came_later():
+    constants = PLAIN.constant_methods()
+    del constants["get_sliding_window"]
+    with pytest.raises(MissingMetadata, match="no constant method 'get_sliding_window'"):
+        read(constants)
