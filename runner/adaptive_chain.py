@@ -117,7 +117,7 @@ class AdaptiveChain:
 
 class AcceptanceRates:
     """``rates[i]``: how often the proposal at i is accepted where those before it are; a position that was never
-    reached is expected to do as the one before it. ``usual`` are those that texts end with: what the next begins with."""
+    reached is expected to do as the one before it. ``usual`` are those that texts end with and others begin with."""
 
     PRIOR = 0.8
     WEIGHT = 1 / 24
