@@ -104,9 +104,10 @@ def main(
 
             run_batch(model, prompts, output, chat, system, options)
         else:
-            if prompt in (None, "-") and prompt_tokens is None:
-                prompt = read_text(prompt_file)
-            asked = prompt_tokens or (_messages(prompt, system) if chat else prompt)
+            asked: Prompt | None = prompt_tokens
+            if asked is None:
+                text = read_text(prompt_file) if prompt in (None, "-") else prompt
+                asked = _messages(text, system) if chat else text
             result = _print(model, asked, as_json, options)
             _tell(model, result, stats, verify_lossless, as_json)
 
@@ -144,6 +145,7 @@ def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, A
 
 
 def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, as_json: bool) -> None:
+    from eagle3.runner.options import AUTO
     from eagle3.runner.summary import summary, table
 
     again = model.replay(result) if verify_lossless else None
@@ -152,6 +154,8 @@ def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, 
     else:
         click.echo()
         tell(summary(result))
+        if result.options.chain_len == AUTO and model.chain.note:
+            tell(model.chain.note)
     if stats:
         tell(table(result.stats))
     if again and not as_json:
