@@ -32,10 +32,10 @@ class Said:
     margin: float | None
     """Difference of the two best logits; None without logits, as the next."""
     moved: float | None
-    """How far the logits of the two tokens in question have moved against each other since the replay, in standard
-    deviations of the replay's logits."""
+    """How far the two tokens' logits stand from where the replay had them against each other, in standard deviations of
+    its logits."""
     speculated: bool = False
-    """The window of the generation itself, run again: over caches that speculation wrote."""
+    """The generation's own window, run again: over caches that speculation wrote."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,50 @@ class Divergence:
     """Of the generation that was checked."""
     replayed: int
     margin: float | None
-    """Difference of the replay's two best logits; None without logits, as the next three."""
+    """Difference of the replay's two best logits; None without logits, as the next four."""
     relative_margin: float | None
-    """In standard deviations of its logits, as is ``threshold``."""
+    """In standard deviations of its logits, as are the next two."""
+    moved: float | None
+    """The least that the two tokens' logits moved against each other where ``token`` is said; where no method says it,
+    what they would have to."""
     threshold: float | None
-    """What rounding may move two logits by, against each other."""
+    """What rounding may move them by."""
     near_tie: bool | None
     """Whether rounding explains it. False: a defect."""
     reproduced: bool
     """Whether speculation, run again over empty caches, says its token again."""
     said: tuple[Said, ...]
+
+
+class Way(NamedTuple):
+    """To compute a position: ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
+
+    method: str
+    rows: int
+    row: int
+
+    def span(self, position: int) -> tuple[int, int]:
+        """The call's first position, and the one behind its last."""
+        return position - self.row, position - self.row + self.rows
+
+
+def ways(metadata: Metadata, has_decode: bool, position: int) -> list[Way]:
+    """Every way to compute ``position`` over caches that hold what is before.
+
+    In an order in which none finds what another wrote in front of its own first row: those that begin at the position,
+    then windows that begin ever earlier, last the longest chunk of prefill.
+    """
+    most, longest = metadata.chain_len + 1, min(metadata.max_prefill, position + 1)
+    found = [Way(DECODE, 1, 0)] if has_decode else []
+    found += [Way(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
+    found = [way for way in found if way.row <= position and way.span(position)[1] <= metadata.max_seq_len]
+    highest = max(way.span(position)[1] for way in found) - 1
+
+    def held(way: Way) -> bool:
+        return still_held(way.span(position)[0], metadata.sliding_window, highest)
+
+    chunks = [Way(PREFILL, rows, rows - 1) for rows in range(metadata.min_prefill, longest + 1)]
+    return [*filter(held, found), *list(filter(held, chunks))[-1:]]
 
 
 class Watched:
@@ -98,10 +132,11 @@ class Place:
         speculated = self._speculated(chain)
         if speculated is not None:
             said.append(speculated)
-        margin = relative = threshold = None
+        margin = relative = moved = threshold = None
         if self._logits is not None:
-            margin, deviation = _margin(self._logits), float(self._logits.std())
-            relative, threshold = margin / deviation, rounding(self._logits, self.step.feature.dtype)
+            margin, moved = _margin(self._logits), self._smallest_move(said)
+            relative = margin / float(self._logits.std())
+            threshold = rounding(self._logits, self.step.feature.dtype)
         index = len(self.token_ids) - 1
         return Divergence(
             index=index,
@@ -110,8 +145,9 @@ class Place:
             replayed=self.replayed,
             margin=margin,
             relative_margin=relative,
+            moved=moved,
             threshold=threshold,
-            near_tie=None if threshold is None else self._smallest_move(said) <= threshold,
+            near_tie=None if moved is None else moved <= threshold,
             reproduced=speculated is not None,
             said=tuple(said),
         )
@@ -126,7 +162,6 @@ class Place:
         return float((logits[self.replayed] - logits[self.token_ids[-1]]) / self._logits.std())
 
     def _smallest_move(self, said: list[Said]) -> float:
-        """Of the two logits, in the ways that say the generation's token; where none does, the move that it takes."""
         moves = [each.moved for each in said if each.token == self.token_ids[-1]]
         return min(moves, default=abs(self._gap(self._logits)))
 
@@ -149,13 +184,11 @@ class Place:
                     return None
                 row, done = len(wanted) - 1 - done, done + len(fresh)
         rows = watched.step.ids.shape[1]
-        if rows > 1:
-            way = Way(TARGET_VERIFY, rows, row)
-        else:
-            way = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
+        one = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
+        way = Way(TARGET_VERIFY, rows, row) if rows > 1 else one
         return self._read(watched.step, way, row, speculated=True)
 
-    def _read(self, step: Step, way: "Way", output: int, speculated: bool = False) -> Said:
+    def _read(self, step: Step, way: Way, output: int, speculated: bool = False) -> Said:
         """``output``: the position's row of ``step``."""
         logits = None if step.logits is None else step.logits[:, [output]]
         choice = self.make_choice()
@@ -176,34 +209,3 @@ def rounding(logits: Tensor, dtype: torch.dtype) -> float:
     """What two of the logits [V] may be moved by, in standard deviations: by two steps of the activations' ``dtype`` at
     the size of the largest logit, where that is more than what rounding in float32 adds up to."""
     return max(NEAR_TIE, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))
-
-
-class Way(NamedTuple):
-    """To compute a position: ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
-
-    method: str
-    rows: int
-    row: int
-
-    def span(self, position: int) -> tuple[int, int]:
-        """The call's first position, and the one behind its last."""
-        return position - self.row, position - self.row + self.rows
-
-
-def ways(metadata: Metadata, has_decode: bool, position: int) -> list[Way]:
-    """Every way to compute ``position`` over caches that hold what is before.
-
-    In an order in which none finds what another wrote in front of its own first row: those that begin at the position,
-    then windows that begin ever earlier, last the longest chunk of prefill.
-    """
-    most, longest = metadata.chain_len + 1, min(metadata.max_prefill, position + 1)
-    found = [Way(DECODE, 1, 0)] if has_decode else []
-    found += [Way(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
-    found = [way for way in found if way.row <= position and way.span(position)[1] <= metadata.max_seq_len]
-    highest = max(way.span(position)[1] for way in found) - 1
-
-    def held(way: Way) -> bool:
-        return still_held(way.span(position)[0], metadata.sliding_window, highest)
-
-    chunks = [Way(PREFILL, rows, rows - 1) for rows in range(metadata.min_prefill, longest + 1)]
-    return [*filter(held, found), *list(filter(held, chunks))[-1:]]

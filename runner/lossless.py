@@ -110,11 +110,10 @@ def _rows_by_call(said: Iterable[Said]) -> dict[tuple[str, int, bool], list[int]
 def _told_ways(said: Iterable[Said], every: dict[tuple[str, int, bool], list[int]]) -> Iterator[str]:
     for call, which in _rows_by_call(said).items():
         method, rows, speculated = call
-        told = f"speculation's own {method}" if speculated else method
-        told += f" of {rows} rows" if rows > 1 else ""
+        told = f"{method} of {rows} rows" if rows > 1 else method
         if method == TARGET_VERIFY and (speculated or which != every[call]):
             told += f" (row {', '.join(map(str, which))})"
-        yield told
+        yield f"{told} over speculation's caches" if speculated else told
 
 
 def _verdict(found: Divergence) -> Iterator[str]:
@@ -123,13 +122,11 @@ def _verdict(found: Divergence) -> Iterator[str]:
         return
     of = "of their standard deviation"
     yield f"the two best logits there differ by {found.margin:.2g}, {found.relative_margin:.2g} {of}"
+    moved, threshold = f"the two tokens' logits had to move by {found.moved:.2g} {of}", f"{found.threshold:.2g}"
     if found.near_tie:
         yield (
-            "a near-tie, no defect: kernels of different numbers of rows add in different orders, which may move two "
-            f"logits by up to {found.threshold:.2g} {of}"
+            f"a near-tie, no defect: {moved}, and kernels of different numbers of rows, which add in different orders, "
+            f"may move them by {threshold}"
         )
     else:
-        yield (
-            f"a real difference: rounding may move two logits by up to {found.threshold:.2g} {of}, this takes more; "
-            "please report it as a bug"
-        )
+        yield f"a real difference: {moved}, and rounding may move them by {threshold}: please report it as a bug"

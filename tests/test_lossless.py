@@ -10,13 +10,13 @@ from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_meta
 
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DECODE, PREFILL, TARGET_VERIFY
-from eagle3.runner.divergence import rounding
+from eagle3.runner.divergence import rounding, ways
 from eagle3.runner.loop import complete
 from eagle3.runner.lossless import lines, replay
 from eagle3.runner.session import Step
 
 PROMPT = [3, 1, 4, 1, 5, 9, 6]
-AT = 20  # where the two best logits are nearly tied
+AT = 21  # where the two best logits are nearly tied
 
 
 def greedy(prefix):
@@ -96,23 +96,39 @@ def test_a_near_tie_is_named_with_the_methods_that_round_otherwise():
     assert (divergence.token, divergence.replayed) == ((token + 1) % VOCABULARY, token)
     assert divergence.near_tie is divergence.reproduced is True
     assert divergence.margin == pytest.approx(1e-5, rel=0.1)
+    assert divergence.moved == pytest.approx(2 * divergence.relative_margin)  # they changed places
     assert by(divergence, divergence.token) == {(TARGET_VERIFY, 4, row) for row in range(4)}
     others = {(TARGET_VERIFY, rows, row) for rows in (2, 3) for row in range(rows)}
     assert by(divergence, token) == {(DECODE, 1, 0), (PREFILL, 7, 6), *others}
-    (own,) = (said for said in divergence.said if said.speculated)
-    assert own.rows == 4
+    own = divergence.said[-1]
+    assert (own.speculated, own.rows, own.row, own.token) == (True, 4, 1, divergence.token)
     assert json.loads(json.dumps(found.as_json()))["divergence"]["said"][0]["method"] == DECODE
     assert lines(found, chr) == [
-        f"parts at token 14 (position 20): {token + 1} {chr(token + 1)!r} with speculation, {token} {chr(token)!r} "
+        f"parts at token 15 (position 21): {token + 1} {chr(token + 1)!r} with speculation, {token} {chr(token)!r} "
         "replayed by decode",
-        f"  {token + 1} {chr(token + 1)!r}: target_verify of 4 rows, speculation's own target_verify of 4 rows "
-        f"(row {own.row + 1})",
+        f"  {token + 1} {chr(token + 1)!r}: target_verify of 4 rows, target_verify of 4 rows "
+        "(row 2) over speculation's caches",
         f"  {token} {chr(token)!r}: decode, target_verify of 2 rows, target_verify of 3 rows, prefill of 7 rows",
         f"  the two best logits there differ by {divergence.margin:.2g}, {divergence.relative_margin:.2g} of their "
         "standard deviation",
-        "  a near-tie, no defect: kernels of different numbers of rows add in different orders, which may move two "
-        "logits by up to 0.001 of their standard deviation",
+        f"  a near-tie, no defect: the two tokens' logits had to move by {divergence.moved:.2g} of their standard "
+        "deviation, and kernels of different numbers of rows, which add in different orders, may move them by 0.001",
     ]
+
+
+def test_speculation_is_run_again_with_the_chain_length_that_it_had():
+    session = Rounding(((TARGET_VERIFY, 2),))
+    said = complete(session, PROMPT, max_new_tokens=30, chain=1).token_ids
+    own = replay(session, PROMPT, said, chain=1).divergence.said[-1]
+    assert (own.speculated, own.rows) == (True, 2)
+    assert not replay(session, PROMPT, said).divergence.reproduced
+
+
+def test_stop_tokens_end_no_replay():
+    stop = greedy_sequence(greedy, PROMPT, 30)[3]
+    session = Rounding(eos_ids=[stop])
+    found = replay(session, PROMPT, complete(session, PROMPT, max_new_tokens=30, stop_ids=()).token_ids)
+    assert (found.compared, found.divergence) == (30, None)
 
 
 def test_methods_that_are_far_apart_are_a_defect():
@@ -145,7 +161,7 @@ def test_without_logits_it_is_found_all_the_same():
     divergence = found.divergence
     assert divergence.position == AT
     assert by(divergence, divergence.token) == {(TARGET_VERIFY, 4, row) for row in range(4)}
-    assert divergence.margin is divergence.relative_margin is divergence.threshold is divergence.near_tie is None
+    assert divergence.margin is divergence.relative_margin is divergence.moved is divergence.near_tie is None
     assert "no logits" in lines(found)[-1]
 
 
@@ -173,16 +189,22 @@ def test_at_the_end_of_the_context():
     assert by(divergence, divergence.token) == {(TARGET_VERIFY, 3, 1), (TARGET_VERIFY, 3, 2)}
 
 
-@pytest.mark.parametrize("window", [4, 5, 8, 16])
-def test_no_method_reads_what_a_ring_lost(window):
+@pytest.mark.parametrize("window", [0, 4, 5, 8, 16])
+def test_no_method_reads_what_was_never_written_or_lost_by_a_ring(window):
     """The scripted caches see to that."""
-    for index in range(0, 36):
-        session = Rounding(window=window, draft_window=window, min_prefill=3, max_prefill=min(window, 12))
-        said = greedy_sequence(greedy, PROMPT, 36)
+    for index in range(40):
+        session = Rounding(window=window, draft_window=window, min_prefill=3, max_prefill=min(window or 12, 12))
+        said = greedy_sequence(greedy, PROMPT[:1], 40)
         said[index] = (said[index] + 1) % VOCABULARY
-        divergence = replay(session, PROMPT, said).divergence
+        divergence = replay(session, PROMPT[:1], said).divergence
         assert divergence.index == index
         assert (DECODE, 1, 0) in by(divergence, divergence.replayed)
+
+
+def test_no_method_finds_before_its_rows_what_another_wrote():
+    starts = [way.span(30)[0] for way in ways(scripted_metadata(), True, 30)]
+    assert len(starts) == 1 + 9 + 1
+    assert starts == sorted(starts, reverse=True)
 
 
 class Seeded:
