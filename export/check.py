@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
-from eagle3.runner.contract import PREFILL
+from eagle3.runner.contract import NEAR_TIE, PREFILL
 from eagle3.runner.contract.console import calm_stderr
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
@@ -28,8 +28,6 @@ COPIES = 4
 """Of its weights, at the most, that an artifact has in memory: XNNPACK packs them for each method."""
 HOPELESS = 0.05
 """Share of the first proposals that are accepted: a wrong tap or norm accepts about 1%, a poor head 30% or more."""
-NEAR_TIE = 1e-3
-"""Of the logits' standard deviation: kernels that round differently in float32 may choose either token."""
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,23 @@ class CachedTokens:
         if draft:
             kept = min(kept, common - 1, self.draft_slots)
         windows = [metadata.sliding_window, *([metadata.draft_sliding_window] if draft else [])]
-        if kept <= 0 or not all(self._still_held(kept, window) for window in windows):
+        if kept <= 0 or not all(still_held(kept, window, self._highest) for window in windows):
             self.clear()
             return 0
         self.tokens, self.draft_slots = self.tokens[: kept + 1], min(self.draft_slots, kept, common - 1)
         return kept
 
-    def _still_held(self, kept: int, window: int | None) -> bool:
-        """Whether the window before position ``kept`` is still in a ring of two windows. A slot holds the last position
-        written into it; the ring's mask takes it for the last one that is not ahead. None: the window is unknown."""
-        if window is None:
-            return False
-        oldest = max(0, kept - window + 1)
-        return not window or oldest + 2 * window > self._highest
+
+def still_held(position: int, window: int | None, highest: int) -> bool:
+    """Whether the window before ``position`` is still in a ring of two windows that was written up to ``highest``.
+
+    A slot holds the last position written into it; the ring's mask takes it for the last one that is not ahead.
+    ``window`` 0: all is held; None: it is unknown.
+    """
+    if window is None:
+        return False
+    oldest = max(0, position - window + 1)
+    return not window or oldest + 2 * window > highest
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

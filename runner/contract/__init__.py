@@ -43,6 +43,9 @@ def format_version(proposals: int, has_logits: bool) -> int:
     return FORMAT_VERSION if proposals == 1 else PARALLEL_VERSION
 
 
+NEAR_TIE = 1e-3
+"""Of the logits' standard deviation: kernels that round differently in float32 may choose either token."""
+
 RUNTIMES = ("executorch", "torch", "auto")
 """What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
 

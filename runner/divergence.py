@@ -1,0 +1,211 @@
+"""Where a generation and its replay part: what each of the artifact's methods says at that very position."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.runner.cache import still_held
+from eagle3.runner.chain import ChainLength
+from eagle3.runner.choice import Choice
+from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.loop import generate
+from eagle3.runner.session import Session, Step
+
+MakeChoice = Callable[[], Choice]
+"""A choice as it stood before the first token; a sampler with the same seed."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one way to compute a position says."""
+
+    method: str
+    rows: int
+    """Of the call."""
+    row: int
+    """The position's among them, from 0."""
+    token: int
+    margin: float | None
+    """Difference of the two best logits; None without logits, as the next."""
+    moved: float | None
+    """How far the two tokens' logits stand from where the replay had them against each other, in standard deviations of
+    its logits."""
+    speculated: bool = False
+    """The generation's own window, run again: over caches that speculation wrote."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token that differs. All that is not ``speculated`` was computed over the caches of the replay."""
+
+    index: int
+    """Among the generated tokens, from 0."""
+    position: int
+    """In the context, from 0."""
+    token: int
+    """Of the generation that was checked."""
+    replayed: int
+    margin: float | None
+    """Difference of the replay's two best logits; None without logits, as the next four."""
+    relative_margin: float | None
+    """In standard deviations of its logits, as are the next two."""
+    moved: float | None
+    """The least that the two tokens' logits moved against each other where ``token`` is said; where no method says it,
+    what they would have to."""
+    threshold: float | None
+    """What rounding may move them by."""
+    near_tie: bool | None
+    """Whether rounding explains it. False: a defect."""
+    reproduced: bool
+    """Whether speculation, run again over empty caches, says its token again."""
+    said: tuple[Said, ...]
+
+
+class Way(NamedTuple):
+    """To compute a position: ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
+
+    method: str
+    rows: int
+    row: int
+
+    def span(self, position: int) -> tuple[int, int]:
+        """The call's first position, and the one behind its last."""
+        return position - self.row, position - self.row + self.rows
+
+
+def ways(metadata: Metadata, has_decode: bool, position: int) -> list[Way]:
+    """Every way to compute ``position`` over caches that hold what is before.
+
+    In an order in which none finds what another wrote in front of its own first row: those that begin at the position,
+    then windows that begin ever earlier, last the longest chunk of prefill.
+    """
+    most, longest = metadata.chain_len + 1, min(metadata.max_prefill, position + 1)
+    found = [Way(DECODE, 1, 0)] if has_decode else []
+    found += [Way(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
+    found = [way for way in found if way.row <= position and way.span(position)[1] <= metadata.max_seq_len]
+    highest = max(way.span(position)[1] for way in found) - 1
+
+    def held(way: Way) -> bool:
+        return still_held(way.span(position)[0], metadata.sliding_window, highest)
+
+    chunks = [Way(PREFILL, rows, rows - 1) for rows in range(metadata.min_prefill, longest + 1)]
+    return [*filter(held, found), *list(filter(held, chunks))[-1:]]
+
+
+class Watched:
+    """A choice whose last step of the target is kept."""
+
+    def __init__(self, choice: Choice):
+        self._choice = choice
+        self.step: Step | None = None
+
+    def target(self, step: Step, proposed: list[int]) -> Tensor:
+        self.step = step
+        return self._choice.target(step, proposed)
+
+    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+        return self._choice.draft(step, proposed)
+
+    def accept(self, tokens: list[int]) -> None:
+        self._choice.accept(tokens)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a generation and its replay say something else. The session's caches hold what is before."""
+
+    session: Session
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
+    """Of the generation, to the one that differs."""
+    replayed: int
+    step: Step
+    """[1, 1], of which ``replayed`` was chosen."""
+    make_choice: MakeChoice
+
+    def divergence(self, chain: int | ChainLength | None) -> Divergence:
+        said = list(self._probed())
+        speculated = self._speculated(chain)
+        if speculated is not None:
+            said.append(speculated)
+        margin = relative = moved = threshold = None
+        if self._logits is not None:
+            margin, moved = _margin(self._logits), self._smallest_move(said)
+            relative = margin / float(self._logits.std())
+            threshold = rounding(self._logits, self.step.feature.dtype)
+        index = len(self.token_ids) - 1
+        return Divergence(
+            index=index,
+            position=len(self.prompt) + index,
+            token=self.token_ids[-1],
+            replayed=self.replayed,
+            margin=margin,
+            relative_margin=relative,
+            moved=moved,
+            threshold=threshold,
+            near_tie=None if moved is None else moved <= threshold,
+            reproduced=speculated is not None,
+            said=tuple(said),
+        )
+
+    @property
+    def _logits(self) -> Tensor | None:
+        """[V] of the replay."""
+        return None if self.step.logits is None else self.step.logits[0, 0]
+
+    def _gap(self, logits: Tensor) -> float:
+        """By how much the replay's token is ahead, in standard deviations of the replay's logits."""
+        return float((logits[self.replayed] - logits[self.token_ids[-1]]) / self._logits.std())
+
+    def _smallest_move(self, said: list[Said]) -> float:
+        moves = [each.moved for each in said if each.token == self.token_ids[-1]]
+        return min(moves, default=abs(self._gap(self._logits)))
+
+    def _probed(self) -> Iterator[Said]:
+        session, tokens = self.session, [*self.prompt, *self.token_ids[:-1]]
+        last = len(tokens) - 1
+        for way in ways(session.metadata, session.has_decode, last):
+            start, end = way.span(last)
+            fed = (tokens + tokens[-1:] * way.rows)[start:end]  # what stands behind the position is of no account
+            step = getattr(session, way.method)(torch.tensor([fed]), session.positions[start:end])
+            yield self._read(step, way, -1 if way.method == PREFILL else way.row)
+
+    def _speculated(self, chain: int | ChainLength | None) -> Said | None:
+        """The generation again, to the end of this round; None where it does not say the same."""
+        watched, wanted, done = Watched(self.make_choice()), list(self.token_ids), 0
+        steps = generate(self.session, self.prompt, len(wanted), chain, stop_ids=(), choice=watched)
+        with closing(steps):
+            for fresh in steps:
+                if fresh != wanted[done : done + len(fresh)]:
+                    return None
+                row, done = len(wanted) - 1 - done, done + len(fresh)
+        rows = watched.step.ids.shape[1]
+        one = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
+        way = Way(TARGET_VERIFY, rows, row) if rows > 1 else one
+        return self._read(watched.step, way, row, speculated=True)
+
+    def _read(self, step: Step, way: Way, output: int, speculated: bool = False) -> Said:
+        """``output``: the position's row of ``step``."""
+        logits = None if step.logits is None else step.logits[:, [output]]
+        choice = self.make_choice()
+        choice.accept(list(self.token_ids[:-1]))
+        token = int(choice.target(Step(step.ids[:, [output]], step.feature[:, [output]], logits), []))
+        margin = moved = None
+        if logits is not None:
+            margin, moved = _margin(logits[0, 0]), abs(self._gap(logits[0, 0]) - self._gap(self._logits))
+        return Said(*way, token, margin, moved, speculated)
+
+
+def _margin(logits: Tensor) -> float:
+    best, second = logits.topk(2).values.tolist()
+    return best - second
+
+
+def rounding(logits: Tensor, dtype: torch.dtype) -> float:
+    """What two of the logits [V] may be moved by, in standard deviations: by two steps of the activations' ``dtype`` at
+    the size of the largest logit, where that is more than what rounding in float32 adds up to."""
+    return max(NEAR_TIE, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))
