@@ -25,6 +25,8 @@ from eagle3.runner.inspect.cuda import Library
 from eagle3.runner.inspect.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
 from eagle3.runner.inspect.program import read_pte, row_bounds
 from eagle3.runner.loop import complete
+from eagle3.runner.sampling.options import Sampling
+from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 
@@ -77,6 +79,19 @@ def test_the_tokens_are_those_of_greedy_decoding_by_transformers(length, hosted,
     )[0, length:].tolist()
     for chain_len in range(1, hosted.metadata.chain_len + 1):
         assert complete(hosted, prompt, max_new_tokens=24, chain=chain_len).token_ids == greedy
+
+
+def test_a_seed_samples_the_text_of_the_cpu_artifact(hosted, session, eager):
+    """Whatever runs the methods and whatever the chain length is."""
+    prompt, sampling = prompt_of(40), Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=6)
+    texts = [
+        complete(
+            each, prompt, max_new_tokens=40, chain=chain, choice=Sampler(sampling, each.metadata, prompt)
+        ).token_ids
+        for each in (hosted, session, eager)
+        for chain in (0, 1, 3)
+    ]
+    assert len(set(texts[0])) > 5 and all(text == texts[0] for text in texts)
 
 
 def test_every_length_gives_what_eager_gives(hosted, eager):
