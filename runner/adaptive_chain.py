@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.statistics import GenerationStats
 
-TRIAL_EVERY = 32
-"""Rounds from one of a neighbouring length to the next: an estimate that nothing renews would stand for good."""
+STRETCHES = 4, 16
+"""Rounds of one length between two decisions, after one that changed the length and at most: twice as many after each
+that did not. Deciding takes some percent of a small model's round."""
+TRIAL_EVERY = 96
+"""Rounds from a few of a neighbouring length to the next: an estimate that nothing renews would stand for good."""
 FIRST_PAUSE = 16
 """Steps from speculation going off to the round that tries it again; twice as many after each that fails."""
 TRIAL_SHARE = 0.01
 """At most, of the time, for those rounds, once they have failed a few times."""
-SETTLED = 4
-"""Rounds after a change between steps and rounds before costs count: a CPU's caches hold the other method's weights."""
 
 
 class AdaptiveChain:
@@ -32,34 +33,59 @@ class AdaptiveChain:
         """Draft tokens of the rounds to come, but for a trial now and then; 0 where speculation is off."""
         self._longest = longest
         self._rates, self._costs = AcceptanceRates(longest), RoundCosts(longest)
-        self._trial, self._side = False, 1
-        self._wait = self._pause = FIRST_PAUSE  # rounds to the next trial; and what that was when it began
+        self._outcomes: list[tuple[int, int]] = []  # of the stretch under way
+        self._side, self._until_trial = 1, TRIAL_EVERY
+        self._wait = self._pause = FIRST_PAUSE  # steps to the next trial; and what that was when it began
         self._lost = 0.0
 
     def begin(self, stats: GenerationStats) -> None:
         self._stats, self._methods = stats, stats.method_seconds
-        self._decode_seconds = stats.decode_seconds
-        self._previous: int | None = None  # length of the round before, and its seconds in the target
-        self._previous_target, self._settled = 0.0, 0
+        self._outcomes.clear()
         self._rates.begin()
         self._choose()
+        self._before: int | None = None  # length of the stretch before, none at the beginning
+        self._mark = self._target_seconds = 0.0
+        self._stretch, self._rounds = self.length, STRETCHES[0]
+        self._trial = False
+        self._left = self._rounds_to_go()
 
     def next(self) -> int:
-        if self._previous is None:
-            self._target_seconds = self._in_target()  # not before: a prompt's last tokens may go through verify windows
-        self._wait -= 1
-        self._trial = self._wait < 0
-        return self._to_try() if self._trial else self.length
+        if self._left == 1:  # the stretch ends with this round
+            self._target_seconds = self._in_target()
+        return self._stretch
 
     def record(self, proposed: int, accepted: int) -> None:
-        seconds = self._seconds(proposed)
-        self._rates.record(proposed, accepted)
-        was_off = not self.length
+        self._outcomes.append((proposed, accepted))
+        self._left -= 1
+        if not self._left:
+            self._end_stretch()
+
+    def _rounds_to_go(self) -> int:
+        if self._trial:
+            return STRETCHES[0] if self.length else 1
+        return self._rounds if self.length else min(self._rounds, self._wait)
+
+    def _end_stretch(self) -> None:
+        """Learn from it, then decide on the next one."""
+        rounds, length = len(self._outcomes), self._stretch
+        seconds = self._seconds(rounds)
+        self._rates.record(self._outcomes)
+        tokens = rounds + sum(accepted for _, accepted in self._outcomes)
+        self._outcomes.clear()
+        before = self.length
         self._choose()
-        if was_off and self._trial:
-            self._pace_trials(proposed, 1 + accepted, seconds)
-        elif not (was_off or self.length):
+        self._rounds = min(2 * self._rounds, STRETCHES[1]) if self.length == before else STRETCHES[0]
+        if before:
+            self._until_trial -= rounds
             self._wait = self._pause = FIRST_PAUSE
+        elif self._trial:
+            self._pace_trials(length, tokens, seconds)
+        else:
+            self._wait -= rounds
+        self._before = length
+        self._trial = (self._until_trial if self.length else self._wait) <= 0
+        self._stretch = self._to_try() if self._trial else self.length
+        self._left = self._rounds_to_go()
 
     @property
     def note(self) -> str | None:
@@ -80,27 +106,25 @@ class AdaptiveChain:
     def _in_target(self) -> float:
         return self._methods.get(TARGET_VERIFY, 0.0) + self._methods.get(DECODE, 0.0)
 
-    def _seconds(self, length: int) -> float:
-        """What the round took, the loop's own time included and the caller's not; the costs learn of it.
+    def _seconds(self, rounds: int) -> float:
+        """What the stretch took, the loop's own time included and the caller's not; the costs learn of it.
 
-        ``decode_seconds`` has come to where the last verify stands between the drafts before it and those of this
-        round: the last verify goes off it, this one comes on top. A generation's first drafts are not in it.
+        ``decode_seconds`` has come to where the last round's verify stands between the drafts before it and those of
+        the next round: that verify goes on top. A CPU's caches hold the other method's weights after a change between
+        steps and rounds: such a stretch says nothing of costs, nor does the first.
         """
-        target, decode = self._in_target(), self._stats.decode_seconds
-        seconds = in_target = target - self._target_seconds
-        if self._previous is not None:
-            seconds += decode - self._decode_seconds - self._previous_target
-            self._settled = self._settled + 1 if bool(length) == bool(self._previous) else 0
-            if self._settled >= SETTLED:
-                self._costs.record(length, seconds, in_target)
-        self._target_seconds, self._decode_seconds = target, decode
-        self._previous, self._previous_target = length, in_target
+        length, in_target = self._stretch, self._in_target() - self._target_seconds
+        mark = self._stats.decode_seconds + in_target
+        seconds, self._mark = mark - self._mark, mark
+        whole = all(proposed == length for proposed, _ in self._outcomes)  # shorter ones at the context's end
+        if self._before is not None and bool(self._before) == bool(length) and whole:
+            self._costs.record(length, rounds, seconds / rounds, in_target)
         return seconds
 
     def _to_try(self) -> int:
         if not self.length:
             return fastest(self._rates.usual, self._costs.seconds, 1)
-        self._wait, self._side = TRIAL_EVERY, -self._side
+        self._until_trial, self._side = TRIAL_EVERY, -self._side
         return min(max(1, self.length + self._side), self._longest)
 
     def _pace_trials(self, length: int, tokens: int, seconds: float) -> None:
@@ -111,7 +135,7 @@ class AdaptiveChain:
         if tokens * costs.seconds[0] > costs.seconds[length]:
             self._wait = 0
         else:
-            self._wait = self._pause = max(FIRST_PAUSE, min(2 * self._pause, self._lost / TRIAL_SHARE))
+            self._wait = self._pause = max(FIRST_PAUSE, min(2 * self._pause, int(self._lost / TRIAL_SHARE)))
             self._lost = 0.0
 
 
@@ -120,7 +144,7 @@ class AcceptanceRates:
     reached is expected to do as the one before it. ``usual`` are those that texts end with and others begin with."""
 
     PRIOR = 0.8
-    WEIGHT = 1 / 24
+    WEIGHT = 1 / 48
     """Of the newest observation, once there are as many."""
     TEXT_WEIGHT = 1 / 8
     BEGINNING = 4
@@ -141,11 +165,13 @@ class AcceptanceRates:
         self.rates = list(self.usual)
         self._observed = [min(count, self.BEGINNING) for count in self._observed]
 
-    def record(self, proposed: int, accepted: int) -> None:
-        for position in range(accepted):
-            self._observe(position, 1.0)
-        if accepted < proposed:
-            self._observe(accepted, 0.0)
+    def record(self, outcomes: Sequence[tuple[int, int]]) -> None:
+        """Of each round how many it proposed, and how many of them were accepted."""
+        for proposed, accepted in outcomes:
+            for position in range(accepted):
+                self._observe(position, 1.0)
+            if accepted < proposed:
+                self._observe(accepted, 0.0)
 
     def _observe(self, position: int, outcome: float) -> None:
         rates, observed = self.rates, self._observed
@@ -166,10 +192,9 @@ class RoundCosts:
 
     PACE_WEIGHT = 1 / 4
     WEIGHT = 1 / 32
-    FEW = 4
-    """Rounds of a length of which the quickest counts; what surprises later is the pace, and a little the length."""
+    """Of a round, once there are as many."""
     MOST_SURPRISE = 0.3
-    """A round slower than expected by more than this share is taken for a hiccup."""
+    """Rounds slower than expected by more than this share are taken for a hiccup."""
 
     def __init__(self, longest: int):
         self.seconds = [0.0] * (longest + 1)
@@ -180,22 +205,22 @@ class RoundCosts:
     def now(self, length: int) -> float:
         return self.seconds[length] * self._pace
 
-    def record(self, length: int, seconds: float, in_target: float) -> None:
-        """``in_target``: the target's part of the seconds. A clock too coarse to see it says nothing."""
+    def record(self, length: int, rounds: int, seconds: float, in_target: float) -> None:
+        """``seconds`` of each of so many rounds; ``in_target``: what the last one's target took of them. A clock too
+        coarse to see it says nothing."""
         if not seconds >= in_target > 0 or not (self.known or length == len(self.seconds) - 1):
             return
-        self._counts[length] += 1
-        if self._counts[length] == 1:
-            self.seconds[length] = seconds / self._pace
-            if not self.known:
-                self.seconds[0], self.known = in_target / 2, True
+        if not self.known:
+            self.seconds[0], self.seconds[length], self.known = in_target / 2, seconds, True
+        first, self._counts[length] = not self._counts[length], self._counts[length] + rounds
+        surprise = seconds / self.now(length) - 1
+        if not first:
+            surprise = min(surprise, self.MOST_SURPRISE)
+        self.seconds[length] *= 1 + surprise * max(min(1, rounds * self.WEIGHT), rounds / self._counts[length])
+        if first:
             self._interpolate()
-        elif self._counts[length] <= self.FEW:
-            self.seconds[length] = min(self.seconds[length], seconds / self._pace)
         else:
-            surprise = min(seconds / self.now(length) - 1, self.MOST_SURPRISE)
             self._pace *= 1 + surprise * self.PACE_WEIGHT
-            self.seconds[length] *= 1 + surprise * self.WEIGHT
 
     def _interpolate(self) -> None:
         ends = [length for length, count in enumerate(self._counts) if count or not length]
