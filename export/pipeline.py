@@ -13,6 +13,7 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.draft.head import load_draft
+from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
@@ -46,6 +47,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             progress.say(f"scales are rounded by {rounded['largest_rounding']:.2%} at most, those of {rounded['of']}")
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
+            merge_linears(speculator, folder)
         programs = {}
         for method in plan.methods:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):

@@ -29,9 +29,9 @@ def found(cuda_artifact):
 
 def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_dequantizes(found):
     linears = {name: method["linears"] for name, method in found["methods"].items()}
-    # Five sliding layers of 7 linears, a full one of 6 (keys are values), and the head.
-    assert linears["target_verify"] == {"small_m": 42, "dequantize": 0}
-    assert linears["prefill"] == {"small_m": 1, "dequantize": 41}
+    # Six layers of 4 products (queries, keys and values; output; gate and up; down), and the head.
+    assert linears["target_verify"] == {"small_m": 25, "dequantize": 0}
+    assert linears["prefill"] == {"small_m": 1, "dequantize": 24}
     assert linears["draft_decode"] == {"small_m": 0, "dequantize": 0}  # a draft in bfloat16
     assert found["metadata"]["get_min_prefill_chunk"] == 9
 

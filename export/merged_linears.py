@@ -1,0 +1,85 @@
+"""Linears of one input as one product: queries, keys and values, and gate and up of an MLP.
+
+A round on a GPU is a thousand launches without this, and each small one leaves part of the GPU idle. The weights become
+one, along their outputs, and each linear a slice of the product. Which linears have the same input is proposed by their
+names and seen as they run: a slice whose input is another one gets a product of its own, so that no name can make an
+artifact wrong.
+"""
+
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.export.joining import form, joined
+
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What transformers calls the linears of a module that multiply one input."""
+
+
+def merge_linears(model: nn.Module, folder: Path) -> None:
+    """Merge what can be merged in ``model``, in place; ``folder`` as ``joined`` takes it.
+
+    A weight that another module holds too, such as a tied head, stays as it is.
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    holders: dict[int, int] = {}
+    for module in linears:
+        holders[id(module.weight)] = holders.get(id(module.weight), 0) + 1
+    for parent in list(model.modules()):
+        for names in SAME_INPUT:
+            alike: dict[Any, dict[str, nn.Linear]] = {}
+            for name in names:
+                linear = getattr(parent, name, None)
+                if type(linear) is nn.Linear and holders[id(linear.weight)] == 1:
+                    alike.setdefault((form(linear.weight.data), linear.bias is None), {})[name] = linear
+            for group in alike.values():
+                if len(group) > 1:
+                    _merge(parent, group, folder)
+
+
+def _merge(parent: nn.Module, group: dict[str, nn.Linear], folder: Path) -> None:
+    linears = list(group.values())
+    weight = joined([linear.weight.data for linear in linears], folder)
+    product = nn.Linear(1, 1, bias=False, device="meta")
+    product.in_features, product.out_features = linears[0].in_features, weight.shape[0]
+    product.weight = nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:
+        product.bias = nn.Parameter(torch.cat([linear.bias.data for linear in linears]), requires_grad=False)
+    setattr(parent, "_".join(group), product)
+    shared = _Shared(product, len(group))
+    ends = list(accumulate((linear.out_features for linear in linears), initial=0))
+    for name, (start, stop) in zip(group, pairwise(ends), strict=True):
+        setattr(parent, name, Slice(shared, start, stop))
+
+
+class Slice(nn.Module):
+    """Outputs ``start`` to ``stop`` of a product whose weights its parent holds: [..., K] -> [..., stop - start]."""
+
+    def __init__(self, shared: "_Shared", start: int, stop: int):
+        super().__init__()
+        self.start, self.stop, self._shared = start, stop, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shared.product_of(x)[..., self.start : self.stop]
+
+
+class _Shared:
+    """The product of an input, kept until all its slices are taken. Not a module: a trace wants no state there."""
+
+    def __init__(self, product: nn.Linear, slices: int):
+        self._product, self._slices = product, slices
+        self._x: Any = None
+        self._out: Any = None
+        self._left = 0
+
+    def product_of(self, x: Tensor) -> Tensor:
+        if x is not self._x:
+            self._x, self._out, self._left = x, self._product(x), self._slices
+        out = self._out
+        self._left -= 1
+        if not self._left:
+            self._x = self._out = None
+        return out
