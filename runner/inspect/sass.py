@@ -93,8 +93,8 @@ def parse(usage: str, sass: str) -> Code:
         if branch and int(branch[1], 16) < at:
             ends[int(branch[1], 16)] = at
     loops = (_loop([text for at, text in code if start <= at <= end]) for start, end in sorted(ends.items()))
-    texts = [text for _, text in code]
-    return Code(int(used[1]), _spilled(texts), _count(texts), _bytes(texts, "LDG.", "LDGSTS."), tuple(loops))
+    texts = [text for _, text in code if text != "NOP"]  # they fill up the last lines
+    return Code(int(used[1]), _spilled(texts), len(texts), _bytes(texts, "LDG.", "LDGSTS."), tuple(loops))
 
 
 def _spilled(texts: list[str]) -> int:
@@ -109,11 +109,7 @@ def _loop(body: list[str]) -> Loop:
     groups = sum(text.startswith("LDGDEPBAR") for text in body)
     waits = [int(match[1], 16) for text in body if (match := WAIT.match(text))]
     ahead = max(waits, default=0) // groups + 1 if groups else 0
-    return Loop(_count(body), sum(map(_multiply_adds, body)), _bytes(body, "LDG."), _bytes(body, "LDGSTS."), ahead)
-
-
-def _count(body: list[str]) -> int:
-    return sum(not text.startswith("NOP") for text in body)
+    return Loop(len(body), sum(map(_multiply_adds, body)), _bytes(body, "LDG."), _bytes(body, "LDGSTS."), ahead)
 
 
 def _bytes(body: list[str], *opcodes: str) -> int:
