@@ -21,7 +21,7 @@ from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, TARGET
 from eagle3.runner.contract.gpus import GPUS
 from eagle3.runner.inspect import cost as cost_module
 from eagle3.runner.inspect.cli import main
-from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop, resident
+from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, WHOLE_ROUND, cost, main_loop, resident
 from eagle3.runner.inspect.program import cuda_kernels
 from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
 
@@ -140,15 +140,19 @@ def test_blocks_on_an_sm_are_those_that_its_least_resource_allows():
     assert resident(32, 40 << 10, 128, gpu) == 164 // 41
 
 
+def test_a_kernel_that_does_not_fit_is_named(counted):
+    with pytest.raises(ValueError, match="_int4_small_m_kernel_0 does not fit on a RTX 4090"):
+        counted(launch(shared_bytes=150 << 10), gpu="RTX 4090")
+
+
 @pytest.fixture
 def counted(monkeypatch):
     """``cost`` of launches of a method, whose kernels all have the code ``CODE``."""
     monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, CODE))
 
-    def count(*entries, gpu="H200", steps=3):
+    def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE)):
         recorded = {"rows": 4, "weight_bytes": 10**9, "launches": entries}
         kernels = {entry["kernel"]: b"fatbin" for entry in entries}
-        methods = (TARGET_VERIFY, DRAFT_DECODE)
         return cost(dict.fromkeys(methods, recorded), dict.fromkeys(methods, kernels), [GPUS[gpu]], steps)
 
     return count
@@ -184,6 +188,14 @@ def test_a_round_is_a_verify_and_its_draft_steps(counted):
     assert whole["launches"] == 4 * one["launches"]["all"] == 16
     for key in ("limit", "bound", "bound_with_launches"):
         assert whole["bounds"]["H200"][key] == pytest.approx(4 * one["bounds"]["H200"][key])
+
+
+def test_a_round_in_one_call_is_held_against_the_same_limit(counted):
+    found = counted(launch(), methods=(TARGET_VERIFY, DRAFT_DECODE, WHOLE_ROUND))
+    one, whole = found["methods"][WHOLE_ROUND], found["round"]
+    assert whole["calls"] == {WHOLE_ROUND: 1} and whole["launches"] == one["launches"]["all"]
+    assert whole["bounds"]["H200"]["bound"] == one["bounds"]["H200"]["bound"]
+    assert whole["bounds"]["H200"]["limit"] == pytest.approx(4 * one["bounds"]["H200"]["limit"])
 
 
 def test_a_kernel_of_another_export_is_named(counted, monkeypatch):

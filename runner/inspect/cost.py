@@ -25,6 +25,8 @@ LAUNCH_SECONDS = 2e-6
 """From the end of a kernel to the work of the next, without a CUDA graph: commonly measured as 2 to 4 us."""
 LATENCY_SECONDS = 0.5e-6
 """From a load of a busy GPU to its data."""
+WHOLE_ROUND = "speculate"
+"""The method that does a round in one call, where an artifact has it."""
 WARP, SCHEDULERS, REGISTERS = 32, 4, 65536
 RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes of each block
 
@@ -46,9 +48,10 @@ def cost(
     gpus: list[Gpu],
     steps: int,
 ) -> dict[str, Any]:
-    """``methods`` and, by GPU, the ``round`` of one ``target_verify`` and ``steps`` calls of ``draft_decode``.
+    """``methods``, and the ``round``: a ``target_verify`` and ``steps`` calls of ``draft_decode``, or one call of the
+    method that does all of it. Times are in seconds.
 
-    ``kernels``: fatbins by method and name. Times are in seconds. Raises ValueError for a kernel that is not there.
+    ``kernels``: fatbins by method and name. Raises ValueError for one that is not there, or does not fit on a GPU.
     """
     codes = read_codes(fatbin for named in kernels.values() for fatbin in named.values())
     methods = {}
@@ -58,19 +61,27 @@ def cost(
             raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: of another export")
         found = [_launch(entry, codes[kernels[method][entry["kernel"]]], gpus) for entry in recorded["launches"]]
         methods[method] = _method(recorded, found, gpus)
-    calls = {TARGET_VERIFY: 1, DRAFT_DECODE: steps}
     return {
         "assumed": {"launch_seconds": LAUNCH_SECONDS, "latency_seconds": LATENCY_SECONDS},
         "methods": methods,
-        "round": {
-            "calls": calls,
-            "launches": sum(count * methods[name]["launches"]["all"] for name, count in calls.items()),
-            "bounds": {
-                gpu.name: _added([(count, methods[name]["bounds"][gpu.name]) for name, count in calls.items()])
-                for gpu in gpus
-            },
-        },
+        "round": _round(methods, gpus, steps),
     }
+
+
+def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
+    """Whatever its calls, a round reads the target's weights once and the draft's once a step."""
+    apart = {TARGET_VERIFY: 1, DRAFT_DECODE: steps}
+    calls = {WHOLE_ROUND: 1} if WHOLE_ROUND in methods else apart
+
+    def added(key: str, of: dict[str, int], gpu: Gpu) -> float:
+        return sum(count * methods[name]["bounds"][gpu.name][key] for name, count in of.items())
+
+    launches = sum(count * methods[name]["launches"]["all"] for name, count in calls.items())
+    bounds = {
+        gpu.name: _bound(added("limit", apart, gpu), added("bound", calls, gpu), launches * LAUNCH_SECONDS)
+        for gpu in gpus
+    }
+    return {"calls": calls, "launches": launches, "bounds": bounds}
 
 
 def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list[Gpu]) -> dict[str, Any]:
@@ -81,7 +92,7 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
     bounds = {}
     for gpu in gpus:
         least = sum(entry["count"] * max(entry["seconds"][gpu.name].values()) for entry in found)
-        bounds[gpu.name] = _ratio(recorded["weight_bytes"] / gpu.bandwidth, least, total * LAUNCH_SECONDS)
+        bounds[gpu.name] = _bound(recorded["weight_bytes"] / gpu.bandwidth, least, total * LAUNCH_SECONDS)
     return {
         "rows": recorded["rows"],
         "weight_bytes": recorded["weight_bytes"],
@@ -91,7 +102,7 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
     }
 
 
-def _ratio(limit: float, least: float, launching: float) -> dict[str, float]:
+def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
     """``limit``: each weight read once; ``bound``: one kernel after the other in a CUDA graph, without gaps."""
     both = least + launching
     return {
@@ -101,13 +112,6 @@ def _ratio(limit: float, least: float, launching: float) -> dict[str, float]:
         "share_of_limit": limit / least if least else 1.0,
         "share_with_launches": limit / both if both else 1.0,
     }
-
-
-def _added(parts: list[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    limit, least, both = (
-        sum(count * bound[key] for count, bound in parts) for key in ("limit", "bound", "bound_with_launches")
-    )
-    return _ratio(limit, least, both - least)
 
 
 def _launch(entry: Mapping[str, Any], code: Code, gpus: list[Gpu]) -> dict[str, Any]:
@@ -151,12 +155,15 @@ def _seconds(
     entry: Mapping[str, Any], registers: int, instructions: float, in_flight: int, gpu: Gpu
 ) -> dict[str, float]:
     size = entry["weight_bytes"] + sum(size for size in entry["buffer_bytes"] if size > gpu.l2_cache)
-    at_a_time = gpu.multiprocessors * resident(registers, entry["shared_bytes"], entry["threads"], gpu)
-    blocks = min(math.prod(entry["grid"]), at_a_time)
+    on_one = resident(registers, entry["shared_bytes"], entry["threads"], gpu)
+    if not on_one:
+        takes = f"{entry['threads']} threads of {registers} registers, {entry['shared_bytes']:,} bytes of shared memory"
+        raise ValueError(f"{entry['kernel']} does not fit on a {gpu.name} ({takes}): type another --gpu")
+    blocks = min(math.prod(entry["grid"]), gpu.multiprocessors * on_one)
     return {
         "memory": size / gpu.bandwidth,
         "issue": instructions / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
-        "latency": LATENCY_SECONDS * size / (blocks * in_flight) if blocks * in_flight else 0.0,
+        "latency": LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0,
     }
 
 

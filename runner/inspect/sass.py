@@ -22,9 +22,9 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;
 REGISTERS = re.compile(r"REG:(\d+)")
 RELOAD = re.compile(r"LDL(?:\.[A-Z]+)*(?:\.(\d+))?\S* R\w+, \[R1(?:\+0x([0-9a-f]+))?\]")
 BRANCH = re.compile(r"BRA\b.*\b0x([0-9a-f]+)$")
-WAIT = re.compile(r"DEPBAR\.LE SB\d+, 0x([0-9a-f]+)")
+WAIT = re.compile(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)")
 WIDTH = re.compile(r"\.[US]?(8|16|32|64|128|256)\b")
-MATRIX = re.compile(r"[HIB]MMA\.(16)(8)(8|16|32)\b|HGMMA\.(64)x(\d+)x(16)")
+MATRIX = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b|HGMMA\.(64)x(\d+)x(16)")
 
 
 @dataclass(frozen=True)

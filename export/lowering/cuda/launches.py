@@ -2,7 +2,8 @@
 
 A library (``.so``) holds the kernels' machine code alone. How often each is launched, over which grid and which
 weights, stands in generated C++ that is compiled into it; so it is recorded here, while it is written. With both,
-``eagle3-inspect --cost`` counts what a call costs (``runner/inspect/cost.py``).
+``eagle3-inspect --cost`` counts what a call costs (``runner/inspect/cost.py``). Kernels of other libraries (cuBLAS),
+which ExecuTorch's backend does without, would not be seen.
 """
 
 import math
@@ -54,8 +55,8 @@ class Launch:
 def recorded_launches(rows: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
     """Within it, what ExecuTorch's CUDA backend compiles is recorded by method, as ``export.json`` has it.
 
-    ``rows`` has the number of rows by method for which grids and bytes are counted. A method's dynamic sizes are all
-    that number.
+    ``rows`` has the number of rows by method for which grids and bytes are counted: what every dynamic size of the
+    method is. One whose sizes are all static may be left out.
     """
     recorded: dict[str, dict[str, Any]] = {}
     compiling: list[str] = []
@@ -78,7 +79,7 @@ def recorded_launches(rows: Mapping[str, int]) -> Iterator[dict[str, dict[str, A
     def record(self: CppWrapperGpu) -> None:
         finish(self)  # by now every kernel is compiled
         (method,) = compiling
-        recorded[method] = _method(calls, self._kernel_name_to_body, rows[method])
+        recorded[method] = _method(calls, self._kernel_name_to_body, rows.get(method, 1))
 
     with ExitStack() as stack:
         for owner, name, value in (
