@@ -272,7 +272,7 @@ def at_full_depth(fewer: dict, more: dict) -> dict:
 
 def show_cost(result: dict) -> None:
     cost = result["cost"]
-    spilled = ", ".join(f"{kernel} {size:,}" for kernel, size in cost["spilled"].items()) or "none"
+    spilled = ", ".join(f"{kernel[:40]} {size:,}" for kernel, size in cost["spilled"].items()) or "none"
     launches = ", ".join(f"{name} {count:,}" for name, count in cost["launches"].items())
     click.echo(f"  {result['layers']} layers, launches: {launches}; bytes spilled: {spilled}")
     click.echo(f"  instructions a weight in small-M kernels: {cost['instructions_per_weight'] or '-'}")

@@ -141,7 +141,7 @@ def test_blocks_on_an_sm_are_those_that_its_least_resource_allows():
 
 
 def test_a_kernel_that_does_not_fit_is_named(counted):
-    with pytest.raises(ValueError, match="_int4_small_m_kernel_0 does not fit on a RTX 4090"):
+    with pytest.raises(ValueError, match="_int4_small_m_kernel_0 does not fit on RTX 4090"):
         counted(launch(shared_bytes=150 << 10), gpu="RTX 4090")
 
 

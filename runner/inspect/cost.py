@@ -158,7 +158,7 @@ def _seconds(
     on_one = resident(registers, entry["shared_bytes"], entry["threads"], gpu)
     if not on_one:
         takes = f"{entry['threads']} threads of {registers} registers, {entry['shared_bytes']:,} bytes of shared memory"
-        raise ValueError(f"{entry['kernel']} does not fit on a {gpu.name} ({takes}): type another --gpu")
+        raise ValueError(f"{entry['kernel']} does not fit on {gpu.name} ({takes}): type another --gpu")
     blocks = min(math.prod(entry["grid"]), gpu.multiprocessors * on_one)
     return {
         "memory": size / gpu.bandwidth,
