@@ -11,7 +11,8 @@ The module is imported only when it is used and has, in the order of an export,
 - ``tracing(speculator, plan)``: a context manager around each trace;
 - ``runs_here()``: whether this machine runs the artifacts; ``EAGER_ON_HOST``: whether the prepared module runs eagerly;
 - ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;
-- ``lower(programs, constant_methods, plan) -> ExecutorchProgramManager``.
+- ``lower(programs, constant_methods, plan) -> (ExecutorchProgramManager, dict)``: the program, and what
+  ``export.json`` says of what was compiled.
 """
 
 import importlib

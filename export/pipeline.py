@@ -55,7 +55,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         manifest |= backend.describe(programs, plan)
         with progress.stage(f"lower to {plan.config.backend}"):
             metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target())
-            program = backend.lower(programs, metadata.constant_methods(), plan)
+            program, built = backend.lower(programs, metadata.constant_methods(), plan)
         with progress.stage("write"):
             with (folder / MODEL_FILE).open("wb") as file:
                 program.write_to_file(file)
@@ -70,6 +70,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             "check": checked,
             "stages": progress.stages,
             **sizes(speculator),
+            **built,
         }
         return write_record(folder, record)
 

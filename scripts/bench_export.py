@@ -5,7 +5,8 @@
 writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's quantize_and_save, a
 random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a process of its own
 and watches that process: RssAnon is the memory that it holds beyond files mapped into it. Weights are random, so the
-artifact is good for its size and speed alone.
+artifact is good for its size and speed alone. With --cost it says what ``eagle3-inspect --cost`` counts of a round, and
+of two numbers of layers what 60 come to: each has the same share of layers that attend fully, if both are sixes.
 """
 
 import json
@@ -26,10 +27,13 @@ from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from transformers import Gemma4TextConfig
 
 from eagle3.export.lowering.cuda.quantization import fitted_recipe
+from eagle3.runner.artifact import find_model, load_artifact
+from eagle3.runner.inspect.cli import counted
 from eagle3.targets import gemma4
 
 SAMPLE_SECONDS = 0.1
 DRAFT_VOCABULARY = 32000
+FULL_LAYERS = 60
 
 
 def gemma4_config(layers: int) -> Gemma4TextConfig:
@@ -178,21 +182,31 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 @click.option("--cuda-arch", help="As eagle3-export's.")
 @click.option("--unquantized", is_flag=True, help="A checkpoint in bfloat16, quantized by the export.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
+@click.option("--cost", "with_cost", is_flag=True, help="Count what a round takes on the GPUs of the architecture.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(layers: str, cuda_arch: str | None, unquantized: bool, folder: Path | None, as_json: bool) -> None:
+def main(
+    layers: str, cuda_arch: str | None, unquantized: bool, folder: Path | None, with_cost: bool, as_json: bool
+) -> None:
     """Export synthetic Gemma 4 31B checkpoints of a few layers and report what it took.
 
     \b
-    Example:
+    Examples:
       python scripts/bench_export.py --layers 6,12 --cuda-arch sm_90
+      python scripts/bench_export.py --layers 6 --cuda-arch sm_90 --cost
     """
     results = []
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
         place = folder or Path(temporary)
         for count in map(int, layers.split(",")):
             results.append(measure(count, cuda_arch, place / str(count), unquantized))
+            if with_cost:
+                results[-1]["cost"] = cost_of_a_round(place / str(count) / "artifact")
             if not as_json:
                 show(results[-1])
+    if with_cost and len(results) == 2:
+        results.append(at_full_depth(*results))
+        if not as_json:
+            show_cost(results[-1])
     if as_json:
         click.echo(json.dumps(results))
 
@@ -223,6 +237,53 @@ def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool =
     }
 
 
+def cost_of_a_round(artifact: Path) -> dict:
+    """Launches; by GPU the limit and the bounds of a round in seconds; the worst of its kernels."""
+    model = find_model(artifact)
+    found = counted(model, load_artifact(model, True).metadata, ())
+    methods = {name: found["methods"][name] for name in found["round"]["calls"]}
+    kernels = [kernel for method in methods.values() for kernel in method["kernels"]]
+    weighing = [kernel for kernel in kernels if kernel["kind"] == "small_m" and kernel["instructions_per_weight"]]
+    return {
+        "launches": {name: method["launches"]["all"] for name, method in methods.items()},
+        "spilled": {kernel["kernel"]: kernel["spill_bytes"] for kernel in kernels if kernel["spill_bytes"]},
+        "instructions_per_weight": max((kernel["instructions_per_weight"] for kernel in weighing), default=None),
+        "bounds": {
+            gpu: {key: bound[key] for key in ("limit", "bound", "bound_with_launches")}
+            for gpu, bound in found["round"]["bounds"].items()
+        },
+    }
+
+
+def at_full_depth(fewer: dict, more: dict) -> dict:
+    """Launches and bounds of all layers, each layer beyond ``fewer`` taking what it does in ``more``."""
+
+    def extended(few: float, many: float) -> float:
+        return few + (many - few) * (FULL_LAYERS - fewer["layers"]) / (more["layers"] - fewer["layers"])
+
+    few, many = fewer["cost"], more["cost"]
+    launches = {name: round(extended(count, many["launches"][name])) for name, count in few["launches"].items()}
+    bounds = {
+        gpu: {key: extended(seconds, many["bounds"][gpu][key]) for key, seconds in bound.items()}
+        for gpu, bound in few["bounds"].items()
+    }
+    return {"layers": FULL_LAYERS, "cost": many | {"launches": launches, "bounds": bounds}}
+
+
+def show_cost(result: dict) -> None:
+    cost = result["cost"]
+    spilled = ", ".join(f"{kernel[:40]} {size:,}" for kernel, size in cost["spilled"].items()) or "none"
+    launches = ", ".join(f"{name} {count:,}" for name, count in cost["launches"].items())
+    click.echo(f"  {result['layers']} layers, launches: {launches}; bytes spilled: {spilled}")
+    click.echo(f"  instructions a weight in small-M kernels: {cost['instructions_per_weight'] or '-'}")
+    for gpu, bound in cost["bounds"].items():
+        limit, least, both = (bound[key] * 1e3 for key in ("limit", "bound", "bound_with_launches"))
+        click.echo(
+            f"  {gpu}: a round reads its weights in {limit:.3f} ms and takes {least:.3f} ms or more "
+            f"({limit / least:.2f}), with launches {both:.3f} ms ({limit / both:.2f})"
+        )
+
+
 def show(result: dict) -> None:
     click.echo(
         f"{result['layers']} layers, weights {result['target_gib']} + {result['draft_gib']} GiB: {result['seconds']} s,"
@@ -230,6 +291,8 @@ def show(result: dict) -> None:
     )
     for stage, seconds in result["stages"].items():
         click.echo(f"  {stage:<24} {seconds:>8.1f} s")
+    if "cost" in result:
+        show_cost(result)
 
 
 if __name__ == "__main__":

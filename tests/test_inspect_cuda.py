@@ -225,11 +225,13 @@ KERNELS = (
     "triton_red_fused_mean_1",
     "triton_per_fused_small_m_sdpa_4",
     "_int4_small_m_kernel_0",
+    "_small_m_sum_kernel_1",
     "_sdpa_small_query_splitk_kernel_0",
     "_tq4_sdpa_prefill_kernel_1",
     "_topk_kernel_0",
 )
 KINDS = {
+    "small_m_sum": ["_small_m_sum_kernel_1"],
     "small_m": ["_int4_small_m_kernel_0"],
     "template_matmul": ["triton_mm_0", "triton_tem_fused_mm_t_view_3"],
     "attention": ["_sdpa_small_query_splitk_kernel_0", "_tq4_sdpa_prefill_kernel_1"],

@@ -41,6 +41,8 @@ DECODE, FORWARD = "decode", "forward"
 """There only with ``--with-decode``, ``--with-forward``."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
+LAUNCHES = "launches"
+"""In the record of a CUDA artifact: what each method launches."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION = 1, 2, 3
 
 

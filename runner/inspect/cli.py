@@ -1,14 +1,17 @@
-"""``eagle3-inspect``: what an artifact holds, for people and as JSON. ``program.py`` looks into the ``.pte``."""
+"""``eagle3-inspect``: what an artifact holds, for people and as JSON. ``program.py`` looks into the ``.pte``,
+``cost.py`` counts what a CUDA artifact's calls cost."""
 
 import json
-from collections.abc import Iterable
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
-from eagle3.runner.contract import EXPORT_RECORD
+from eagle3.runner.contract import EXPORT_RECORD, Metadata
 from eagle3.runner.contract.console import OneLineFailures, tell
+from eagle3.runner.contract.gpus import GPUS, gpus_of
+from eagle3.runner.inspect.tables import show_tables, table
 from eagle3.runner.record import Comparison, compare
 
 EPILOG = """
@@ -17,21 +20,32 @@ Examples:
   eagle3-inspect out
   eagle3-inspect out --verify
   eagle3-inspect out --json | jq .methods.target_verify.operators
+  eagle3-inspect out --cost --gpu H200
 """
 
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256 with export.json.")
+@click.option("--cost", "with_cost", is_flag=True, help="Count what the calls of a CUDA artifact cost at the least.")
+@click.option(
+    "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="For --cost: on which GPU; may repeat."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.version_option(package_name="eagle3-export")
-def main(artifact: Path, verify: bool, as_json: bool) -> None:
+def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], as_json: bool) -> None:
     """Show what an artifact of eagle3-export holds: its folder or its model.pte.
 
     Files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and memory;
     of CUDA delegates the architectures, kernels, weights, and symbols that they need from their runtime; where the
     bytes of the weights are. Shapes are upper bounds. Large files are read only with --verify.
+
+    With --cost instead, from the machine code and what the exporter recorded, no GPU needed: for each method its
+    launches by kind; for each kernel registers, spills, shared memory, instructions per weight and bytes in flight; a
+    lower bound of the time of a call and of a round, on GPUs of the artifact's architecture unless --gpu names others.
     """
+    if gpus and not with_cost:
+        raise click.UsageError("--gpu is for --cost: type --cost as well")
     from eagle3.runner.artifact import find_model, load_artifact
     from eagle3.runner.inspect.program import inspect_program
 
@@ -45,6 +59,8 @@ def main(artifact: Path, verify: bool, as_json: bool) -> None:
         "files": files(model, comparison),
         **inspect_program(model, opened.metadata),
     }
+    if with_cost:
+        found["cost"] = counted(model, opened.metadata, gpus)
     if as_json:
         click.echo(json.dumps(found))
     else:
@@ -53,6 +69,20 @@ def main(artifact: Path, verify: bool, as_json: bool) -> None:
         comparison.refuse_faults()
     for fault in comparison.faults:
         tell(f"Warning: {fault}")
+
+
+def counted(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str, Any]:
+    """What ``cost.py`` says of the artifact, on the GPUs of these names or else on those it was compiled for."""
+    from eagle3.runner.inspect.cost import cost, launches_of
+    from eagle3.runner.inspect.program import cuda_kernels
+
+    record = model.parent / EXPORT_RECORD
+    launches = launches_of(json.loads(record.read_text()) if record.is_file() else None, str(model))
+    arch = metadata.manifest.get("cuda_arch")
+    gpus = [GPUS[name] for name in names] or gpus_of(arch)
+    if not gpus:
+        raise ValueError(f"no GPU of {arch} is in the table: type --gpu with one of {', '.join(GPUS)}")
+    return cost(launches, cuda_kernels(model), gpus, steps=math.ceil(metadata.chain_len / metadata.proposals))
 
 
 def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
@@ -70,14 +100,13 @@ def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Tables on stdout, a section each."""
-    from rich.console import Console
+    """Tables on stdout, a section each: those of ``--cost`` alone, where it was asked for."""
+    from eagle3.runner.inspect.cost_tables import cost_tables
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160  # what a pipe gets does not depend on who is looking
-    console.print(_title(found), soft_wrap=True)
-    for table in (
+    if "cost" in found:
+        show_tables(_title(found), cost_tables(found["cost"]))
+        return
+    tables = (
         _files_table(found["files"]),
         _metadata_table(found["metadata"]),
         _methods_table(found["methods"]),
@@ -87,9 +116,8 @@ def show(found: dict[str, Any]) -> None:
         _operators_table(found["methods"]),
         _buffers_table(found["mutable_buffers"]),
         _weights_table(found["weights"]),
-    ):
-        console.print()
-        console.print(table)
+    )
+    show_tables(_title(found), tables)
 
 
 def _title(found: dict[str, Any]) -> str:
@@ -99,34 +127,20 @@ def _title(found: dict[str, Any]) -> str:
     return f"{found['model']}: {pair}, {backend}, chain length {chain_len}"
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], numbers: Iterable[str] = ()):
-    """A plain table; the columns named in ``numbers`` are flush right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.show_edge = table.pad_edge = False
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in row))
-    return table
-
-
 def _files_table(entries: list[dict[str, Any]]):
     words = {True: "same sha256", False: "DIFFERS", None: "not compared"}
     rows = (
         (entry["name"], "missing" if entry["bytes"] is None else entry["bytes"], words[entry["matches_record"]])
         for entry in entries
     )
-    return _table("Files", ("name", "bytes", EXPORT_RECORD), rows, numbers=("bytes",))
+    return table("Files", ("name", "bytes", EXPORT_RECORD), rows, numbers=("bytes",))
 
 
 def _metadata_table(metadata: dict[str, Any]):
     plain = {name: value for name, value in metadata.items() if name != "get_manifest"}
     nested = {f"manifest.{name}": value for name, value in metadata["get_manifest"].items()}
     rows = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in (plain | nested).items())
-    return _table("Metadata", ("constant method", "value"), rows)
+    return table("Metadata", ("constant method", "value"), rows)
 
 
 def _methods_table(methods: dict[str, dict[str, Any]]):
@@ -134,7 +148,7 @@ def _methods_table(methods: dict[str, dict[str, Any]]):
         (name, _rows(method), "\n".join(map(_value, method["inputs"])), "\n".join(map(_value, method["outputs"])))
         for name, method in methods.items()
     )
-    return _table("Methods (shapes are upper bounds)", ("method", "rows", "inputs", "outputs"), rows)
+    return table("Methods (shapes are upper bounds)", ("method", "rows", "inputs", "outputs"), rows)
 
 
 def _delegates_table(methods: dict[str, dict[str, Any]]):
@@ -147,7 +161,7 @@ def _delegates_table(methods: dict[str, dict[str, Any]]):
         for (name, backend, facts), sizes in zip(lines, extents, strict=True)
     )
     columns = ("method", "backend", "delegates", "bytes", *(key.replace("_", " ") for key in details))
-    return _table("Delegates", columns, rows, numbers=columns[2:])
+    return table("Delegates", columns, rows, numbers=columns[2:])
 
 
 def _is_extent(value: Any) -> bool:
@@ -169,7 +183,7 @@ def _linears_table(linears: dict[str, dict[str, int]]):
     kinds = list(next(iter(linears.values())))
     rows = ((name, *(counts[kind] for kind in kinds)) for name, counts in linears.items())
     columns = ("method", *(kind.replace("_", " ") for kind in kinds))
-    return _table("Quantized linears by kernel", columns, rows, numbers=columns[1:])
+    return table("Quantized linears by kernel", columns, rows, numbers=columns[1:])
 
 
 def _kernels_table(cuda: dict[str, dict[str, Any]]):
@@ -183,7 +197,7 @@ def _kernels_table(cuda: dict[str, dict[str, Any]]):
         for name, facts in cuda.items()
     )
     columns = ("method", "SASS (kernels)", "PTX (kernels)", *(kind.replace("_", " ") for kind in kinds))
-    return _table("CUDA kernels, each once", columns, rows, numbers=columns[3:])
+    return table("CUDA kernels, each once", columns, rows, numbers=columns[3:])
 
 
 def _counts(counts: dict[str, int]) -> str:
@@ -199,7 +213,7 @@ def _cuda_weights_table(cuda: dict[str, dict[str, Any]]):
             *((f"shared with {other}", facts["shared_weights"][other]) for other in cuda if other != name),
         )
     )
-    return _table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
+    return table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
 
 
 def _symbols_table(cuda: dict[str, dict[str, Any]]):
@@ -213,7 +227,7 @@ def _symbols_table(cuda: dict[str, dict[str, Any]]):
     for (family, symbol), names in sorted(users.items()):
         lines.setdefault((family, ", ".join(names)), []).append(symbol)
     rows = ((*line, ", ".join(symbols)) for line, symbols in lines.items())
-    return _table("Symbols that CUDA libraries need from their runtime", ("family", "needed by", "symbols"), rows)
+    return table("Symbols that CUDA libraries need from their runtime", ("family", "needed by", "symbols"), rows)
 
 
 def _memory_table(methods: dict[str, dict[str, Any]]):
@@ -222,7 +236,7 @@ def _memory_table(methods: dict[str, dict[str, Any]]):
         for name, method in methods.items()
     )
     columns = ("method", "instructions", "planned memory, bytes")
-    return _table("Instructions and memory", columns, rows, numbers=columns[1:2])
+    return table("Instructions and memory", columns, rows, numbers=columns[1:2])
 
 
 def _rows(method: dict[str, Any]) -> str:
@@ -244,7 +258,7 @@ def _arena(arena: dict[str, Any]) -> str:
 def _operators_table(methods: dict[str, dict[str, Any]]):
     names = dict.fromkeys(name for method in methods.values() for name in method["operators"])
     rows = ((name, *(method["operators"].get(name, "-") for method in methods.values())) for name in names)
-    return _table("Operators outside delegates", ("operator", *methods), rows, numbers=methods)
+    return table("Operators outside delegates", ("operator", *methods), rows, numbers=methods)
 
 
 def _buffers_table(buffers: list[dict[str, Any]]):
@@ -253,7 +267,7 @@ def _buffers_table(buffers: list[dict[str, Any]]):
         groups.setdefault(", ".join(buffer["methods"]) or "none", []).append(buffer["bytes"])
     rows = ((methods, len(sizes), sum(sizes)) for methods, sizes in groups.items())
     columns = ("used by", "buffers", "bytes")
-    return _table("Mutable buffers", columns, rows, numbers=columns[1:])
+    return table("Mutable buffers", columns, rows, numbers=columns[1:])
 
 
 def _weights_table(weights: dict[str, Any]):
@@ -269,4 +283,4 @@ def _weights_table(weights: dict[str, Any]):
         ("padding", "", weights["padding_bytes"]),
         ("file", "", weights["file_bytes"]),
     ]
-    return _table("Where the bytes of the .pte are", ("part", "count", "bytes"), parts, numbers=("count", "bytes"))
+    return table("Where the bytes of the .pte are", ("part", "count", "bytes"), parts, numbers=("count", "bytes"))

@@ -18,6 +18,7 @@ from eagle3.runner.inspect.cuda_weights import CudaWeight, WeightTable
 
 # The first that matches a kernel's name, from its start. Inductor names its own kernels triton_<kind>_<operators>.
 KERNEL_KINDS = {
+    "small_m_sum": re.compile(r"(?!triton_).*small_m_sum"),
     "small_m": re.compile(r"(?!triton_).*small_m"),
     "template_matmul": re.compile(r"triton_(tem|b?mm|addmm)_"),
     "attention": re.compile(r"(?!triton_).*sdpa"),
@@ -56,11 +57,16 @@ def cuda_details(name: str, tables: dict[str, list[WeightTable]], read: Callable
     }
 
 
+def kind_of(name: str, kinds: dict[str, re.Pattern] = KERNEL_KINDS) -> str:
+    """The first of ``kinds`` that matches."""
+    return next(kind for kind, pattern in kinds.items() if pattern.match(name))
+
+
 def _sorted_into(kinds: dict[str, re.Pattern], named: Iterable[tuple]) -> dict[str, list[tuple]]:
     """Tuples that begin with a name, by the first of ``kinds`` that matches it; kinds without any stay, empty."""
     found: dict[str, list[tuple]] = {kind: [] for kind in kinds}
     for entry in named:
-        found[next(kind for kind, pattern in kinds.items() if pattern.match(entry[0]))].append(entry)
+        found[kind_of(entry[0], kinds)].append(entry)
     return found
 
 

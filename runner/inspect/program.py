@@ -72,6 +72,11 @@ class Pte:
             file.seek(self.segments_at + entry.offset)
             return file.read(entry.size)
 
+    def named(self, key: str) -> bytes:
+        """Data that delegates name, such as a library."""
+        named = {item.key: item.segment_index for item in self.program.named_data or ()}
+        return self.segment(named[key])
+
     def delegate_bytes(self, delegate) -> int:
         index = delegate.processed.index
         if delegate.processed.location.name == "SEGMENT":
@@ -192,27 +197,43 @@ def xnnpack_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
 
 def cuda_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
     """What ``cuda.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
-    named = {item.key: item.segment_index for item in pte.program.named_data or ()}
     stored = pte.path.parent / WEIGHTS_FILE
-    tables: dict[str, list[WeightTable]] = {}
-    for other in pte.program.execution_plan:
-        blobs = [pte.delegate_blob(delegate) for delegate in other.delegates if delegate.id == CUDA_BACKEND]
-        if blobs:
-            with _naming(pte, other):
-                tables[other.name] = [decode_weight_table(blob) for blob in blobs]
-    with _naming(pte, plan):
+    tables = _weight_tables(pte)
+    with _naming(pte, plan.name):
         if stored.is_file():
             check_stored(tables[plan.name], read_ptd_index(stored))
-        return cuda_inspection.cuda_details(plan.name, tables, lambda key: pte.segment(named[key]))
+        return cuda_inspection.cuda_details(plan.name, tables, pte.named)
+
+
+def cuda_kernels(model: Path) -> dict[str, dict[str, bytes]]:
+    """Method to its CUDA kernels, as fatbins by name. Raises ValueError for a library that is damaged."""
+    pte = read_pte(model)
+    found: dict[str, dict[str, bytes]] = {}
+    for name, tables in _weight_tables(pte).items():
+        with _naming(pte, name):
+            libraries = [cuda_inspection.read_library(pte.named(table.library_key)) for table in tables]
+        found[name] = {kernel: fatbin for library in libraries for kernel, fatbin in library.kernels.items()}
+    return found
+
+
+def _weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:
+    """Those of the CUDA delegates, by method."""
+    tables = {}
+    for plan in pte.program.execution_plan:
+        blobs = [pte.delegate_blob(delegate) for delegate in plan.delegates if delegate.id == CUDA_BACKEND]
+        if blobs:
+            with _naming(pte, plan.name):
+                tables[plan.name] = [decode_weight_table(blob) for blob in blobs]
+    return tables
 
 
 @contextmanager
-def _naming(pte: Pte, plan) -> Iterator[None]:
+def _naming(pte: Pte, method: str) -> Iterator[None]:
     """A ValueError inside names the file and the method."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{pte.path}, method {plan.name}: {error}") from error
+        raise ValueError(f"{pte.path}, method {method}: {error}") from error
 
 
 CUDA_BACKEND = "CudaBackend"

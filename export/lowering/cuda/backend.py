@@ -31,6 +31,7 @@ from eagle3.export.lowering.cuda.attention import BoundedAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.graph_check import check_linears
+from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
@@ -46,6 +47,7 @@ from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_
 from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
+from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LAUNCHES
 
 DTYPE = torch.bfloat16
 EAGER_ON_HOST = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
@@ -134,8 +136,9 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
 
 def lower(
     programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
-) -> ExecutorchProgramManager:
-    """One program whose methods are a delegate each; weights and caches are its tensor data, by name."""
+) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
+    """One program whose methods are a delegate each; weights and caches are its tensor data, by name. With it what each
+    method launches, of ``draft_decode`` and ``forward`` for the one row of a step, of the others for their longest."""
     partitioners = {
         name: [
             CudaPartitioner(
@@ -145,8 +148,9 @@ def lower(
         for name in programs
     }
     lengths = {name: ranges(program) for name, program in programs.items()}
+    rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
-    with for_gpu, inductor.patch(OPTIONS), analyzed_once():
+    with for_gpu, inductor.patch(OPTIONS), analyzed_once(), recorded_launches(rows) as launches:
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=partitioners,
@@ -156,11 +160,12 @@ def lower(
         for name, program in programs.items():
             if ranges(program) != lengths[name]:
                 raise ValueError(f"{name} was compiled for {ranges(program)} of its lengths {lengths[name]} alone")
-        return lowered.to_executorch(
+        program = lowered.to_executorch(
             ExecutorchBackendConfig(
                 memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True
             )
         )
+    return program, {LAUNCHES: launches}
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:

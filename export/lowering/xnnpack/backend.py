@@ -67,7 +67,7 @@ def tracing(speculator: nn.Module, plan: Plan) -> Iterator[None]:
 
 def lower(
     programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
-) -> ExecutorchProgramManager:
+) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
     with applicable_passes():
         lowered = to_edge_transform_and_lower(
@@ -76,9 +76,10 @@ def lower(
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),
         )
-    return lowered.to_executorch(
+    program = lowered.to_executorch(
         ExecutorchBackendConfig(
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
             emit_mutable_buffer_names=True,
         )
     )
+    return program, {}

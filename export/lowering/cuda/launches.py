@@ -1,0 +1,187 @@
+"""What each method launches, as Inductor's code generation knows it: kernels, grids, and the bytes that they take.
+
+A library (``.so``) holds the kernels' machine code alone. How often each is launched, over which grid and which
+weights, stands in generated C++ that is compiled into it; so it is recorded here, while it is written. With both,
+``eagle3-inspect --cost`` counts what a call costs (``runner/inspect/cost.py``). Kernels of other libraries (cuBLAS),
+which ExecuTorch's backend does without, would not be seen.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from torch._inductor.codecache import CudaKernelParamCache
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.codegen.wrapper import SymbolicCallArg
+from torch._inductor.runtime.triton_heuristics import GridExpr
+from torch._inductor.virtualized import V
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Products:
+    """What a kernel of matrix products does in an iteration of its main loop, and how often over its whole grid."""
+
+    weights: int
+    """Weights of an iteration: outputs of the tile times its run of K."""
+    multiply_adds: int
+    """The least of an iteration on the matrix units, by which an unrolled loop is known."""
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch. ``weight_bytes``: of weights read; ``buffer_bytes``: of each other tensor but the caches, of which
+    only so much is read as there are tokens; ``shared_bytes``: dynamic shared memory of a block."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    weight_bytes: int
+    buffer_bytes: tuple[int, ...]
+    products: Products | None
+
+
+@contextmanager
+def recorded_launches(rows: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Within it, what ExecuTorch's CUDA backend compiles is recorded by method, as ``export.json`` has it.
+
+    ``rows`` has the number of rows by method for which grids and bytes are counted: what every dynamic size of the
+    method is. One whose sizes are all static may be left out.
+    """
+    recorded: dict[str, dict[str, Any]] = {}
+    compiling: list[str] = []
+    calls: list[tuple[str, list[Any]]] = []
+    around = CudaBackend.get_extra_aoti_compile_context_manager
+    call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
+
+    @contextmanager
+    def around_one(cls: type[CudaBackend], specs: list[Any]) -> Iterator[Any]:
+        compiling[:] = [cls.method_name_from_compile_specs(specs)]
+        calls.clear()
+        with around(specs) as entered:
+            yield entered
+
+    def note_call(self: CppWrapperGpu, kernel_name: str, call_args: list[Any], **kwargs: Any) -> None:
+        if kwargs.get("triton", True):
+            calls.append((kernel_name, list(call_args)))
+        call(self, kernel_name, call_args, **kwargs)
+
+    def record(self: CppWrapperGpu) -> None:
+        finish(self)  # by now every kernel is compiled
+        (method,) = compiling
+        recorded[method] = _method(calls, self._kernel_name_to_body, rows.get(method, 1))
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (CudaBackend, "get_extra_aoti_compile_context_manager", classmethod(around_one)),
+            (CppWrapperGpu, "_generate_kernel_call_helper", note_call),
+            (CppWrapperGpu, "finalize_prefix", record),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield recorded
+
+
+def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows: int) -> dict[str, Any]:
+    """``weight_bytes``: of every weight once; equal launches are one entry with their ``count``."""
+    read: dict[str, int] = {}
+    counted: Counter[Launch] = Counter()
+    for kernel, arguments in calls:
+        launch, weights = _launch(kernel, arguments, sources.get(kernel, ""), rows)
+        counted[launch] += 1
+        for name, size in weights.items():
+            read[name] = max(size, read.get(name, 0))
+    launches = [asdict(launch) | {"count": count} for launch, count in counted.items()]
+    return {"rows": rows, "weight_bytes": sum(read.values()), "launches": launches}
+
+
+def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[Launch, dict[str, int]]:
+    """The launch, and the bytes that it reads of each weight by name."""
+    known = CudaKernelParamCache.get(kernel)
+    meta = known["inductor_meta"]
+    values = {
+        name: number
+        for name, argument in zip(known["def_args"], arguments, strict=True)
+        if (number := _number(argument, rows)) is not None
+    }
+    grid = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
+    spaces = [value for name, value in values.items() if "numel" in name]
+    elements = math.prod(spaces) if spaces else None
+    weights, buffers = {}, {}
+    for name in {argument for argument in arguments if isinstance(argument, str)}:
+        if name in V.graph.mutated_buffers and name in V.graph.constants:
+            continue  # a cache
+        if name in V.graph.constants:
+            weights[name] = _bytes(V.graph.constants[name].shape, V.graph.constants[name].dtype, elements)
+        elif (buffer := V.graph.try_get_buffer(name)) is not None:
+            shape = [_number(size, rows) for size in buffer.get_size()]
+            buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
+    constants = _constants(known, source)
+    launch = Launch(
+        kernel,
+        tuple(map(int, grid)),
+        known["num_warps"] * WARP,
+        known["shared_mem"],
+        sum(weights.values()),
+        tuple(sorted(buffers.values(), reverse=True)),
+        products(known["mangled_name"], constants, math.prod(grid), values.get("M", rows)),
+    )
+    return launch, weights
+
+
+def _number(argument: Any, rows: int) -> int | None:
+    """An argument as a number, None for a tensor."""
+    if isinstance(argument, SymbolicCallArg):
+        argument = argument.inner_expr
+    if isinstance(argument, str):
+        return None
+    value = sympy.sympify(argument)
+    return int(value.subs(dict.fromkeys(value.free_symbols, rows)))
+
+
+def _bytes(shape: Any, dtype: Any, elements: int | None) -> int:
+    """Of a tensor that a kernel takes; one over ``elements`` places reads no more of it, of a table its rows."""
+    size = math.prod(shape)
+    return (size if elements is None else min(size, elements)) * dtype.itemsize
+
+
+def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
+    """A kernel's compile-time numbers: those of a template stand in its source alone."""
+    found = re.findall(r"^\s*(\w+)(?: : tl\.constexpr)? = (\d+)$", source, re.MULTILINE)
+    numbers = {name: int(value) for name, value in found}
+    given = known["triton_meta"].get("constants", {}) | known["config"]
+    return numbers | {name: value for name, value in given.items() if isinstance(value, int)}
+
+
+def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
+    """Of a small-M kernel or a template, by the function's name and constants; None where it is neither.
+
+    A kernel that names its run of K ``BLOCK_K`` needs nothing more here.
+    """
+    run_of_k = RUNS_OF_K.get(kernel, lambda constants: constants.get("BLOCK_K"))(constants)
+    sizes = [constants.get(name) for name in ("N", "K", "BLOCK_N")]
+    if run_of_k is None or None in sizes:
+        return None
+    n, k, block_n = sizes
+    tiles = math.ceil(n / block_n)
+    row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
+    block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
+    weights = block_n * run_of_k
+    dots = 2 if kernel.startswith("_int8") else 1  # of a weight: its low and its high half
+    return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
+
+
+RUNS_OF_K = {
+    "_int4_small_m_kernel": lambda constants: 256,
+    "_int8_small_m_kernel": lambda constants: 8 * constants["CHUNK"],
+    "_k_quant_kernel": lambda constants: 256,
+}

@@ -1,0 +1,48 @@
+"""The GPUs that artifacts are compiled for by name, and that their cost is counted for.
+
+Sources: NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability, and NVIDIA's data sheets
+of the cards (SXM where there are several). Sizes are in bytes, bandwidth in bytes a second, shared memory the most that
+a block may opt into, the clock in Hz as under load on the matrix units, where it is not the data sheet's highest.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_per_block: int
+    shared_memory_per_multiprocessor: int
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    l2_cache: int
+    memory: int
+    bandwidth: float
+    clock: float
+
+    @property
+    def arch(self) -> int:
+        """90 for sm_90."""
+        return self.capability[0] * 10 + self.capability[1]
+
+
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (  # of an architecture first what is compiled for
+        Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9),
+        Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9),
+        Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9),
+        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 80 * GB, 3.35e12, 1.755e9),
+        Gpu("H200", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 140 * GB, 4.8e12, 1.755e9),
+        Gpu("B200", (10, 0), 148, 227 * KB, 228 * KB, 2048, 32, 126 * MB, 180 * GB, 8.0e12, 1.86e9),
+        Gpu("RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 1536, 24, 96 * MB, 32 * GB, 1.792e12, 2.407e9),
+    )
+}
+
+
+def gpus_of(arch: str) -> list[Gpu]:
+    """The GPUs of an architecture such as "sm_90"; none of an unknown one."""
+    return [gpu for gpu in GPUS.values() if f"sm_{gpu.arch}" == arch]

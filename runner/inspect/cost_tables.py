@@ -1,0 +1,88 @@
+"""What ``eagle3-inspect --cost`` prints for people of what ``cost.py`` found."""
+
+import math
+import re
+from typing import Any
+
+from eagle3.runner.inspect.cuda import KERNEL_KINDS
+from eagle3.runner.inspect.tables import table
+
+SHOWN_NAME = 28  # characters of a kernel's name, whose number comes last
+SHORT = 0.002  # of a method's bound
+
+
+def cost_tables(cost: dict[str, Any]) -> list[Any]:
+    """Launches, a table of kernels for each method, and the bounds."""
+    kernels = [_kernels_table(name, method) for name, method in cost["methods"].items()]
+    return [_launches_table(cost), *kernels, _bounds_table(cost)]
+
+
+def _launches_table(cost: dict[str, Any]):
+    rows = [
+        (name, method["rows"], *(method["launches"][kind] for kind in (*KERNEL_KINDS, "all")))
+        for name, method in cost["methods"].items()
+    ]
+    spread = [*("" for _ in KERNEL_KINDS)]
+    rows.append((_round_name(cost), "", *spread, cost["round"]["launches"]))
+    columns = ("method", "rows", *(kind.replace("_", " ") for kind in KERNEL_KINDS), "all")
+    return table("Launches of one call, by kind of kernel", columns, rows, numbers=columns[1:])
+
+
+def _round_name(cost: dict[str, Any]) -> str:
+    return "round: " + " + ".join(f"{count} {name}" for name, count in cost["round"]["calls"].items())
+
+
+def _kernels_table(name: str, method: dict[str, Any]):
+    """Longest first, on the first GPU, and what takes longest there; the short ones without spills are one line."""
+    gpu = next(iter(method["bounds"]))
+
+    def least(entry: dict[str, Any]) -> float:
+        return entry["count"] * max(entry["seconds"][gpu].values())
+
+    floor = SHORT * method["bounds"][gpu]["bound"]
+    shown = [entry for entry in method["kernels"] if least(entry) >= floor or entry["spill_bytes"]]
+    others = [entry for entry in method["kernels"] if entry not in shown]
+    rows = [
+        (
+            _short(entry["kernel"]),
+            entry["count"],
+            math.prod(entry["grid"]),
+            *(entry[key] for key in ("threads", "registers", "spill_bytes", "shared_bytes")),
+            "-" if entry["instructions_per_weight"] is None else f"{entry['instructions_per_weight']:.2f}",
+            *(entry[key] for key in ("bytes_in_flight", "weight_bytes")),
+            f"{least(entry) * 1e6:,.1f}",
+            max(entry["seconds"][gpu], key=entry["seconds"][gpu].get),
+        )
+        for entry in sorted(shown, key=least, reverse=True)
+    ]
+    rest = f"{len(others)} others, without spills"
+    rows.append((rest, sum(entry["count"] for entry in others), *[""] * 8, f"{sum(map(least, others)) * 1e6:,.1f}", ""))
+    columns = ("kernel", "calls", "blocks", "threads", "registers", "spilled", "shared", "instr/weight", "in flight")
+    columns += ("weight bytes", f"us, {gpu}", "due to")
+    title = f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block)"
+    return table(title, columns, rows, numbers={*columns} - {"kernel", "due to"})
+
+
+def _short(kernel: str) -> str:
+    name, number = re.fullmatch(r"(.*?)((?:_\d+)?)", kernel).groups()
+    room = SHOWN_NAME - len(number)
+    return kernel if len(name) <= room else f"{name[: room - 2]}..{number}"
+
+
+def _bounds_table(cost: dict[str, Any]):
+    parts = {name: method["bounds"] for name, method in cost["methods"].items()}
+    parts[_round_name(cost)] = cost["round"]["bounds"]
+    rows = (
+        (
+            name,
+            gpu,
+            *(f"{bound[key] * 1e3:,.3f}" for key in ("limit", "bound", "bound_with_launches")),
+            *(f"{bound[key]:.2f}" for key in ("share_of_limit", "share_with_launches")),
+        )
+        for name, bounds in parts.items()
+        for gpu, bound in bounds.items()
+    )
+    gap = cost["assumed"]["launch_seconds"] * 1e6
+    columns = ("call", "GPU", "memory's limit", "bound", f"with {gap:.0f} us a launch", "share", "share with launches")
+    title = "Lower bounds in ms (limit: every weight read once; share: of the bound, the limit's)"
+    return table(title, columns, rows, numbers=columns[2:])

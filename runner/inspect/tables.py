@@ -1,0 +1,31 @@
+"""Tables for people, as ``eagle3-inspect`` prints them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], numbers: Iterable[str] = ()):
+    """A plain table; the columns named in ``numbers`` are flush right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in row))
+    return table
+
+
+def show_tables(title: str, tables: Iterable[Any]) -> None:
+    """On stdout, a blank line before each table."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # what a pipe gets does not depend on who is looking
+    console.print(title, soft_wrap=True)
+    for entry in tables:
+        console.print()
+        console.print(entry)

@@ -1,0 +1,305 @@
+"""What --cost counts is so: machine code against ptxas and nvdisasm, bounds by hand, then bars for a real artifact."""
+
+import json
+import math
+import re
+import subprocess
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from commands import fail_command, run_command
+from triton.runtime import driver
+
+from eagle3.export.lowering.cuda.kernels import small_m
+from eagle3.export.lowering.cuda.launches import products
+from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS as NAMED
+from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, TARGET_VERIFY
+from eagle3.runner.contract.gpus import GPUS
+from eagle3.runner.inspect import cost as cost_module
+from eagle3.runner.inspect.cli import main
+from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, WHOLE_ROUND, cost, main_loop, resident
+from eagle3.runner.inspect.program import cuda_kernels
+from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
+
+M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
+
+
+@triton.jit
+def _product(x, w, out, k_size, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr):
+    m, n, k = tl.arange(0, M)[:, None] * 4096, tl.arange(0, N) * 4096, tl.arange(0, K)
+    total = tl.full((M, N), 0, tl.float32)
+    for at in tl.range(0, k_size, K, num_stages=STAGES):
+        left = tl.load(x + m + at + k[None, :])
+        right = tl.load(w + n[None, :] + at + k[:, None])
+        total = tl.dot(left, right, total)
+    tl.store(out + m + n[None, :], total)
+
+
+POINTERS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+}
+
+
+def build(kernel, types, constants, warps):
+    """A kernel for sm_90, its other arguments of ``types``, pointers aligned to 16 bytes: PTX and machine code."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type != "i32"}
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    with compiling(NAMED["sm_90"]):
+        return triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps}).asm
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    constants = {"M": M, "N": N, "K": K, "STAGES": STAGES}
+    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, WARPS)
+
+
+def assembled(ptx, folder):
+    """Machine code of ``ptx``, and the registers and bytes of spills that ptxas itself reports."""
+    (folder / "kernel.ptx").write_text(ptx)
+    command = [disassembler().with_name("ptxas"), "-v", "-arch", "sm_90", "kernel.ptx", "-o", "kernel.cubin"]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=100).stderr
+    numbers = [int(re.search(pattern, said)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame")]
+    return (folder / "kernel.cubin").read_bytes(), numbers
+
+
+@pytest.mark.parametrize("limit", ["", ".maxnreg 32"])
+def test_registers_and_spills_are_those_of_the_assembler(compiled, limit, tmp_path):
+    ptx = re.sub(r"\.reqntid \d+", rf"\g<0> {limit}", compiled["ptx"])
+    cubin, (registers, stack) = assembled(ptx, tmp_path)
+    code = read_codes([cubin])[cubin]
+    assert code.registers == registers
+    assert (stack > 0) == bool(limit)
+    assert stack - 8 < code.spill_bytes <= stack  # the frame is aligned
+
+
+def test_the_main_loop_is_counted_as_it_stands_in_the_code(compiled, tmp_path):
+    cubin, _ = assembled(compiled["ptx"], tmp_path)
+    (loop,) = read_codes([cubin])[cubin].loops
+    tool = disassembler().with_name("nvdisasm")
+    text = subprocess.run([tool, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    branches = [(text.find(f"\n{found[1]}:"), found.end()) for found in re.finditer(r"BRA `\((\.L_x_\d+)\)", text)]
+    (body,) = (text[start:end] for start, end in branches if start < end and "HMMA" in text[start:end])
+    assert loop.instructions == len(re.findall(r"/\*[0-9a-f]{4}\*/", body))
+    assert loop.multiply_adds * WARPS == M * N * K
+    assert loop.copy_bytes * WARPS * 32 == 2 * (M + N) * K
+    assert loop.ahead == STAGES - 1
+
+
+def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="kernel"):
+        read_codes([b"no kernel"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("pathlib.Path.is_file", lambda self: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"pip install 'eagle3-export\[cuda\]'"):
+        disassembler()
+
+
+# Bounds
+
+EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3) for m in (1, 2))
+CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0)))
+
+
+def launch(**changed):
+    return {
+        "kernel": "_int4_small_m_kernel_0",
+        "grid": [400, 1, 1],
+        "threads": 128,
+        "shared_bytes": 40 << 10,
+        "weight_bytes": 10**9,
+        "buffer_bytes": [],
+        "products": {"weights": 8192, "multiply_adds": 8192, "iterations": 1000},
+        "count": 2,
+    } | changed
+
+
+def test_the_main_loop_is_that_for_the_rows_and_may_be_unrolled():
+    assert main_loop(CODE, {"multiply_adds": 4 * 2048}, 4) == (EIGHT, 1)
+    assert main_loop(CODE, {"multiply_adds": 4 * 4096}, 4) == (SIXTEEN, 1)
+    assert main_loop(CODE, {"multiply_adds": 4 * 512}, 4) == (EIGHT, 4)
+    assert main_loop(CODE, {"multiply_adds": 4 * 8192}, 4) == (None, 1)
+
+
+def test_blocks_on_an_sm_are_those_that_its_least_resource_allows():
+    gpu = GPUS["A100"]
+    assert resident(32, 0, 64, gpu) == gpu.blocks_per_multiprocessor
+    assert resident(32, 0, 1024, gpu) == 2048 // 1024
+    assert resident(121, 0, 128, gpu) == 65536 // (128 * 128)
+    assert resident(32, 40 << 10, 128, gpu) == 164 // 41
+
+
+def test_a_kernel_that_does_not_fit_is_named(counted):
+    with pytest.raises(ValueError, match="_int4_small_m_kernel_0 does not fit on RTX 4090"):
+        counted(launch(shared_bytes=150 << 10), gpu="RTX 4090")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """``cost`` of launches of a method, whose kernels all have the code ``CODE``."""
+    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, CODE))
+
+    def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE)):
+        recorded = {"rows": 4, "weight_bytes": 10**9, "launches": entries}
+        kernels = {entry["kernel"]: b"fatbin" for entry in entries}
+        return cost(dict.fromkeys(methods, recorded), dict.fromkeys(methods, kernels), [GPUS[gpu]], steps)
+
+    return count
+
+
+def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
+    gpu = GPUS["H200"]
+    found = counted(launch())["methods"][TARGET_VERIFY]
+    (kernel,) = found["kernels"]
+    assert kernel["instructions_per_weight"] == 100 * 128 / 8192
+    assert kernel["bytes_in_flight"] == (64 * 3 + 16) * 128
+    seconds = kernel["seconds"]["H200"]
+    assert seconds["memory"] == 1e9 / 4.8e12
+    assert seconds["issue"] == pytest.approx(100 * 4 * 1000 / (132 * 4 * gpu.clock))
+    assert seconds["latency"] == pytest.approx(LATENCY_SECONDS * 1e9 / (400 * kernel["bytes_in_flight"]))
+    bound = found["bounds"]["H200"]
+    assert bound["bound"] == 2 * max(seconds.values())
+    assert bound["bound_with_launches"] == pytest.approx(bound["bound"] + 2 * LAUNCH_SECONDS)
+    assert bound["share_of_limit"] == pytest.approx(1e9 / 4.8e12 / bound["bound"])
+
+
+def test_a_buffer_counts_where_no_l2_holds_it(counted):
+    for gpu, read in (("H200", 60 << 20), ("RTX 4090", 0)):
+        found = counted(launch(weight_bytes=0, buffer_bytes=[60 << 20, 1 << 20]), gpu=gpu)
+        (kernel,) = found["methods"][TARGET_VERIFY]["kernels"]
+        assert kernel["seconds"][gpu]["memory"] == read / GPUS[gpu].bandwidth
+
+
+def test_a_round_is_a_verify_and_its_draft_steps(counted):
+    found = counted(launch(), launch(kernel="triton_poi_fused_add_1", products=None))
+    one, whole = found["methods"][TARGET_VERIFY], found["round"]
+    assert one["launches"] | {"all": 0} == dict.fromkeys(one["launches"], 0) | {"small_m": 2, "fused": 2}
+    assert whole["launches"] == 4 * one["launches"]["all"] == 16
+    for key in ("limit", "bound", "bound_with_launches"):
+        assert whole["bounds"]["H200"][key] == pytest.approx(4 * one["bounds"]["H200"][key])
+
+
+def test_a_round_in_one_call_is_held_against_the_same_limit(counted):
+    found = counted(launch(), methods=(TARGET_VERIFY, DRAFT_DECODE, WHOLE_ROUND))
+    one, whole = found["methods"][WHOLE_ROUND], found["round"]
+    assert whole["calls"] == {WHOLE_ROUND: 1} and whole["launches"] == one["launches"]["all"]
+    assert whole["bounds"]["H200"]["bound"] == one["bounds"]["H200"]["bound"]
+    assert whole["bounds"]["H200"]["limit"] == pytest.approx(4 * one["bounds"]["H200"]["limit"])
+
+
+def test_a_kernel_of_another_export_is_named(counted, monkeypatch):
+    with pytest.raises(ValueError, match="target_verify has no kernel _other_0"):
+        cost({TARGET_VERIFY: {"launches": [launch(kernel="_other_0")]}}, {TARGET_VERIFY: {}}, [], 1)
+
+
+def test_products_of_kernels_by_their_constants():
+    tile = {"N": 100, "K": 1024, "BLOCK_N": 64}
+    int4 = products("_int4_small_m_kernel", tile | {"SPLITS": 4}, 2 * 4, 8)
+    assert (int4.weights, int4.multiply_adds, int4.iterations) == (64 * 256, 64 * 256 * 8, 2 * 4)
+    assert products("_int4_small_m_kernel", tile | {"SPLITS": 4}, 2 * 4 * 3, 40).iterations == 3 * int4.iterations
+    int8 = products("_int8_small_m_kernel", tile | {"CHUNK": 32}, 2, 9)
+    assert (int8.weights, int8.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
+    template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
+    assert (template.weights, template.iterations) == (64 * 32, 2 * 32)
+    assert products("triton_poi_fused_add_0", {"XBLOCK": 128}, 2, 1) is None
+
+
+# The command
+
+
+def test_cost_is_refused_in_a_line_where_nothing_was_recorded(artifact):
+    code, line = fail_command(main, artifact, "--cost")
+    assert code == 1 and "export it again for CUDA" in line
+    code, line = fail_command(main, artifact, "--gpu", "H200")
+    assert code == 2 and "--cost" in line
+
+
+def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
+    monkeypatch.setattr(
+        cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, replace(CODE, spill_bytes=48))
+    )
+    found = json.loads(run_command(main, cuda_artifact, "--cost", "--json").stdout)
+    arch = found["metadata"]["get_manifest"]["cuda_arch"]
+    gpus = [name for name, gpu in GPUS.items() if f"sm_{gpu.arch}" == arch]
+    assert list(found["cost"]["methods"]) == list(found["methods"])
+    assert list(found["cost"]["round"]["bounds"]) == gpus
+    text = run_command(main, cuda_artifact, "--cost", "--gpu", "RTX 4090").stdout
+    for word in ("template matmul", "instr/weight", "RTX 4090", "48", "round: 1 target_verify + 3 draft_decode"):
+        assert word in text
+
+
+# Bars: what is reached is not lost. Lower them with what lowers it.
+
+LAUNCHES_AT_MOST = {TARGET_VERIFY: 111, DRAFT_DECODE: 20}
+INSTRUCTIONS_PER_WEIGHT_AT_MOST = {("int4", 8): 3.2, ("int4", 16): 4.1, ("int8", 8): 5.1, ("int8", 16): 6.5}
+
+
+@pytest.fixture(scope="module")
+def of_artifact(cuda_artifact):
+    recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES]
+    round_alone = {name: recorded[name] for name in LAUNCHES_AT_MOST}
+    kernels = {name: code for name, code in cuda_kernels(cuda_artifact).items() if name in round_alone}
+    return cost(round_alone, kernels, [GPUS["H200"]], steps=3)["methods"]
+
+
+def test_a_round_launches_no_more_kernels_than_it_did(of_artifact):
+    for name, most in LAUNCHES_AT_MOST.items():
+        assert of_artifact[name]["launches"]["all"] <= most, (name, of_artifact[name]["launches"])
+
+
+def test_no_kernel_of_a_round_spills(of_artifact):
+    spilled = {
+        kernel["kernel"]: kernel["spill_bytes"] for name in of_artifact for kernel in of_artifact[name]["kernels"]
+    }
+    assert spilled == dict.fromkeys(spilled, 0)
+
+
+@pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
+def test_weights_take_no_more_instructions_than_they_did(weight, rows):
+    """On Gemma 4 31B's ``gate_proj``, whose loops no compiler unrolls as it does those of the artifact's."""
+    n, k = 21504, 5376
+    q, code, step = (k, torch.int8), (k // 32, torch.uint8), (k // 256, torch.float16)
+    parts = (
+        [(k // 2, torch.uint8), code, step, code, step]
+        if weight == "int4"
+        else [q, (1, torch.bfloat16), (1, torch.int8)]
+    )
+    name, grid, arguments, constants = launched(
+        getattr(small_m, f"_launch_{weight}"),
+        rows,
+        k,
+        [torch.empty(n, width, dtype=d, device="meta") for width, d in parts],
+    )
+    warps = constants.pop("num_warps")
+    cubin = build(getattr(small_m, name), [pointer(value) for value in arguments], constants, warps)["cubin"]
+    done = products(name, constants, math.prod(grid), rows)
+    loop, passes = main_loop(read_codes([cubin])[cubin], asdict(done), warps)
+    assert 32 * loop.instructions * warps / (passes * done.weights) <= INSTRUCTIONS_PER_WEIGHT_AT_MOST[weight, rows]
+
+
+def launched(launch, rows, k, weight):
+    """What ``launch`` calls its kernel with: the kernel's name, grid, arguments and constants."""
+    calls = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: calls.append((grid, arguments, constants))
+
+    launch(Kernel(), Kernel(), torch.empty(rows, k, dtype=torch.bfloat16, device="meta"), *weight)
+    kernel = launch.__name__.removeprefix("_launch")
+    return f"{kernel}_small_m_kernel", *calls[0]
+
+
+def pointer(value):
+    return f"*{POINTERS[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
