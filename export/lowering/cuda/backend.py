@@ -126,7 +126,7 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
     local = local_arch()
     return {
         "cuda_arch": local or plan.config.cuda_arch,
-        "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "first choice of Inductor's heuristics",
+        "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
         "linears": {name: check_linears(name, program) for name, program in programs.items()},
         "toolchain": {"triton": importlib.metadata.version("triton"), "nvcc": nvcc_version()},
     }
