@@ -25,7 +25,7 @@ from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.answers import answers
 from eagle3.export.lowering.cuda.named_gpu.choices import choices
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-from eagle3.export.lowering.cuda.named_gpu.configurations import HARMLESS, candidates, stack
+from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
 from eagle3.export.lowering.cuda.named_gpu.operators import operators
@@ -83,11 +83,12 @@ def _copy(x, y, n: triton.language.constexpr):
 
 
 def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: HeuristicType) -> SimpleNamespace:
-    """An autotuner whose configurations take ``compiled``: bytes of shared memory and of stack, by what they say."""
+    """An autotuner whose configurations take ``compiled``, by what they say: shared memory and stack, in bytes."""
 
     def compile_one(config: Config) -> SimpleNamespace:
         shared, spilled = compiled[str(config)]
-        kernel = SimpleNamespace(metadata=SimpleNamespace(shared=shared), asm={"cubin": spilled})
+        metadata = SimpleNamespace(shared=shared, num_warps=config.num_warps)
+        kernel = SimpleNamespace(metadata=metadata, asm={"cubin": (32, spilled)})
         return SimpleNamespace(kernel=kernel, config=config)
 
     return SimpleNamespace(
@@ -104,7 +105,7 @@ def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
     one = tuner(*args)
     with (
         compiling(GPUS[arch]),
-        patch("eagle3.export.lowering.cuda.named_gpu.configurations.stack", lambda cubin: cubin),
+        patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin),
     ):
         CachingAutotuner._precompile_worker(one)
     (result,) = one.compile_results
@@ -129,21 +130,25 @@ def test_of_a_kernel_written_by_hand_most_is_in_flight_that_fits_and_spills_noth
     compiled = {str(WIDEST): (100 * KB, 0), str(WIDE): (64 * KB, 0), str(SMALL): (KB, 0)}
     given = [SMALL, WIDE, WIDEST], compiled, HeuristicType.USER_AUTOTUNE
     assert chosen("sm_90", *given)[0] is WIDEST
+    assert chosen("sm_80", *given)[0] is WIDE  # two of which have room on a multiprocessor
+    compiled[str(WIDE)] = (90 * KB, 0)
+    assert chosen("sm_80", *given)[0] is WIDEST
     assert chosen("sm_89", *given)[0] is WIDE
     compiled[str(WIDEST)] = (100 * KB, 24)
     assert chosen("sm_90", *given)[0] is WIDE
 
 
 def test_where_none_is_good_other_warps_and_stages_are_offered_with_the_grid_of_their_tile():
-    compiled = {str(each): (KB, 100) for each in candidates([SMALL, WIDE])}
+    offered = [each for group in groups([SMALL, WIDE]) for each in group]
+    compiled = {str(each): (KB, 100) for each in offered}
     compiled |= {str(WIDE): (KB, 300), str(SMALL): (KB, 0)}
     assert chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)[0] is SMALL
-    ahead = next(each for each in candidates([SMALL, WIDE]) if (each.num_warps, each.num_stages) == (8, 2))
+    ahead = next(each for each in offered if (each.num_warps, each.num_stages) == (8, 2))
     compiled[str(ahead)] = (KB, 0)
     found, grids = chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)
     assert str(found) == str(ahead) and found.kwargs == {"BLOCK": 64}
     assert grids[-1] == {"config": config_to_dict(found), "cpp": str(WIDE.kwargs)}
-    compiled = {str(each): (KB, 100) for each in candidates([SMALL, WIDE])} | {str(SMALL): (KB, 50)}
+    compiled = {str(each): (KB, 100) for each in offered} | {str(SMALL): (KB, 50)}
     assert chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)[0] is SMALL  # the least of all
 
 
@@ -161,8 +166,8 @@ def test_spills_are_read_from_the_compiled_kernel():
         source = triton.compiler.ASTSource(_many_sums, {"x": "*bf16", "y": "*fp32", "n": "constexpr"}, {"n": n})
         with compiling(GPUS["sm_90"]):
             compiled = triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps})
-        spilled.append(stack(compiled.asm["cubin"]))
-    assert spilled[0] <= HARMLESS < spilled[1]
+        spilled.append(usage(compiled.asm["cubin"])[1])
+    assert spilled[0] == 0 < spilled[1]
 
 
 def test_products_of_few_rows_take_tiles_with_many_bytes_in_flight_and_of_many_rows_large_ones():

@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 
 from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
-from eagle3.export.lowering.cuda.attention import BoundedAttention
+from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.graph_check import check_linears
@@ -55,7 +55,7 @@ OPTIONS = {
 }
 
 
-attention = BoundedAttention
+attention = CudaAttention
 
 
 def local_arch() -> str | None:

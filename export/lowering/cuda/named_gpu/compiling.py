@@ -93,7 +93,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             return None
 
         if self.heuristic_type == HeuristicType.USER_AUTOTUNE and len(self.configs) > 1:
-            result = best(self.configs, compiled)
+            result = best(self.configs, compiled, gpu)
         else:
             result = next(filter(None, map(compiled, self.configs)), None)
         if result is None:
