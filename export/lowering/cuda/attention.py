@@ -33,7 +33,7 @@ class CudaAttention(EagerAttention):
         first, last = rows
         keys, values = self.kv_cache.update(last, key.transpose(1, 2), value.transpose(1, 2))
         least, most = bounds(query.shape[1])
-        few = min(most, FEW) if least == 1 or most <= FEW else 0
+        few = min(most, FEW) if least <= 2 or most <= FEW else 0  # to a trace, lengths from 1 on are 2 and more
         return attention(query, keys, values, first, last, scale, self.longest, few, softcap or 0.0, sinks)
 
 
