@@ -27,6 +27,7 @@ from torch.export import ExportedProgram
 
 from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
+from eagle3.export.lowering.cuda.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
@@ -146,7 +147,7 @@ def lower(
     }
     lengths = {name: ranges(program) for name, program in programs.items()}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
-    with for_gpu, inductor.patch(OPTIONS), analyzed_once():
+    with for_gpu, inductor.patch(OPTIONS), analyzed_once(), argmax_over_blocks():
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=partitioners,

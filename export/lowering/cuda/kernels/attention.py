@@ -32,8 +32,8 @@ MOST_PARTS = 64
 
 @triton.jit
 def _attention_kernel(
-    Q, K, V, FIRST, LAST, SINKS, OUT, STATS, rows, parts, scale,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    Q, K, V, FIRST, LAST, SINKS, OUT, STATS, rows, parts,
+    SCALE: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -73,9 +73,9 @@ def _attention_kernel(
         k = tl.load(K + places) if WHOLE else tl.load(K + places, mask=d[None, :] < D, other=0)
         scores = tl.dot(q, tl.trans(k))
         if SOFTCAP > 0:
-            scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp(scores * (2 * scale / SOFTCAP))))
+            scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp(scores * (2 * SCALE / SOFTCAP))))
         else:
-            scores = scores * (scale * 1.4426950408889634)
+            scores = scores * (SCALE * 1.4426950408889634)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] <= last[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -170,8 +170,8 @@ def _launch(
         stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
-        query, keys, values, first, last, sinks if has_sinks else first, into, stats, rows, parts, scale,
-        KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SOFTCAP=softcap, HAS_SINKS=has_sinks,
+        query, keys, values, first, last, sinks if has_sinks else first, into, stats, rows, parts,
+        SCALE=scale, KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SOFTCAP=softcap, HAS_SINKS=has_sinks,
         DIRECT=direct, BLOCK_D=block_d, BLOCK_M=block_m, **options,
     )  # fmt: skip
     if not direct:
