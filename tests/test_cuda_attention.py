@@ -189,8 +189,8 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
 def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Config) -> triton.compiler.CompiledKernel:
     chunk, _ = kernels.parts_of(4096, 4096, groups)
     constants = dict(
-        SCALE=0.1, KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SOFTCAP=0.0, HAS_SINKS=False, DIRECT=not divided,
-        BLOCK_D=width, BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
+        KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
+        DIRECT=not divided, BLOCK_D=width, BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
     )  # fmt: skip
     out = "*fp32" if divided else "*bf16"
     types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i64", out, "*fp32", "i32", "i32"]

@@ -33,8 +33,8 @@ MOST_PARTS = 64
 @triton.jit
 def _attention_kernel(
     Q, K, V, FIRST, LAST, SINKS, OUT, STATS, rows, parts,
-    SCALE: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Q bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]; OUT bf16 [rows, heads, D], or float32 [parts, ...]
@@ -171,8 +171,8 @@ def _launch(
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
         query, keys, values, first, last, sinks if has_sinks else first, into, stats, rows, parts,
-        SCALE=scale, KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SOFTCAP=softcap, HAS_SINKS=has_sinks,
-        DIRECT=direct, BLOCK_D=block_d, BLOCK_M=block_m, **options,
+        KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap,
+        HAS_SINKS=has_sinks, DIRECT=direct, BLOCK_D=block_d, BLOCK_M=block_m, **options,
     )  # fmt: skip
     if not direct:
         columns = min(block_d, 64)
