@@ -193,7 +193,7 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
         DIRECT=not divided, BLOCK_D=width, BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
     )  # fmt: skip
     out = "*fp32" if divided else "*bf16"
-    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*i64", out, "*fp32", "i32", "i32"]
+    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", out, "*fp32", "i32", "i32"]
     kernel = kernels._attention_kernel
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}

@@ -170,14 +170,14 @@ def _launch(
         stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
-        query, keys, values, first, last, sinks if has_sinks else first, into, stats, rows, parts,
+        query, keys, values, first, last, sinks if has_sinks else query, into, stats, rows, parts,
         KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap,
         HAS_SINKS=has_sinks, DIRECT=direct, BLOCK_D=block_d, BLOCK_M=block_m, **options,
     )  # fmt: skip
     if not direct:
         columns = min(block_d, 64)
         add[(rows * heads, triton.cdiv(width, columns))](
-            into, stats, sinks if has_sinks else first, out, rows, parts,
+            into, stats, sinks if has_sinks else query, out, rows, parts,
             HEADS=heads, D=width, HAS_SINKS=has_sinks,
             BLOCK_P=triton.next_power_of_2(parts_of(longest, slots, groups)[1]), BLOCK_D=columns,
         )  # fmt: skip
