@@ -21,14 +21,14 @@ class Eagle3Speculator(nn.Module):
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H], logits [1,1,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
-        logits = self.target.logits(state[:, -1:])
-        return logits.argmax(-1), self._feature(state, taps), *self._given(logits)
+        scores = self.target.scores(state[:, -1:])
+        return scores.argmax(-1), self._feature(state, taps), *self._given_target(scores)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H], logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
-        logits = self.target.logits(state)
-        return logits.argmax(-1), self._feature(state, taps), *self._given(logits)
+        scores = self.target.scores(state)
+        return scores.argmax(-1), self._feature(state, taps), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], the
@@ -40,6 +40,9 @@ class Eagle3Speculator(nn.Module):
         """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner wants them."""
         state, _ = self.target(tokens, input_pos, ())
         return (self.target.logits(state[:, -1:]).float(),)
+
+    def _given_target(self, scores: Tensor) -> tuple[Tensor, ...]:
+        return self._given(self.target.capped(scores)) if self.gives_logits else ()
 
     def _given(self, logits: Tensor) -> tuple[Tensor, ...]:
         return (logits.float(),) if self.gives_logits else ()

@@ -7,7 +7,7 @@ backend made, with the rows of this forward. A name without a mask function of i
 Whether a family fits is not asked here: the twin check computes it both ways.
 """
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from eagle3.targets.attention import (
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
 from eagle3.targets.spec import Convert, Skeleton, Weights, Window, layer_windows
+
+SOFTCAP = "final_logit_softcapping"
 
 
 class DecoderLayersTarget(nn.Module):
@@ -80,9 +82,17 @@ class DecoderLayersTarget(nn.Module):
                 hook.remove()
         return out.last_hidden_state, tuple(states[tap] for tap in taps)
 
+    def scores(self, state: Tensor) -> Tensor:
+        """By transformers' own forward from the final state on: some scale what ``lm_head`` gives."""
+        return type(self.causal_lm).forward(_Tail(self.causal_lm, state), inputs_embeds=state).logits
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """As transformers does, in the dtype of ``scores``."""
+        cap = getattr(self.causal_lm.config, SOFTCAP, None)
+        return (scores if cap is None else torch.tanh(scores / cap) * cap).float()
+
     def logits(self, state: Tensor) -> Tensor:
-        """By transformers' own forward from the final state on: some scale or cap what ``lm_head`` gives."""
-        return type(self.causal_lm).forward(_Tail(self.causal_lm, state), inputs_embeds=state).logits.float()
+        return self.capped(self.scores(state))
 
     def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
         """By window, what the attention modules of its layers want of a forward."""
@@ -110,10 +120,14 @@ class _Past:
 
 
 class _Tail:
-    """A causal language model whose decoder has run already: it gives ``state``."""
+    """A causal language model whose decoder has run already: it gives ``state``, and caps nothing."""
 
     def __init__(self, causal_lm: nn.Module, state: Tensor):
         self._causal_lm, self._state = causal_lm, state
+        self.config = causal_lm.config
+        if getattr(self.config, SOFTCAP, None) is not None:
+            self.config = copy(self.config)
+            setattr(self.config, SOFTCAP, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._causal_lm, name)

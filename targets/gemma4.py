@@ -123,9 +123,15 @@ class Gemma4TapTarget(nn.Module):
             states.append(layer(states[-1], input_pos, rows.get(True), rows.get(False)))
         return self.model.norm(states[-1]), tuple(states[tap] for tap in taps)
 
-    def logits(self, state: Tensor) -> Tensor:
+    def scores(self, state: Tensor) -> Tensor:
+        return self.model.lm_head(state)
+
+    def capped(self, scores: Tensor) -> Tensor:
         cap = self.model.logit_softcap
-        return torch.tanh(self.model.lm_head(state).float() / cap) * cap
+        return torch.tanh(scores.float() / cap) * cap
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self.capped(self.scores(state))
 
     @staticmethod
     def _rows(attn: Gemma4Attention, input_pos: Tensor, mask: Tensor, x: Tensor) -> Rows:

@@ -41,8 +41,18 @@ class TapTarget(Protocol):
             the final normed state [1, T, hidden_size] and one [1, T, hidden_size] per tap
         """
 
+    def scores(self, state: "Tensor") -> "Tensor":
+        """What grows with the logits, [1, R, vocab_size], of normed states [1, R, hidden_size]: they without softcap.
+
+        The greatest score is the greatest logit. Where the softcap makes equals of the greatest logits (in float32 from
+        about nine times its value on), the greatest score is one of them.
+        """
+
+    def capped(self, scores: "Tensor") -> "Tensor":
+        """The logits of ``scores``, in float32."""
+
     def logits(self, state: "Tensor") -> "Tensor":
-        """Logits [1, R, vocab_size] of normed states [1, R, hidden_size]."""
+        """Logits [1, R, vocab_size] of normed states [1, R, hidden_size], in float32."""
 
 
 Weights = Iterable[tuple[str, "Tensor"]]

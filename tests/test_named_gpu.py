@@ -6,22 +6,28 @@ import io
 import os
 import subprocess
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import triton
 from torch._inductor import compile_fx, config, graph
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_to_dict
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
+from triton import Config
 from triton.runtime import driver
 
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.answers import answers
 from eagle3.export.lowering.cuda.named_gpu.choices import choices
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
 from eagle3.export.lowering.cuda.named_gpu.operators import operators
 from eagle3.export.lowering.cuda.named_gpu.versions import TESTED, check_versions
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
@@ -76,36 +82,115 @@ def _copy(x, y, n: triton.language.constexpr):
     triton.language.store(y + place, triton.language.load(x + place))
 
 
-def test_the_first_configuration_that_fits_the_gpu_is_compiled():
-    sizes = {"large": 200 << 10, "fits": 64 << 10, "also fits": 1 << 10}
-    compiled = []
+def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: HeuristicType) -> SimpleNamespace:
+    """An autotuner whose configurations take ``compiled``, by what they say: shared memory and stack, in bytes."""
 
-    def compile_one(name):
-        compiled.append(name)
-        return SimpleNamespace(kernel=SimpleNamespace(metadata=SimpleNamespace(shared=sizes[name])), config=name)
+    def compile_one(config: Config) -> SimpleNamespace:
+        shared, spilled = compiled[str(config)]
+        metadata = SimpleNamespace(shared=shared, num_warps=config.num_warps)
+        kernel = SimpleNamespace(metadata=metadata, asm={"cubin": (32, spilled)})
+        return SimpleNamespace(kernel=kernel, config=config)
 
-    def tuner():
-        kernel = SimpleNamespace(__name__="kernel")
-        return SimpleNamespace(compile_results=[], configs=list(sizes), fn=kernel, _precompile_config=compile_one)
-
-    with compiling(GPUS["sm_90"]):
-        large = tuner()
-        CachingAutotuner._precompile_worker(large)
-    with compiling(GPUS["sm_86"]):
-        small = tuner()
-        CachingAutotuner._precompile_worker(small)
-        sizes["fits"] = sizes["also fits"] = 1 << 20
-        with pytest.raises(ValueError, match="no configuration of the kernel kernel fits sm_86"):
-            CachingAutotuner._precompile_worker(tuner())
-    assert [result.config for result in (*large.compile_results, *small.compile_results)] == ["large", "fits"]
+    return SimpleNamespace(
+        compile_results=[],
+        configs=configs,
+        fn=SimpleNamespace(__name__="kernel"),
+        heuristic_type=kind,
+        inductor_meta={"precomputed_grids": [{"config": config_to_dict(c), "cpp": str(c.kwargs)} for c in configs]},
+        _precompile_config=compile_one,
+    )
 
 
-def test_nothing_is_timed_and_choices_keep_the_order_of_the_heuristics():
+def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
+    one = tuner(*args)
+    with (
+        compiling(GPUS[arch]),
+        patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin),
+    ):
+        CachingAutotuner._precompile_worker(one)
+    (result,) = one.compile_results
+    return result.config, one.inductor_meta["precomputed_grids"]
+
+
+KB, SMALL, WIDE = 1 << 10, Config({"BLOCK": 32}, 4, 1), Config({"BLOCK": 64}, 4, 2)
+WIDEST = Config({"BLOCK": 128}, 8, 3)
+
+
+def test_of_inductors_own_configurations_the_first_that_fits_the_gpu_is_compiled():
+    compiled = {str(WIDEST): (200 * KB, 0), str(WIDE): (64 * KB, 500), str(SMALL): (KB, 0)}
+    given = [WIDEST, WIDE, SMALL], compiled, HeuristicType.POINTWISE
+    assert chosen("sm_90", *given)[0] is WIDEST
+    assert chosen("sm_86", *given)[0] is WIDE
+    compiled[str(WIDE)] = compiled[str(SMALL)] = (1 << 20, 0)
+    with pytest.raises(ValueError, match="no configuration of the kernel kernel fits sm_86"):
+        chosen("sm_86", *given)
+
+
+def test_of_a_kernel_written_by_hand_most_is_in_flight_that_fits_and_spills_nothing():
+    compiled = {str(WIDEST): (100 * KB, 0), str(WIDE): (64 * KB, 0), str(SMALL): (KB, 0)}
+    given = [SMALL, WIDE, WIDEST], compiled, HeuristicType.USER_AUTOTUNE
+    assert chosen("sm_90", *given)[0] is WIDEST
+    assert chosen("sm_80", *given)[0] is WIDE  # two of which have room on a multiprocessor
+    compiled[str(WIDE)] = (90 * KB, 0)
+    assert chosen("sm_80", *given)[0] is WIDEST
+    assert chosen("sm_89", *given)[0] is WIDE
+    compiled[str(WIDEST)] = (100 * KB, 24)
+    assert chosen("sm_90", *given)[0] is WIDE
+
+
+def test_where_none_is_good_other_warps_and_stages_are_offered_with_the_grid_of_their_tile():
+    offered = [each for group in groups([SMALL, WIDE]) for each in group]
+    compiled = {str(each): (KB, 100) for each in offered}
+    compiled |= {str(WIDE): (KB, 300), str(SMALL): (KB, 0)}
+    assert chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)[0] is SMALL
+    ahead = next(each for each in offered if (each.num_warps, each.num_stages) == (8, 2))
+    compiled[str(ahead)] = (KB, 0)
+    found, grids = chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)
+    assert str(found) == str(ahead) and found.kwargs == {"BLOCK": 64}
+    assert grids[-1] == {"config": config_to_dict(found), "cpp": str(WIDE.kwargs)}
+    compiled = {str(each): (KB, 100) for each in offered} | {str(SMALL): (KB, 50)}
+    assert chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)[0] is SMALL  # the least of all
+
+
+@triton.jit
+def _many_sums(x, y, n: triton.language.constexpr):
+    place = triton.language.arange(0, n)
+    found = triton.language.load(x + place[:, None] * n + place[None, :])
+    triton.language.store(y + place[:, None] * n + place[None, :], triton.language.dot(found, found))
+
+
+@without_gpu
+def test_spills_are_read_from_the_compiled_kernel():
+    spilled = []
+    for n, warps in ((32, 4), (256, 4)):
+        source = triton.compiler.ASTSource(_many_sums, {"x": "*bf16", "y": "*fp32", "n": "constexpr"}, {"n": n})
+        with compiling(GPUS["sm_90"]):
+            compiled = triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps})
+        spilled.append(usage(compiled.asm["cubin"])[1])
+    assert spilled[0] == 0 < spilled[1]
+
+
+def test_products_of_few_rows_take_tiles_with_many_bytes_in_flight_and_of_many_rows_large_ones():
+    tiles = [Tile(16, 32, 16, 1, 2), Tile(16, 32, 128, 5, 2), Tile(64, 64, 64, 3, 8), Tile(128, 128, 64, 3, 4)]
+    tiles += [Tile(128, 256, 128, 5, 8), Tile(128, 256, 32, 2, 2)]  # too much shared memory, too many registers
+
+    def rank(rows: int, arch: str) -> list[Tile]:
+        times = {tile: nanoseconds(tile, (1, rows, 5376, 16128), 2, GPUS[arch]) for tile in tiles}
+        assert times[tiles[-1]] == times[tiles[-2]] == float("inf")
+        return sorted(tiles[:-2], key=times.get)
+
+    for arch in GPUS:
+        assert rank(8, arch)[0] == tiles[1] and rank(1024, arch)[0] == tiles[3]
+        assert rank(1024, arch)[-1] == tiles[0]
+
+
+def test_nothing_is_timed_and_templates_are_ranked():
     before = AlgorithmSelectorCache.do_autotuning, config.shape_padding, config.compile_threads
-    with choices():
+    with choices(GPUS["sm_90"]):
         ranked = AlgorithmSelectorCache.do_autotuning(None, "mm", [], None, {}, "key", ["b", "a", "c"], None)
-        assert sorted(ranked, key=ranked.get) == ["b", "a", "c"]
+        assert sorted(ranked, key=ranked.get) == ["b", "a", "c"]  # what are no templates keep their order
         assert not config.shape_padding and config.compile_threads == 1
+        assert CUDAConfigHeuristic().get_mm_configs().keywords["configs"][-len(MORE) :] == MORE
     assert before == (AlgorithmSelectorCache.do_autotuning, config.shape_padding, config.compile_threads)
 
 

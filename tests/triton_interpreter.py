@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+import triton.experimental.gluon  # noqa: F401  (imported later, it would find the language's own kernels wrapped)
 import triton.language as tl
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -35,12 +37,21 @@ def bfloat16_done_right():
     return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16)
 
 
+def _restore(before: dict[Any, dict[str, Any]]) -> None:
+    for owner, values in before.items():
+        for name, value in values.items():
+            if vars(owner).get(name) is not value and not name.startswith("__"):
+                setattr(owner, name, value)
+
+
 @contextmanager
 def interpreted(*modules: ModuleType) -> Iterator[None]:
-    """The kernels of ``modules``, and what they call, on host tensors."""
+    """The kernels of ``modules``, and what they call, on host tensors. The interpreter leaves the language changed."""
+    before = {owner: dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.standard, tl.tensor)}
     with ExitStack() as stack:
+        stack.callback(_restore, before)
         stack.enter_context(bfloat16_done_right())
-        for module in modules:
+        for module in (tl, tl.standard, *modules):  # the language's own reductions are kernels too
             kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
             wrapped = {name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}
             stack.enter_context(mock.patch.multiple(module, **wrapped))

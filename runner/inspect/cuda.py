@@ -21,7 +21,7 @@ KERNEL_KINDS = {
     "small_m_sum": re.compile(r"(?!triton_).*small_m_sum"),
     "small_m": re.compile(r"(?!triton_).*small_m"),
     "template_matmul": re.compile(r"triton_(tem|b?mm|addmm)_"),
-    "attention": re.compile(r"(?!triton_).*sdpa"),
+    "attention": re.compile(r"(?!triton_).*(attention|sdpa)"),
     "fused": re.compile(r"triton_"),
     "other": re.compile(r""),
 }

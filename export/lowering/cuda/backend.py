@@ -27,7 +27,8 @@ from torch.export import ExportedProgram
 
 from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
-from eagle3.export.lowering.cuda.attention import BoundedAttention
+from eagle3.export.lowering.cuda.argmax import argmax_over_blocks
+from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.graph_check import check_linears
@@ -57,7 +58,7 @@ OPTIONS = {
 }
 
 
-attention = BoundedAttention
+attention = CudaAttention
 
 
 def local_arch() -> str | None:
@@ -128,7 +129,7 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
     local = local_arch()
     return {
         "cuda_arch": local or plan.config.cuda_arch,
-        "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "first choice of Inductor's heuristics",
+        "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
         "linears": {name: check_linears(name, program) for name, program in programs.items()},
         "toolchain": {"triton": importlib.metadata.version("triton"), "nvcc": nvcc_version()},
     }
@@ -150,7 +151,8 @@ def lower(
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
-    with for_gpu, inductor.patch(OPTIONS), analyzed_once(), recorded_launches(rows) as launches:
+    recorded = recorded_launches(rows)
+    with for_gpu, inductor.patch(OPTIONS), analyzed_once(), argmax_over_blocks(), recorded as launches:
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=partitioners,

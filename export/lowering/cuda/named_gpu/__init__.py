@@ -4,8 +4,9 @@ AOTInductor asks the GPU at hand what it is, compiles for it, times kernels on i
 its driver. Six parts answer in its place, each a context manager in a file of its own:
 
 1. ``answers``    what PyTorch says of the GPU
-2. ``compiling``  Triton compiles for the named architecture; nothing is loaded or launched
-3. ``choices``    nothing is timed: kernels are the first choice of Inductor's heuristics that fits the GPU
+2. ``compiling``  Triton compiles for the named architecture; nothing is loaded or launched. Of the configurations of a
+   kernel written by hand the one is kept that ``configurations`` takes, by spills and by what is in flight
+3. ``choices``    nothing is timed: templates for products are ranked by ``matmuls``, from their tiles
 4. ``weights``    weights are fake CUDA tensors that remember where their data lies on the host
 5. ``operators``  Python's operators of fake CUDA tensors do not ask for their device
 6. ``toolchain``  nvcc from pip packages, a stub of the driver's library to link with
@@ -37,6 +38,6 @@ def named_gpu(arch: str) -> Iterator[None]:
 
     gpu = GPUS[arch]
     with ExitStack() as parts:
-        for part in (toolchain(), answers(gpu), compiling(gpu), choices(), weights_on_host(), operators()):
+        for part in (toolchain(), answers(gpu), compiling(gpu), choices(gpu), weights_on_host(), operators()):
             parts.enter_context(part)
         yield

@@ -1,7 +1,8 @@
-"""Part 3: nothing can be timed, so Inductor's choices are made by its heuristics."""
+"""Part 3: nothing can be timed, so templates are chosen by what ``matmuls`` makes of their tiles."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -9,7 +10,11 @@ from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
+from torch._inductor.template_heuristics.triton import BaseConfigHeuristic
 from torch._inductor.virtualized import V
+
+from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, ranked
 
 UNTIMED = {
     "compile_threads": 1,  # workers are processes of their own and know nothing of this substitution
@@ -21,7 +26,7 @@ UNTIMED = {
 
 
 @contextmanager
-def choices() -> Iterator[None]:
+def choices(gpu: Gpu) -> Iterator[None]:
     """Within it, Inductor benchmarks nothing, and the code that would tune kernels runs on fake tensors."""
     run_block = PythonWrapperCodegen.generate_and_run_autotune_block
     init_patterns = joint_graph.lazy_init
@@ -30,15 +35,20 @@ def choices() -> Iterator[None]:
         with V.fake_mode:
             return run_block(self)
 
-    def rank_by_order(self, name, nodes, layout, gens, key, choices, *args, **kwargs) -> dict:
-        """Templates in the order that Inductor proposes them in, as if each took longer than the one before."""
-        templates = [choice for choice in choices if isinstance(choice, TritonTemplateCaller)] or choices
-        return {choice: float(rank + 1) for rank, choice in enumerate(templates)}
+    def rank_by_estimate(self, name, nodes, layout, gens, key, choices, *args, **kwargs) -> dict:
+        templates = [choice for choice in choices if isinstance(choice, TritonTemplateCaller)]
+        if not templates or any(choice.log_info.get("tile_shape", "None") == "None" for choice in templates):
+            return {choice: float(rank + 1) for rank, choice in enumerate(templates or choices)}
+        return ranked(templates, gpu)
+
+    def with_more(self) -> partial:
+        return partial(self.preprocess_mm_configs, configs=self.mm_configs + MORE)
 
     with (
         config.patch(UNTIMED),
         patch.object(PythonWrapperCodegen, "generate_and_run_autotune_block", run_block_on_fakes),
-        patch.object(AlgorithmSelectorCache, "do_autotuning", rank_by_order),
+        patch.object(AlgorithmSelectorCache, "do_autotuning", rank_by_estimate),
+        patch.object(BaseConfigHeuristic, "get_mm_configs", with_more),
         # Patterns are traced once a process, on tensors of the device that is asked for.
         patch.object(joint_graph, "lazy_init", lambda device=None: init_patterns(torch.device("cpu"))),
     ):

@@ -9,18 +9,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._inductor.codegen.cuda import compile_utils
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, StaticTritonCompileResult
+from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, StaticTritonCompileResult, config_to_dict
+from triton import Config
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from eagle3.export.lowering.cuda.named_gpu.configurations import best
 from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
 
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
@@ -52,31 +56,50 @@ class NamedDriver:
         return torch.device("cuda", 0)
 
 
+def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
+    """A kernel's grid is known by the configuration: one with other warps or stages has that of its tile."""
+    grids = inductor_meta.get("precomputed_grids", ())
+    named = config_to_dict(config)
+    tiles = [grid for grid in grids if config.kwargs.items() <= grid["config"].items()]
+    if tiles and all(grid["config"] != named for grid in grids):
+        grids.append(tiles[0] | {"config": named})
+
+
 @contextmanager
 def compiling(gpu: Gpu) -> Iterator[None]:
-    """Within it, each kernel is compiled with the first of its configurations that fits ``gpu``, and kept."""
+    """Within it, each kernel is compiled with one of its configurations that fits ``gpu``, and kept: the first of those
+    that Inductor proposes, and of a kernel written by hand the one that ``configurations`` takes."""
 
     make_ttgir = compiler.CUDABackend.make_ttgir
 
     def make_plain_ttgir(mod, metadata, opt, capability):
         return make_ttgir(mod, metadata, opt, min(capability, LAST_PLAIN))
 
-    def compile_first_that_fits(self: CachingAutotuner) -> None:
+    def compile_one(self: CachingAutotuner) -> None:
         if self.compile_results:
             return
         refusals = []
-        for config in self.configs:
+
+        def compiled(config: Config) -> Any | None:
             try:
                 result = self._precompile_config(config)
             except (OutOfResources, PTXASError) as error:
                 refusals.append(str(error))
-                continue
+                return None
             shared = result.kernel.metadata.shared
             if shared <= gpu.shared_memory_per_block:
-                self.compile_results, self.configs = [result], None
-                return
+                return result
             refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
-        raise ValueError(f"no configuration of the kernel {self.fn.__name__} fits sm_{gpu.arch}: {refusals[-1]}")
+            return None
+
+        if self.heuristic_type == HeuristicType.USER_AUTOTUNE and len(self.configs) > 1:
+            result = best(self.configs, compiled, gpu)
+        else:
+            result = next(filter(None, map(compiled, self.configs)), None)
+        if result is None:
+            raise ValueError(f"no configuration of the kernel {self.fn.__name__} fits sm_{gpu.arch}: {refusals[-1]}")
+        add_grid(self.inductor_meta, result.config)
+        self.compile_results, self.configs = [result], None
 
     def make_launchers(self: CachingAutotuner) -> None:
         if not self.launchers:
@@ -99,7 +122,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             patch.object(compiler.CUDABackend, "make_ttgir", staticmethod(make_plain_ttgir)),
             patch.object(compile_utils, "_nvcc_arch_as_compile_option", lambda: str(gpu.arch)),
             patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
-            patch.object(CachingAutotuner, "_precompile_worker", compile_first_that_fits),
+            patch.object(CachingAutotuner, "_precompile_worker", compile_one),
             patch.object(CachingAutotuner, "_make_launchers", make_launchers),
             patch.object(CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),  # asks for occupancy
             patch.object(CachingAutotuner, "run", keep_instead_of_launch),

@@ -1,0 +1,37 @@
+"""The greatest of long rows over many blocks: Inductor's own argmax takes one block a row, of 262,144 logits too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._inductor import decomposition
+from torch.nn import functional as F
+
+BLOCK = 2048
+
+
+def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """As ``torch.argmax`` over the last dimension, the first of equals too: the first block's, and in it the first.
+
+    What has another dimension, or rows of two blocks at most, is left to Inductor.
+    """
+    if dim not in (-1, x.ndim - 1) or x.shape[-1] <= 2 * BLOCK:
+        return NotImplemented
+    blocks = F.pad(x, (0, -x.shape[-1] % BLOCK), value=float("-inf")).unflatten(-1, (-1, BLOCK))
+    greatest, within = blocks.max(-1)
+    block = greatest.argmax(-1, keepdim=True)
+    ids = block * BLOCK + within.gather(-1, block)
+    return ids if keepdim else ids.squeeze(-1)
+
+
+@contextmanager
+def argmax_over_blocks() -> Iterator[None]:
+    """Within it, Inductor takes ``argmax_of_blocks``."""
+    table: dict[Any, Any] = decomposition.decompositions
+    with patch.dict(table, {torch.ops.aten.argmax.default: argmax_of_blocks}):
+        decomposition.fast_random_decomps.cache_clear()
+        yield
+    decomposition.fast_random_decomps.cache_clear()

@@ -1,0 +1,242 @@
+"""Attention to a KV cache that reads each key and value once for all rows that share them, in Triton.
+
+A row attends to a run of positions, from its ``first`` up to its own. Position p lies in slot p modulo the slots of the
+cache, so that a ring of two windows is swept over one. The rows of a program are those of all query heads of a
+key-value head, below each other; only a chunk of prefill, or heads too wide for the registers, takes more programs,
+which find the keys in L2.
+
+A few rows fill a GPU only when the positions are divided: among programs of ``chunk`` positions each, counted from
+position 0. Each leaves its maximum, sum and weighted values in float32, at its number modulo the programs; a second
+kernel adds them. So neither what is added nor its order depends on the other rows of a call, and positions that a row
+does not attend to add exact zeros: a row has the same bits with any number of rows up to ``FEW``.
+
+Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for the product with the values. A softcap
+and sinks (see ``EagerAttention``) take a few instructions.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from eagle3.targets.attention import attend
+
+FEW = 16
+"""Rows up to which the positions are divided."""
+MOST_PARTS = 64
+"""Among which the positions are divided."""
+
+
+@triton.jit
+def _attention_kernel(
+    Q, K, V, FIRST, LAST, SINKS, OUT, STATS, rows, parts,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # Q bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]; OUT bf16 [rows, heads, D], or float32 [parts, ...]
+    # with STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum.
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(packed // GROUPS, rows - 1)
+    head = kv_head * GROUPS + packed % GROUPS
+    d = tl.arange(0, BLOCK_D)
+    WHOLE: tl.constexpr = D == BLOCK_D
+    at = (row * (KV_HEADS * GROUPS) + head).to(tl.int64)
+    q = tl.load(Q + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
+    first = tl.load(FIRST + row).to(tl.int32)
+    last = tl.load(LAST + row).to(tl.int32)
+    low = tl.load(FIRST + tile * BLOCK_M // GROUPS).to(tl.int32)  # neither falls from row to row
+    high = tl.load(LAST + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUPS, rows - 1)).to(tl.int32)
+    start = low // BLOCK_N * BLOCK_N
+    end = high + 1
+    part = 0
+    if parts > 1:
+        chunk = low // CHUNK + tl.program_id(2)
+        part = chunk % parts
+        start = tl.maximum(start, chunk * CHUNK)
+        end = tl.minimum(end, chunk * CHUNK + CHUNK)
+    K += kv_head.to(tl.int64) * (SLOTS * D)
+    V += kv_head.to(tl.int64) * (SLOTS * D)
+
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: of a row without a position so far, no difference is NaN
+    total = tl.full((BLOCK_M,), 0, tl.float32)
+    acc = tl.full((BLOCK_M, BLOCK_D), 0, tl.float32)
+    for begin in tl.range(start, end, BLOCK_N):
+        position = begin + tl.arange(0, BLOCK_N)
+        slot = position % SLOTS
+        places = slot[:, None] * D + d[None, :]
+        k = tl.load(K + places) if WHOLE else tl.load(K + places, mask=d[None, :] < D, other=0)
+        scores = tl.dot(q, tl.trans(k))
+        if SOFTCAP > 0:
+            scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp(scores * (2 * SCALE / SOFTCAP))))
+        else:
+            scores = scores * (SCALE * 1.4426950408889634)
+        seen = (position[None, :] >= first[:, None]) & (position[None, :] <= last[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrunk = tl.exp2(top - higher)
+        total = total * shrunk + tl.sum(weights, 1)
+        top = higher
+        v = tl.load(V + places) if WHOLE else tl.load(V + places, mask=d[None, :] < D, other=0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrunk[:, None])
+
+    here = packed < rows * GROUPS
+    if DIRECT:
+        if HAS_SINKS:
+            total += tl.exp2(tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634 - top)
+        out = (acc / total[:, None]).to(OUT.dtype.element_ty)
+        tl.store(OUT + at[:, None] * D + d[None, :], out, mask=here[:, None] & (d[None, :] < D))
+    else:
+        at += (part * rows).to(tl.int64) * (KV_HEADS * GROUPS)
+        tl.store(STATS + at * 2, top, mask=here)
+        tl.store(STATS + at * 2 + 1, total, mask=here)
+        tl.store(OUT + at[:, None] * D + d[None, :], acc, mask=here[:, None] & (total > 0)[:, None] & (d[None, :] < D))
+
+
+@triton.jit
+def _attention_sum_kernel(
+    PARTS, STATS, SINKS, OUT, rows, parts,
+    HEADS: tl.constexpr, D: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # one row and head, BLOCK_D of its columns: [parts, rows, HEADS, D] -> [rows, HEADS, D]
+    at = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    part = tl.arange(0, BLOCK_P)
+    from_part = at + part.to(tl.int64) * (rows * HEADS)
+    top = tl.load(STATS + from_part * 2, mask=part < parts, other=-1e30)
+    total = tl.load(STATS + from_part * 2 + 1, mask=part < parts, other=0)
+    highest = tl.max(top, 0)
+    share = tl.exp2(top - highest)
+    here = (total > 0)[:, None] & (d < D)[None, :]
+    values = tl.load(PARTS + from_part[:, None] * D + d[None, :], mask=here, other=0)
+    sums = tl.sum(total * share, 0)
+    if HAS_SINKS:
+        sums += tl.exp2(tl.load(SINKS + at % HEADS).to(tl.float32) * 1.4426950408889634 - highest)
+    out = tl.sum(values * share[:, None], 0) / sums
+    tl.store(OUT + at.to(tl.int64) * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
+
+
+CONFIGS = [
+    triton.Config({"BLOCK_N": keys}, num_warps=4, num_stages=stages)
+    for keys, stages in ((64, 3), (32, 4), (64, 2), (32, 3), (32, 2), (16, 3), (16, 2))
+] + [triton.Config({"BLOCK_N": keys}, num_warps=8, num_stages=2) for keys in (64, 32)]
+_attention_tuned = triton.autotune(CONFIGS, key=["SLOTS", "D", "GROUPS", "BLOCK_M", "DIRECT"])(_attention_kernel)
+
+
+def parts_of(longest: int, slots: int, groups: int) -> tuple[int, int]:
+    """Positions of a part, and the parts that a tile of up to ``FEW`` rows needs at most."""
+    chunk = 128 if groups <= 4 else 256  # what a part of 8 rows leaves behind is at most half of what it reads
+
+    def needed() -> int:  # the positions of a ring's window begin anywhere in a chunk
+        return triton.cdiv(slots, chunk) if longest == slots else triton.cdiv(longest + FEW - 2, chunk) + 1
+
+    while needed() > MOST_PARTS:
+        chunk *= 2
+    return chunk, needed()
+
+
+def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
+    """Rows of a program, those of all query heads of a key-value head: what its registers hold at most."""
+    most = 128 if width <= 64 else 64 if width <= 256 else 32
+    return min(most, max(16, triton.next_power_of_2(groups * divided_rows))) if divided_rows else most
+
+
+def _launch(
+    kernel: Any, add: Any, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor,
+    scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, **options,
+) -> Tensor:  # fmt: skip
+    if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
+        raise ValueError(f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16")
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError(f"the caches have strides {keys.stride()} and {values.stride()}: not contiguous")
+    query = query.contiguous()
+    _, rows, heads, width = query.shape
+    _, kv_heads, slots, _ = keys.shape
+    groups, block_d = heads // kv_heads, max(16, triton.next_power_of_2(width))
+    chunk, parts = parts_of(longest, slots, groups)
+    block_m = rows_of_tile(groups, divided_rows, width)
+    direct = not divided_rows or parts == 1
+    out, has_sinks = torch.empty_like(query), sinks is not None
+    if direct:
+        parts, into, stats = 1, out, out
+    else:
+        into = torch.empty(parts * FEW + rows, heads, width, dtype=torch.float32, device=query.device)
+        stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
+        parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
+    kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
+        query, keys, values, first, last, sinks if has_sinks else query, into, stats, rows, parts,
+        KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap,
+        HAS_SINKS=has_sinks, DIRECT=direct, BLOCK_D=block_d, BLOCK_M=block_m, **options,
+    )  # fmt: skip
+    if not direct:
+        columns = min(block_d, 64)
+        add[(rows * heads, triton.cdiv(width, columns))](
+            into, stats, sinks if has_sinks else query, out, rows, parts,
+            HEADS=heads, D=width, HAS_SINKS=has_sinks,
+            BLOCK_P=triton.next_power_of_2(parts_of(longest, slots, groups)[1]), BLOCK_D=columns,
+        )  # fmt: skip
+    return out
+
+
+@triton_op("eagle3::attention", mutates_args={})
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    longest: int,
+    divided_rows: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax-weighted values of the positions that each row attends to, which the cache holds. On CUDA the kernel of
+    this module, on the host ``attention_reference``. One node of an exported program.
+
+    Args:
+        query: bfloat16 [1, T, heads, head_dim], T may be dynamic
+        keys, values: bfloat16 [1, kv_heads, slots, head_dim], contiguous; position p is in slot p % slots
+        first, last: int64 [T], what row t attends to, inclusively; neither falls from row to row
+        scale: factor on the products of query and key
+        longest: the most positions that a row attends to
+        divided_rows: the positions are divided among programs for up to ``FEW`` rows, which the tiles suit best for
+            this number of them; 0: they never are, T is that of a chunk of prefill
+        softcap: the scaled products x become softcap * tanh(x / softcap); 0: they stay
+        sinks: [heads], a logit that each softmax has besides, with a value of zero
+
+    Returns:
+        bfloat16 [1, T, heads, head_dim]; the bits of a row do not depend on the others for up to ``FEW`` of them
+
+    Raises:
+        ValueError: (on CUDA) another dtype, a cache that is not contiguous
+    """
+    given = query, keys, values, first, last, scale, longest, divided_rows, softcap, sinks
+    return _launch(wrap_triton(_attention_tuned), wrap_triton(_attention_sum_kernel), *given)
+
+
+@attention.register_kernel("cpu")
+def attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    longest: int,
+    divided_rows: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``attention`` in plain PyTorch, of any floating dtype."""
+    slots = keys.shape[2]
+    position = last[-1] - (last[-1] - torch.arange(slots)) % slots  # what a slot was last written for
+    mask = (position >= first[:, None]) & (position <= last[:, None])
+    out = attend(query.transpose(1, 2), keys, values, mask[None, None], scale, softcap or None, sinks)
+    return out.transpose(1, 2).contiguous()

@@ -1,0 +1,82 @@
+"""What a product of two matrices takes with each of Inductor's templates, estimated from its tiles.
+
+A block of the grid walks along K, ``stages - 1`` steps ahead of what it multiplies. Its step takes the longest of the
+memory's latency over the steps that are under way, the bytes that the blocks of a multiprocessor load, and their
+products. So few rows want many bytes in flight, and many rows large tiles. No constant is exact, and none needs to be:
+templates differ by factors.
+"""
+
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+from torch._inductor.template_heuristics.triton import GemmConfig
+from torch._inductor.virtualized import V
+
+from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+
+LATENCY = 800.0  # ns, of a load from memory that others load from too
+BYTES, FLOPS = 36.0, 3500.0  # a nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
+START = 3000.0  # ns, of a kernel
+BARRIER = 50.0  # ns, of a step
+REGISTERS = 65536  # of a multiprocessor
+OTHER_REGISTERS = 64  # of a thread, beside its sums
+MORE = [
+    GemmConfig(16, 32, 128, 4, 2),
+    GemmConfig(16, 32, 128, 5, 2),
+    GemmConfig(16, 64, 128, 4, 4),
+    GemmConfig(16, 64, 128, 5, 4),
+    GemmConfig(32, 64, 128, 4, 4),
+    GemmConfig(128, 128, 64, 3, 8),
+]
+"""Beside Inductor's own, which have no tile of few rows with more than two stages of 128 columns."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of the output [m, n], ``k`` columns of the operands at a time."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+    @classmethod
+    def of(cls, choice: Any) -> "Tile":
+        """The tile of a ``TritonTemplateCaller``."""
+        m, k, n = (int(size) for size in choice.log_info["tile_shape"].strip("()").split(","))
+        return cls(m, n, k, choice.bmreq.num_stages, choice.bmreq.num_warps)
+
+
+def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu: Gpu) -> float:
+    """Of a batch of products, ``sizes`` (batch, M, N, K), of elements of ``itemsize`` bytes; infinite for a tile that
+    does not fit ``gpu``."""
+    batch, m, n, k = sizes
+    loaded = (tile.m + tile.n) * tile.k * itemsize  # of a step, bytes
+    shared = tile.stages * loaded
+    registers = tile.m * tile.n // (32 * tile.warps) + OTHER_REGISTERS  # of a thread
+    if shared > gpu.shared_memory_per_block or registers > 255:
+        return float("inf")
+    resident = min(
+        gpu.shared_memory_per_multiprocessor // (shared + 1024),
+        REGISTERS // (registers * 32 * tile.warps),
+        gpu.threads_per_multiprocessor // (32 * tile.warps),
+    )
+    blocks = batch * ceil(m / tile.m) * ceil(n / tile.n)
+    together = min(resident, ceil(blocks / gpu.multiprocessors))
+    ahead = tile.stages - 1 or 0.5  # with one stage nothing is multiplied while a step is loaded
+    step = max(LATENCY / ahead, together * loaded / BYTES, together * 2 * tile.m * tile.n * tile.k / FLOPS)
+    step += BARRIER
+    waves = ceil(blocks / (gpu.multiprocessors * together))
+    return START + waves * (ceil(k / tile.k) * step + LATENCY)
+
+
+def ranked(choices: list[Any], gpu: Gpu) -> dict[Any, float]:
+    """``TritonTemplateCaller`` of one product, each with its estimated time."""
+    hint = V.graph.sizevars.optimization_hint
+    left, right = choices[0].input_nodes[-2:]
+    *batch, m, n = (hint(size) for size in choices[0].layout.size)
+    sizes = prod(batch), m, n, hint(left.get_size()[-1])
+    itemsize = right.get_dtype().itemsize
+    return {choice: nanoseconds(Tile.of(choice), sizes, itemsize, gpu) for choice in choices}

@@ -1,0 +1,54 @@
+"""Greedy ids: of scores before the softcap, over blocks on CUDA, the first of equals."""
+
+import pytest
+import torch
+from random_checkpoints import SIZE
+from torch._inductor.decomposition import select_decomp_table
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from eagle3.export.lowering.cuda.argmax import BLOCK, argmax_of_blocks, argmax_over_blocks
+from eagle3.targets.attention import EagerAttention
+from eagle3.targets.decoder_layers import DecoderLayersTarget
+
+
+@pytest.mark.parametrize("columns", [2 * BLOCK + 1, 3 * BLOCK, 32000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_of_blocks_is_torchs_argmax_and_takes_the_first_of_equals(columns, dtype):
+    torch.manual_seed(columns)
+    x = torch.randn(2, 5, columns).to(dtype)
+    x[0, 0] = -torch.inf
+    x[0, 1] = -3.0  # all equal
+    x[1, 0, [BLOCK - 1, BLOCK, columns - 1]] = 100.0
+    x[1, 1, columns - 1] = 100.0
+    x[1, 2, [BLOCK + 7, BLOCK + 5]] = 100.0
+    for rows in (x, (x * 2).round()):  # most of the latter have many equals
+        assert torch.equal(argmax_of_blocks(rows, -1), rows.argmax(-1))
+        assert torch.equal(argmax_of_blocks(rows, 2, keepdim=True), rows.argmax(-1, keepdim=True))
+    assert argmax_of_blocks(x, 0) is argmax_of_blocks(x[..., : 2 * BLOCK], -1) is NotImplemented
+
+
+def test_inductor_takes_it_within_the_context_alone():
+    op = torch.ops.aten.argmax.default
+    before = select_decomp_table().get(op)
+    with argmax_over_blocks():
+        assert select_decomp_table()[op] is argmax_of_blocks
+    assert select_decomp_table().get(op) is before
+
+
+@pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_scores_are_transformers_logits_and_the_greatest_score_is_a_greatest_logit(config, dtype):
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZE, **({"final_logit_softcapping": None} | config))).to(dtype)
+    model.lm_head.weight.data.mul_(40)  # logits far beyond the softcap, many of them equal
+    target, state = DecoderLayersTarget(model, 64, EagerAttention, dtype), torch.randn(1, 64, SIZE["hidden_size"])
+    state = state.to(dtype)
+    scores, logits = target.scores(state), target.logits(state)
+    head = model.lm_head(state)
+    assert torch.equal(scores, head)
+    cap = config.get("final_logit_softcapping")
+    assert torch.equal(logits, (torch.tanh(head / cap) * cap if cap else head).float())
+    chosen = logits.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+    assert torch.equal(chosen, logits.amax(-1))
+    if cap:
+        assert not torch.equal(scores.argmax(-1), logits.argmax(-1))  # of equals the score's is not always the first

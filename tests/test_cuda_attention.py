@@ -1,0 +1,217 @@
+"""CUDA's attention: the numbers of its kernels, by the interpreter, are the eager ones; what they compile to."""
+
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor, nn
+from torch.export import Dim
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpreterBuilder
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.attention import CudaAttention
+from eagle3.export.lowering.cuda.backend import ranges
+from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.configurations import usage
+from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.targets.attention import EagerAttention, KVCacheShape, attention_mask
+
+SLOTS, WINDOW, DIM = 300, 100, 16
+
+
+def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
+    """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16."""
+    given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest)]
+    with interpreted(kernels):
+        found = kernels._launch(kernels._attention_kernel, kernels._attention_sum_kernel, *given, BLOCK_N=keys)
+    return found.to(query.dtype)
+
+
+class Attend(nn.Module):
+    """``heads`` of queries to 2 of keys and values."""
+
+    def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS):
+        super().__init__()
+        self.window, self.chunked, self.softcap, self.sinks, self.slots = window, chunked, softcap, sinks, slots
+        self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None))
+
+    def forward(self, query, key, value, input_pos):
+        mask = attention_mask(input_pos, self.slots, self.window, self.chunked)
+        rows = self.attention.rows(input_pos, mask)
+        return self.attention(query, key, value, rows, 0.25, softcap=self.softcap, sinks=self.sinks)
+
+
+def inputs(first: int, rows: int, heads: int = 4, width: int = DIM):
+    torch.manual_seed(first + rows)
+    shapes = (1, rows, heads, width), (1, rows, 2, width), (1, rows, 2, width)
+    return *(torch.randn(shape).bfloat16().float() for shape in shapes), torch.arange(first, first + rows)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1.5e-2, rtol=1e-2)  # softmax's weights and the output in bfloat16
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=some.sampled_from([1, 2, 3, 8]),
+    width=some.sampled_from([8, 16, 24, 64]),
+    window=some.sampled_from([0, 5, 16, WINDOW]),
+    chunked=some.booleans(),
+    softcap=some.sampled_from([None, 2.0]),
+    with_sinks=some.booleans(),
+    keys=some.sampled_from([16, 32, 64]),
+    calls=some.lists(some.tuples(some.integers(1, 18), some.integers(0, 5)), min_size=1, max_size=4),
+    start=some.integers(0, 240),
+)
+def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with_sinks, keys, calls, start):
+    """Of any heads, with rings at any phase, after positions that were written again."""
+    sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
+    eager, ours = (
+        Attend(kind, window, chunked and window > 0, softcap, sinks, width) for kind in (EagerAttention, CudaAttention)
+    )
+    with patch("eagle3.export.lowering.cuda.attention.attention", lambda *given: by_interpreter(*given, keys=keys)):
+        for begin in range(0, start, window or start or 1):  # what the cache holds
+            filled = inputs(begin, min(window or start, start - begin), 2 * groups, width)
+            for each in (eager, ours):
+                each.attention.kv_cache.update(filled[3], filled[1].transpose(1, 2), filled[2].transpose(1, 2))
+        first = start
+        for rows, again in calls:
+            rows = min(rows, window or rows, SLOTS - first)
+            if rows < 1:
+                break
+            given_now = inputs(first, rows, 2 * groups, width)
+            assert_equal(ours(*given_now), eager(*given_now))
+            first = max(first + rows - again, 0) if not window else first + rows - min(again, rows)
+
+
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window):
+    eager, ours = (Attend(kind, window) for kind in (EagerAttention, CudaAttention))
+    for first, rows in ((0, 90), (90, 20)):
+        given_now = inputs(first, rows)
+        expected = eager(*given_now)
+        torch.testing.assert_close(ours(*given_now), expected)  # the op on the host
+        last = given_now[3]
+        begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+        cache = ours.attention.kv_cache
+        rest = cache.k_cache, cache.v_cache, begins, last, 0.25, window or SLOTS
+        for divided in (0, 1, 16):
+            assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None), expected)
+
+
+def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the last ``rows`` rows: what the parts leave in float32, by the row and the part, and the output."""
+    kept = {}
+
+    class Kept:
+        def __getitem__(self, grid):
+            def run(*given, **options) -> None:
+                kernels._attention_sum_kernel[grid](*given, **options)
+                kept["parts"], kept["stats"], kept["count"] = given[0], given[1], given[5]
+
+            return run
+
+    first, last = (each[-rows:] for each in rest[2:4])
+    with interpreted(kernels):
+        out = kernels._launch(
+            kernels._attention_kernel, Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=16
+        )
+    parts, stats = (kept[name][: kept["count"] * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
+    return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
+
+
+@pytest.mark.parametrize(
+    ("slots", "window", "last"), [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260)]
+)
+def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last):
+    """Products and sums are of eighths, exact in float32, so that numpy's order of them says nothing."""
+    torch.manual_seed(last)
+    query = (torch.randint(-8, 9, (1, 16, 4, DIM)) / 8).bfloat16()
+    keys, values = ((torch.randint(-8, 9, (1, 2, slots, DIM)) / 8).bfloat16() for _ in range(2))
+    at = torch.arange(last - 15, last + 1)
+    first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
+    rest = keys, values, first, at, 0.25, window or slots, 16, 0.0, None
+    parts, stats, out = split(16, query, *rest)
+    for rows in (1, 2, 5, 8, 15):
+        for found, expected in zip(split(rows, query, *rest), (parts, stats, out), strict=True):
+            assert torch.equal(found, expected[..., -rows:, :, :]), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("window", "rows"), [(0, 8), (WINDOW, 8), (WINDOW, 1)])
+def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch, window, rows):
+    read = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(self, ptrs, mask, other, *options):
+        if ptrs.data.shape == (32, DIM):
+            read.append(32)
+        return load(self, ptrs, mask, other, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    query, *_, last = inputs(250, rows)
+    slots = 2 * window or SLOTS
+    cache = torch.randn(2, 1, 2, slots, DIM)
+    first = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+    by_interpreter(query, *cache, first, last, 0.25, window or slots, rows, 0.0, None, keys=32)
+    positions = sum(read) // 4  # keys and values of two heads
+    attended = int(last[-1] - first[0]) + 1
+    assert attended <= positions <= attended + 2 * 32  # blocks at both ends
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "divided"), [(1, 1, 1), (2, 8, 8), (2, 10, 10), (9, 64, 0), (1, 64, 16)]
+)
+def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, divided):
+    rows = Dim("rows", min=shortest, max=longest) if shortest < longest else None
+    dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
+    module, seen = Attend(CudaAttention).to(torch.bfloat16), []
+    given_now = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs(0, longest - 1 | 1)]
+
+    def launched(*given: Any) -> Tensor:
+        seen.append(given[7])
+        return kernels._launch(MagicMock(), MagicMock(), *given)
+
+    def exported() -> dict[str, str]:
+        return ranges(torch.export.export(module, tuple(given_now), dynamic_shapes=dynamic, strict=False))
+
+    before = exported()
+    with patch("eagle3.export.lowering.cuda.attention.attention", launched):
+        assert list(exported().values()) == list(before.values())
+    assert seen == [divided]
+
+
+def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Config) -> triton.compiler.CompiledKernel:
+    chunk, _ = kernels.parts_of(4096, 4096, groups)
+    constants = dict(
+        KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
+        DIRECT=not divided, BLOCK_D=width, BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
+    )  # fmt: skip
+    out = "*fp32" if divided else "*bf16"
+    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", out, "*fp32", "i32", "i32"]
+    kernel = kernels._attention_kernel
+    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
+    source = triton.compiler.ASTSource(
+        kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, aligned
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    with compiling(GPUS[arch]):
+        return triton.compile(source, target=driver.active.get_current_target(), options=options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: configurations are timed on it")
+@pytest.mark.parametrize(
+    ("arch", "width", "groups", "divided", "keys", "warps", "stages"),
+    [("sm_90", 512, 8, 8, 32, 4, 2), ("sm_89", 512, 8, 8, 32, 8, 2), ("sm_120", 256, 2, 8, 32, 4, 2)],
+)
+def test_wide_heads_spill_nothing_and_load_ahead(arch, width, groups, divided, keys, warps, stages):
+    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages))
+    assert kernel.metadata.shared <= GPUS[arch].shared_memory_per_block
+    assert usage(kernel.asm["cubin"])[1] == 0
+    assert "mma.sync" in kernel.asm["ptx"] and kernel.asm["ptx"].count("cp.async.cg.shared.global") > 0
