@@ -146,3 +146,20 @@ def test_executorchs_own_dispatch_is_refused_for_verify():
     model.embed_tokens = nn.Embedding(32, 256, dtype=torch.bfloat16).requires_grad_(False)
     with pytest.raises(ValueError, match="target_verify: proj would read its weights once a row"):
         check_linears("target_verify", traced(model, 3, 3))
+
+
+def test_unquantized_bfloat16_goes_the_same_two_ways():
+    model = Model(last=True)
+
+    def products(program) -> list[str]:
+        names = (str(node.target) for node in program.graph.nodes)
+        return [name for name in names if name in ("eagle3.bf16_small_m.default", "aten.linear.default")]
+
+    with small_m_dispatch(8):
+        assert products(traced(model, 1, 64)) == ["eagle3.bf16_small_m.default"] * 2
+        assert products(traced(model, 9, 64)) == ["aten.linear.default", "eagle3.bf16_small_m.default"]
+        assert products(traced(model.float(), 1, 8)) == ["aten.linear.default"] * 2
+        model = model.bfloat16()
+        tokens = torch.arange(5)[None]
+        torch.testing.assert_close(traced(model, 1, 8).module()(tokens), model(tokens))
+    assert products(traced(model, 1, 8)) == ["aten.linear.default"] * 2

@@ -41,7 +41,7 @@ from eagle3.export.lowering.cuda.quantization import (
     lay_out,
     quantize,
 )
-from eagle3.export.lowering.cuda.shortcuts import analyzed_once
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
@@ -146,7 +146,7 @@ def lower(
     }
     lengths = {name: ranges(program) for name, program in programs.items()}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
-    with for_gpu, inductor.patch(OPTIONS), analyzed_once():
+    with for_gpu, inductor.patch(OPTIONS), counters_unchanged(), analyzed_once():
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=partitioners,
