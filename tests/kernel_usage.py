@@ -65,7 +65,7 @@ def main_loop(disassembly: str) -> tuple[str, ...]:
 
 def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> None:
     """On a multiprocessor of ``arch``; by tensor cores, from memory that is copied ahead."""
-    found = usage(kernel, types, constants, arch, folder, small_m._WARPS)
+    found = usage(kernel, types, constants, arch, folder, small_m.WARPS)
     assert found.shared <= SHARED
     assert found.registers <= 128  # of 65,536 for 2 x 256 threads
     assert found.stack <= 8

@@ -3,8 +3,6 @@
 import gguf
 import pytest
 import torch
-from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
-from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from gguf_files import TYPES, random_blocks
 from torch import nn
@@ -15,10 +13,11 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
-from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
 
-KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
+KINDS = (TiledInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
 
 
 class Model(nn.Module):
@@ -41,8 +40,8 @@ class Model(nn.Module):
 def packed(last: bool = False) -> Model:
     model = Model(last)
     quantize(model, fitted_recipe("default", LlamaConfig(hidden_size=256, num_hidden_layers=1)))
-    convert_quantized_tensors_for_cuda(model)
-    assert isinstance(model.proj.weight, CudaCoalescedInt4Tensor) and model.proj.bias is not None
+    lay_out(model)
+    assert isinstance(model.proj.weight, TiledInt4Tensor) and model.proj.bias is not None
     assert isinstance(model.embed_tokens.weight, IntxUnpackedToInt8Tensor)
     return model
 

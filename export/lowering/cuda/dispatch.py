@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what is swapped out)
 import torch
-from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
@@ -22,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor
 from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED, bf16_small_m
+from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
 from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
-from eagle3.export.lowering.cuda.kernels.small_m import int4_small_m, int8_small_m
+from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
 
 aten = torch.ops.aten
@@ -45,16 +46,16 @@ def _bf16(x: Tensor, weight: Tensor) -> Tensor:
     return bf16_small_m(x, weight, _counters(x))
 
 
-def _int4(x: Tensor, weight: CudaCoalescedInt4Tensor) -> Tensor:
-    return int4_small_m(x, weight.qdata, weight.scale, weight.scale_step, weight.zero_point, weight.zero_point_step)
+def _int4(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
+    return int4_small_m(x, *weight.parts, _counters(x))
 
 
 def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
-    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point)
+    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, _counters(x))
 
 
 def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
-    return k_quant_small_m(x, *weight.parts)
+    return k_quant_small_m(x, *weight.parts, _counters(x))
 
 
 def _linear(small_m: Callable[[Tensor, Any], Tensor], otherwise: Handler, limit: int) -> Handler:
@@ -98,7 +99,7 @@ def _embedding(func, types, args, kwargs) -> Tensor:
 
 
 KERNELS: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {
-    CudaCoalescedInt4Tensor: _int4,
+    TiledInt4Tensor: _int4,
     IntxUnpackedToInt8Tensor: _int8,
     KQuantTensor: _k_quant,
 }

@@ -38,7 +38,7 @@ def analyzed_once() -> Iterator[None]:
 
 @contextmanager
 def counters_unchanged() -> Iterator[None]:
-    """Within it, the counters of products (``kernels/sums.py``) are tensors that kernels read: zeros before and after."""
+    """Within it, kernels only read the counters of products (``kernels/sums.py``): they are zeros before and after."""
     analyze = triton_kernel_wrap.identify_accessed_tensors
 
     def analyze_without(*args: Any) -> Any:
