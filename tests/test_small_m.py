@@ -31,9 +31,13 @@ GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_
 
 
 def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
+    return tiled_int4(x, weight[0], *kernel4.tiled(*weight[1:]), parts=parts)
+
+
+def tiled_int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
     with interpreted(sums, small_m, kernel4):
-        arguments = weight[0], *kernel4.tiled(*weight[1:]), sums.counters()
-        return kernel4._launch_int4(kernel4._int4_small_m_kernel, x, *arguments, count=parts)
+        choice = replace(kernel4.INT4, parts=parts)
+        return kernel4._launch_int4(kernel4._int4_small_m_kernel, x, *weight, sums.counters(), choice=choice)
 
 
 def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
@@ -170,8 +174,7 @@ def test_several_int4_weights_of_one_input_make_one():
     both = concatenated([laid_out(coalesced(weight)) for weight in weights])
     assert torch.equal(both.dequantize(), torch.cat([coalesced(weight).dequantize() for weight in weights]))
     x = activations(5, 512)
-    with interpreted(sums, small_m, kernel4):
-        found = kernel4._launch_int4(kernel4._int4_small_m_kernel, x, *both.parts, sums.counters(), count=2)
+    found = tiled_int4(x, *both.parts, parts=2)
     assert torch.equal(found, torch.cat([int4(x, *weight, parts=2) for weight in weights], 1))
     with pytest.raises(ValueError, match=r"\[\(256, 8\), \(512, 8\)\] make no single one"):
         concatenated([laid_out(coalesced(int4_weight(8, k))) for k in (512, 256)])
@@ -205,7 +208,7 @@ def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     with interpreted(sums, small_m, kernel4):
         if len(weight) == 5:
             kernel, arguments = Kept(kernel4._int4_small_m_kernel), (weight[0], *kernel4.tiled(*weight[1:]))
-            out = kernel4._launch_int4(kernel, x, *arguments, sums.counters(), count=2)
+            out = kernel4._launch_int4(kernel, x, *arguments, sums.counters(), choice=replace(kernel4.INT4, parts=2))
         else:
             kernel, choice = Kept(small_m._int8_small_m_kernel), replace(small_m.INT8, parts=2)
             out = small_m._launch_int8(kernel, x, *weight, sums.counters(), choice=choice)
@@ -307,7 +310,7 @@ def test_shapes_that_do_not_agree_are_named():
 
 ARCHITECTURES = [80, 86, 89, 90, 100, 120]
 INT4_TYPES = ["*bf16", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
-INT4_DOWN = {"N": 5376, "K": 21504, "G": 32, "SPLITS": 6, "STAGES": kernel4.STAGES}
+INT4_DOWN = {"N": 5376, "K": 21504, "G": 32, "SPLITS": 6, "STAGES": kernel4.INT4.stages}
 INT8_TYPES = ["*bf16", "*i8", "*bf16", "*i8", "*i32", "*fp32", "*bf16", "i32"]
 INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "CHUNK": 32, "SPLITS": 1}
 INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}

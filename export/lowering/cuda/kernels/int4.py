@@ -35,6 +35,7 @@ from torch.library import triton_op, wrap_triton
 from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
     WARPS,
+    Blocks,
     _check_contiguous,
     _on_all_rows,
     _ones,
@@ -47,8 +48,8 @@ BLOCK = 256
 """Weights of an output that share steps."""
 TILE = 128
 """Outputs of a program."""
-STAGES = 4
-"""Blocks in flight in shared memory, 48 KB of codes, and one: two programs of 8 rows fit on an SM of sm_80."""
+INT4 = Blocks(n=TILE, stages=4)
+"""48 KB of codes in flight; two programs of 8 rows fit on an SM of sm_80 and sm_90, one of 16."""
 
 
 @triton.jit
@@ -139,20 +140,18 @@ def _int4_small_m_kernel(
 
 
 def _launch_int4(
-    kernel: Any, x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor, arrived: Tensor, count: int | None = None,
-    stages: int = STAGES,
+    kernel: Any, x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor, arrived: Tensor, choice: Blocks = INT4
 ) -> Tensor:  # fmt: skip
-    """``count``: programs along K, if not as ``splits`` says."""
     group = _group(x, qdata, codes, steps)
     _check_contiguous(qdata, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
-    count = count or splits(n, k // BLOCK, TILE)
+    count = choice.parts or splits(n, k // BLOCK, TILE)
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, qdata, codes, steps, arrived, parts, out, x.shape[0], N=n, K=k, G=group, SPLITS=count, BLOCK_M=rows,
-            STAGES=stages, num_warps=WARPS,
+            STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
     return launch(x, n, TILE, count, ROWS, run)
