@@ -135,7 +135,7 @@ def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tens
     if len(weight) == 6:
         return k_quants._launch_k_quant(k_quants._k_quant_small_m_kernel, x, *weight, counters(), choice=choice)
     if is_int4(weight):
-        return int4._launch_int4(int4._int4_small_m_kernel, x, *weight, counters(), choice=choice)
+        return int4._launch_int4(int4._int4_small_m_kernel, x, [weight[0]], *weight[1:], counters(), choice=choice)
     return small_m._launch_int8(small_m._int8_small_m_kernel, x, *weight, counters(), choice=choice)
 
 
@@ -143,7 +143,7 @@ def reference(x: Tensor, weight: Weight, outputs: slice) -> Tensor:
     """Of some tiles of outputs."""
     if is_int4(weight):
         tiles = slice(*(None if end is None else end // int4.TILE for end in (outputs.start, outputs.stop)))
-        return int4.int4_reference(x, weight[0][outputs], weight[1][tiles], weight[2][tiles])
+        return int4.int4_reference(x, [weight[0][outputs]], weight[1][tiles], weight[2][tiles])
     of_kind = {1: bf16.bf16_reference, 3: small_m.int8_reference, 6: k_quants.k_quant_reference}
     return of_kind[len(weight)](x, *(tensor if tensor is None else tensor[outputs] for tensor in weight))
 

@@ -31,10 +31,10 @@ GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_
 
 
 def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
-    return tiled_int4(x, weight[0], *kernel4.tiled(*weight[1:]), parts=parts)
+    return tiled_int4(x, [weight[0]], *kernel4.tiled(*weight[1:]), parts=parts)
 
 
-def tiled_int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
+def tiled_int4(x: Tensor, *weight: Tensor | list[Tensor], parts: int | None = None) -> Tensor:
     with interpreted(sums, small_m, kernel4):
         choice = replace(kernel4.INT4, parts=parts)
         return kernel4._launch_int4(kernel4._int4_small_m_kernel, x, *weight, sums.counters(), choice=choice)
@@ -47,7 +47,7 @@ def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
 
 
 def int4_reference(x: Tensor, *weight: Tensor) -> Tensor:
-    return kernel4.int4_reference(x, weight[0], *kernel4.tiled(*weight[1:]))
+    return kernel4.int4_reference(x, [weight[0]], *kernel4.tiled(*weight[1:]))
 
 
 def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:
@@ -161,7 +161,7 @@ def test_int4_is_executorchs_own_weight_laid_out_anew(n, k, group):
     tensor, tiled = coalesced(weight), laid_out(coalesced(weight))
     assert tiled.qdata is weight[0]
     for name in ("scale", "scale_step", "zero_point", "zero_point_step", "block_size", "shape"):
-        found, expected = getattr(tiled.coalesced(), name), getattr(tensor, name)
+        found, expected = getattr(tiled.coalesced()[0], name), getattr(tensor, name)
         assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
     assert torch.equal(tiled.dequantize(), tensor.dequantize())
     x = activations(9, k)
@@ -173,9 +173,15 @@ def test_several_int4_weights_of_one_input_make_one():
     weights = [int4_weight(n, 512) for n in (128, 40, 100)]
     both = concatenated([laid_out(coalesced(weight)) for weight in weights])
     assert torch.equal(both.dequantize(), torch.cat([coalesced(weight).dequantize() for weight in weights]))
-    x = activations(5, 512)
-    found = tiled_int4(x, *both.parts, parts=2)
-    assert torch.equal(found, torch.cat([int4(x, *weight, parts=2) for weight in weights], 1))
+    assert [each.data_ptr() for each in both.parts[0]] == [weight[0].data_ptr() for weight in weights]
+    for m in (5, 9):  # ExecuTorch's own op for up to 4 rows is CUDA's alone
+        x = activations(m, 512)
+        found = tiled_int4(x, *both.parts, parts=2)
+        assert torch.equal(found, torch.cat([int4(x, *weight, parts=2) for weight in weights], 1))
+        each = [F.linear(x, coalesced(weight)) for weight in weights]
+        assert torch.equal(F.linear(x, both), torch.cat(each, 1))
+    with pytest.raises(ValueError, match="4 weights: one launch takes 3"):
+        concatenated([both, laid_out(coalesced(weights[0]))])
     with pytest.raises(ValueError, match=r"\[\(256, 8\), \(512, 8\)\] make no single one"):
         concatenated([laid_out(coalesced(int4_weight(8, k))) for k in (512, 256)])
 
@@ -207,7 +213,7 @@ def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
     with interpreted(sums, small_m, kernel4):
         if len(weight) == 5:
-            kernel, arguments = Kept(kernel4._int4_small_m_kernel), (weight[0], *kernel4.tiled(*weight[1:]))
+            kernel, arguments = Kept(kernel4._int4_small_m_kernel), ([weight[0]], *kernel4.tiled(*weight[1:]))
             out = kernel4._launch_int4(kernel, x, *arguments, sums.counters(), choice=replace(kernel4.INT4, parts=2))
         else:
             kernel, choice = Kept(small_m._int8_small_m_kernel), replace(small_m.INT8, parts=2)
@@ -266,7 +272,9 @@ class Linears(torch.nn.Module):
         self.register_buffer("arrived", sums.counters())
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernel4.int4_small_m(x, *self.int4, self.arrived) + small_m.int8_small_m(x, *self.int8, self.arrived)
+        return kernel4.int4_small_m(x, [self.int4[0]], *self.int4[1:], self.arrived) + small_m.int8_small_m(
+            x, *self.int8, self.arrived
+        )
 
 
 def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
@@ -285,7 +293,7 @@ def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
 def test_on_the_host_the_ops_are_the_references():
     x, four, eight, arrived = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 256), sums.counters()
     tiled = kernel4.tiled(*four[1:])
-    assert torch.equal(kernel4.int4_small_m(x, four[0], *tiled, arrived), int4_reference(x, *four))
+    assert torch.equal(kernel4.int4_small_m(x, [four[0]], *tiled, arrived), int4_reference(x, *four))
     assert torch.equal(small_m.int8_small_m(x, *eight, arrived), small_m.int8_reference(x, *eight))
 
 
@@ -293,11 +301,11 @@ def test_shapes_that_do_not_agree_are_named():
     x, four, eight, arrived = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 32), sums.counters()
     codes, steps = kernel4.tiled(*four[1:])
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
-        kernel4.int4_small_m(x[:, :128], four[0], codes, steps, arrived)
-    with pytest.raises(ValueError, match=r"codes are \(1, 1, 7, 128, 2\).* has 1 x 1 x 8 x 128 x 2"):
-        kernel4.int4_small_m(x, four[0], codes[:, :, :7], steps, arrived)
-    with pytest.raises(ValueError, match=r"steps are \(1, 1, 127, 2\).* has 1 x 1 x 128 x 2"):
-        kernel4.int4_small_m(x, four[0], codes, steps[:, :, :127], arrived)
+        kernel4.int4_small_m(x[:, :128], [four[0]], codes, steps, arrived)
+    with pytest.raises(ValueError, match=r"codes are \(1, 1, 7, 128, 2\).* have 1 x 1 x 8 x 128 x 2"):
+        kernel4.int4_small_m(x, [four[0]], codes[:, :, :7], steps, arrived)
+    with pytest.raises(ValueError, match=r"steps are \(1, 1, 127, 2\).* have 1 x 1 x 128 x 2"):
+        kernel4.int4_small_m(x, [four[0]], codes, steps[:, :, :127], arrived)
     with pytest.raises(ValueError, match=r"scale is \(8, 3\)"):
         small_m.int8_small_m(x, eight[0], eight[1][:, :3], eight[2][:, :3], arrived)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
@@ -309,8 +317,8 @@ def test_shapes_that_do_not_agree_are_named():
 
 
 ARCHITECTURES = [80, 86, 89, 90, 100, 120]
-INT4_TYPES = ["*bf16", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
-INT4_DOWN = {"N": 5376, "K": 21504, "G": 32, "SPLITS": 6, "STAGES": kernel4.INT4.stages}
+INT4_TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
+INT4_DOWN = {"N0": 5376, "N1": 0, "N2": 0, "K": 21504, "G": 32, "SPLITS": 6, "STAGES": kernel4.INT4.stages}
 INT8_TYPES = ["*bf16", "*i8", "*bf16", "*i8", "*i32", "*fp32", "*bf16", "i32"]
 INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "CHUNK": 32, "SPLITS": 1}
 INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}

@@ -64,7 +64,7 @@ def _bf16_small_m_kernel(
     # The quarters added in a fixed order, which tl.sum does not promise.
     a, b = tl.split(tl.reshape(tl.permute(acc, (1, 2, 0)), (BLOCK_N, BLOCK_M, 2, 2)))
     a, b = tl.split(a + b)
-    store(OUT, PARTS, ARRIVED, a + b, M, m, n0 + n, N, SPLITS)
+    store(OUT, PARTS, ARRIVED, a + b, M, m, n0 + n, n0 + n < N, N, SPLITS)
 
 
 def _launch_bf16(kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, count: int | None = None) -> Tensor:
@@ -82,7 +82,7 @@ def _launch_bf16(kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, count:
             BLOCK_M=rows, STAGES=STAGES[rows], num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, BLOCK_N, count, tuple(STAGES), run)
+    return launch(x, n, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), run)
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})

@@ -24,6 +24,7 @@ lanes that need them through shared memory, both numbers at once. The 8 sums are
 K as ``sums`` says. No order depends on the number of rows, so a row has the same bits in every call.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ BLOCK = 256
 """Weights of an output that share steps."""
 TILE = 128
 """Outputs of a program."""
+MOST = 3
+"""Weights of one input that one launch takes: a query's, a key's and a value's."""
 INT4 = Blocks(n=TILE, stages=4)
 """48 KB of codes in flight; two programs of 8 rows fit on an SM of sm_80 and sm_90, one of 16."""
 
@@ -81,39 +84,49 @@ def _add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _int4_small_m_kernel(
-    X, Q, CODES, STEPS, ARRIVED, PARTS, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
+    X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    TILES0: tl.constexpr = (N0 + 127) // 128
+    TILES1: tl.constexpr = (N1 + 127) // 128
     BLOCKS: tl.constexpr = K // 256
     GROUPS: tl.constexpr = 256 // G
     first = tl.program_id(2) * BLOCKS // SPLITS
     last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
     m0 = tl.program_id(0) * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(1)
+    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * 128)
+    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * 128)
+    # Which of the weights the tile is of, and its place among the outputs of that one and of all.
+    Q, n0, outputs, before = Q0, tile * 128, N0, 0
+    if N1:  # noqa: SIM102  (of the two conditions one is the compiler's)
+        if tile >= TILES0:
+            Q, n0, outputs, before = Q1, n0 - TILES0 * 128, N1, N0
+    if N2:  # noqa: SIM102
+        if tile >= TILES0 + TILES1:
+            Q, n0, outputs, before = Q2, n0 - TILES1 * 128, N2, N0 + N1
     # A lane's rows of the tile (8 apart) are neighbours in N: its scales and zero points lie side by side.
     n = tl.arange(0, 128)
     row = tl.arange(0, 64)
     row = (row % 8) * 16 + row // 8  # and 8 more in the second half
     # Offsets of 32 bits within the tile, from pointers of 64.
     X += m0.to(tl.int64) * K
-    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + tile * (128 * K // 8)  # 8 codes each
-    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile * (BLOCKS * GROUPS * 128)
-    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile * (BLOCKS * 128)
+    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
     x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, 256)[None, :]
-    if N % 128 == 0:
+    if N0 % 128 == 0 and N1 % 128 == 0 and N2 % 128 == 0:
         words0_at = row[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
         words1_at = words0_at + K
     else:  # outputs past the end read the last one
-        last_row = N - 1 - tl.program_id(1) * 128
+        last_row = outputs - 1 - n0
         words0_at = tl.minimum(row, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
         words1_at = tl.minimum(row + 8, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
     codes_at = (tl.arange(0, 8) * GROUPS // 8)[:, None] * 128 + n[None, :]
 
     # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
-    magic = tl.load(WORDS + nowhere, mask=nowhere + tl.program_id(1) * 128 >= N, other=0x43004300)
+    magic = tl.load(WORDS + nowhere, mask=nowhere + n0 >= outputs, other=0x43004300)
     ones = _ones(4)
     acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
@@ -135,61 +148,70 @@ def _int4_small_m_kernel(
         codes, steps = codes_after, steps_after
     total = tl.join(_sum_of_groups(acc0, 64, BLOCK_M), _sum_of_groups(acc1, 64, BLOCK_M))
     total = tl.reshape(tl.permute(total, (2, 0, 1)), (128, BLOCK_M))
-    n = tl.program_id(1) * 128 + (n % 8) * 16 + n // 8
-    store(OUT, PARTS, ARRIVED, total, M, m, n, N, SPLITS)
+    n = n0 + (n % 8) * 16 + n // 8
+    store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS)
 
 
 def _launch_int4(
-    kernel: Any, x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor, arrived: Tensor, choice: Blocks = INT4
+    kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor,
+    choice: Blocks = INT4,
 ) -> Tensor:  # fmt: skip
     group = _group(x, qdata, codes, steps)
-    _check_contiguous(qdata, codes, steps)
-    n, k = qdata.shape[0], x.shape[1]
-    count = choice.parts or splits(n, k // BLOCK, TILE)
+    _check_contiguous(*qdata, codes, steps)
+    k = x.shape[1]
+    n0, n1, n2 = (*(each.shape[0] for each in qdata), 0, 0)[:MOST]
+    count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
+    q0, q1, q2 = (*qdata, qdata[0], qdata[0])[:MOST]
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, qdata, codes, steps, arrived, parts, out, x.shape[0], N=n, K=k, G=group, SPLITS=count, BLOCK_M=rows,
-            STAGES=choice.stages, num_warps=WARPS,
+            x, q0, q1, q2, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
+            SPLITS=count, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, TILE, count, ROWS, run)
+    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, run)
 
 
-def _group(x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor) -> int:
-    """The group size; raises where the shapes do not make an INT4 weight that ``x`` can be multiplied with."""
-    n, k = qdata.shape[0], 2 * qdata.shape[1]
-    if x.shape[1] != k or k % BLOCK:
-        raise ValueError(f"x has K = {x.shape[1]}, qdata {k}: they must agree and be a multiple of {BLOCK}")
-    tiles, blocks = triton.cdiv(n, TILE), k // BLOCK
+def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
+    """The group size; raises where the shapes do not make INT4 weights that ``x`` can be multiplied with."""
+    k, widths = x.shape[1], {2 * each.shape[1] for each in qdata}
+    if not 1 <= len(qdata) <= MOST:
+        raise ValueError(f"{len(qdata)} weights: the kernel takes 1 to {MOST}")
+    if widths != {k} or k % BLOCK:
+        given = ", ".join(map(str, sorted(widths)))
+        raise ValueError(f"x has K = {k}, qdata {given}: they must agree and be a multiple of {BLOCK}")
+    tiles, blocks = sum(triton.cdiv(each.shape[0], TILE) for each in qdata), k // BLOCK
     groups = codes.shape[2] if codes.dim() == 5 else 0
+    outputs = " + ".join(str(each.shape[0]) for each in qdata)
     if groups not in (1, 2, 4, 8) or codes.shape != (tiles, blocks, groups, TILE, 2):
         raise ValueError(
-            f"codes are {tuple(codes.shape)}: a weight of {n} x {k} has {tiles} x {blocks} x 8 x {TILE} x 2, or 1, 2 "
-            "or 4 for the 8"
+            f"codes are {tuple(codes.shape)}: weights of {outputs} x {k} have {tiles} x {blocks} x 8 x {TILE} x 2, or "
+            "1, 2 or 4 for the 8"
         )
     if steps.shape != (tiles, blocks, TILE, 2):
-        raise ValueError(f"steps are {tuple(steps.shape)}: a weight of {n} x {k} has {tiles} x {blocks} x {TILE} x 2")
+        raise ValueError(
+            f"steps are {tuple(steps.shape)}: weights of {outputs} x {k} have {tiles} x {blocks} x {TILE} x 2"
+        )
     return BLOCK // groups
 
 
 @triton_op("eagle3::int4_small_m", mutates_args={})
-def int4_small_m(x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor, arrived: Tensor) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale``, each of the two a code by its step.
+def int4_small_m(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor) -> Tensor:
+    """``x @ w.T`` with ``w = (q - zero) * scale``, each of the two a code by its step; of several w side by side.
 
-    On CUDA the kernel of this module, on the host ``int4_reference``. One node of an exported program.
+    On CUDA the kernel of this module, on the host ``int4_reference``. One node of an exported program, one launch.
 
     Args:
         x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
-        qdata: uint8 [N, K / 2], the low 4 bits are the even k
-        codes: uint8 [N / 128, K / 256, 256 / G, 128, 2] of scale and zero, G of 32 (or 64, 128, 256); the last tile of
-            128 outputs is filled up
-        steps: float16 [N / 128, K / 256, 128, 2] of scale and zero
+        qdata: uint8 [N, K / 2] of each weight, 1 to ``MOST`` of them; the low 4 bits are the even k
+        codes: uint8 [tiles, K / 256, 256 / G, 128, 2] of scale and zero, G of 32 (or 64, 128, 256); a tile is 128
+            outputs of one weight, of which the last one is filled up
+        steps: float16 [tiles, K / 256, 128, 2] of scale and zero
         arrived: ``sums.counters()``, as they were when it returns
 
     Returns:
-        bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
+        bfloat16 [M, N of all]; a row's bits do not depend on the other rows or their number
 
     Raises:
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
@@ -199,16 +221,23 @@ def int4_small_m(x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor, arrived
 
 
 @int4_small_m.register_kernel("cpu")
-def int4_reference(x: Tensor, qdata: Tensor, codes: Tensor, steps: Tensor, arrived: Tensor | None = None) -> Tensor:
+def int4_reference(
+    x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor | None = None
+) -> Tensor:
     """``int4_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
     group = _group(x, qdata, codes, steps)
-    q = torch.stack([qdata & 0xF, qdata >> 4], dim=-1).flatten(1).float()
-    scale, scale_step, zero, zero_step = untiled(codes, steps, qdata.shape[0])
     repeats = BLOCK // group
-    s = scale.float() * scale_step.float().repeat_interleave(repeats, 1)
-    z = zero.float() * zero_step.float().repeat_interleave(repeats, 1)
-    w = (q - z.repeat_interleave(group, 1)) * s.repeat_interleave(group, 1)
-    return (x.float() @ w.T).to(x.dtype)
+    found, first = [], 0
+    for each in qdata:
+        last = first + triton.cdiv(each.shape[0], TILE)
+        scale, scale_step, zero, zero_step = untiled(codes[first:last], steps[first:last], each.shape[0])
+        q = torch.stack([each & 0xF, each >> 4], dim=-1).flatten(1).float()
+        s = scale.float() * scale_step.float().repeat_interleave(repeats, 1)
+        z = zero.float() * zero_step.float().repeat_interleave(repeats, 1)
+        w = (q - z.repeat_interleave(group, 1)) * s.repeat_interleave(group, 1)
+        found.append((x.float() @ w.T).to(x.dtype))
+        first = last
+    return torch.cat(found, 1)
 
 
 def tiled(scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,8 @@ def _k_quant_small_m_kernel(
             acc = tl.fma(below, sum_x, tl.fma(tl.fma(minus, sum_x, part), s, acc))
             least, least_step = least_after, least_step_after
         scale, scale_step = scale_after, scale_step_after
-    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n0 + tile_row, N, SPLITS)
+    n = n0 + tile_row
+    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
 
 
 def code_bits(
@@ -188,7 +189,7 @@ def _launch_k_quant(
             BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, count, ROWS, run)
+    return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, run)
 
 
 def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:

@@ -156,7 +156,8 @@ def _int8_small_m_kernel(
         z = zero.to(tl.float32) + 2304.0
         acc = _add_groups(acc, part, sum_x, scale.to(tl.float32), z, BLOCK_N, BLOCK_M)
         scale, zero = scale_after, zero_after
-    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n0 + tile_row, N, SPLITS)
+    n = n0 + tile_row
+    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
 
 
 def _int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
@@ -198,7 +199,7 @@ def _launch_int8(
             BLOCK_N=choice.n, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, count, ROWS, run)
+    return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, run)
 
 
 @triton_op("eagle3::int8_small_m", mutates_args={})

@@ -59,17 +59,17 @@ def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
 
 
 def launch(
-    x: Tensor, n: int, block_n: int, count: int, sizes: Sequence[int], run: Callable[[tuple, int, Tensor, Tensor], None]
+    x: Tensor, n: int, tiles: int, count: int, sizes: Sequence[int], run: Callable[[tuple, int, Tensor, Tensor], None]
 ) -> Tensor:
     """bfloat16 [M, N]: what ``run(grid, rows of a tile, out, parts)`` writes, called once for each size that is needed.
 
-    The grid is tiles of rows, tiles of ``block_n`` outputs and ``count`` programs along K; ``parts`` is float32
+    The grid is tiles of rows, ``tiles`` of outputs and ``count`` programs along K; ``parts`` is float32
     [count, M, N], or ``x`` where one program has all of K. Raises ValueError for another dtype of ``x``, and for more
     tiles than there are counters.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
-    m, tiles = x.shape[0], triton.cdiv(n, block_n)
+    m = x.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if statically_known_true(m == 0):
         return out
@@ -83,9 +83,9 @@ def launch(
 
 
 @triton.jit
-def store(OUT, PARTS, ARRIVED, total, M, m, n, N: tl.constexpr, SPLITS: tl.constexpr):
-    # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile
-    here = (m[None, :] < M) & (n[:, None] < N)
+def store(OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: tl.constexpr):
+    # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile, as far as they are there
+    here = (m[None, :] < M) & there[:, None]
     at = m.to(tl.int64)[None, :] * N + n[:, None]
     if SPLITS == 1:
         tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
