@@ -343,7 +343,10 @@ def test_int4_for_16_rows_keeps_everything_in_registers(arch, tmp_path):
     assert found.a_weight(kernel4.TILE * kernel4.BLOCK, small_m.WARPS) <= 3.6
 
 
-@pytest.mark.parametrize(("arch", "rows"), [*((arch, 16) for arch in ARCHITECTURES), (90, 8)])
-def test_int8_has_room_for_two_programs(arch, rows, tmp_path):
-    constants = INT8_HEAD | {"BLOCK_M": rows}
-    assert_two_programs_fit(small_m._int8_small_m_kernel, INT8_TYPES, constants, arch, tmp_path)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_two_programs_of_int8_fit_on_a_multiprocessor(arch, tmp_path):
+    kernel = small_m._int8_small_m_kernel
+    assert_two_programs_fit(kernel, INT8_TYPES, INT8_HEAD | {"BLOCK_M": 8}, arch, tmp_path)
+    if arch == 80:
+        found = usage(kernel, INT8_TYPES, INT8_HEAD | {"BLOCK_M": 16}, arch, tmp_path, small_m.WARPS)
+        assert found.shared <= SHARED and found.stack == 0

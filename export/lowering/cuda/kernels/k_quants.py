@@ -10,9 +10,9 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m`
     Q6_K        groups of 16, q from -32:  y = sum over g of s * (sum over k of q x)
     in which    sum over k of q x  =  sum over k of (128 + q) x  -  128 * sum over k of x
 
-s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``small_m``. The
-main loop takes about 3.4 (Q4_K), 5.6 (Q5_K) and 5.8 (Q6_K) instructions a weight for up to 8 rows, counted in the
-machine code for sm_90; no GPU has timed it yet (scripts/bench_small_m.py).
+s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``int4``. The
+main loop takes about 3.4 (Q4_K), 5.0 (Q5_K) and 5.3 (Q6_K) instructions a weight for up to 8 rows and 4.5, 5.9 and 6.4
+for up to 16, counted in the machine code for sm_80 and sm_90; no GPU has timed it yet (scripts/bench_small_m.py).
 
 Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3): the low 4 bits of a code
 are bits 4 c + 8 l + 16 h of word w of 4 words; its high bit is bit 4 c + 2 h + l of byte w of 4 bytes, its two are bits
@@ -45,7 +45,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
 )
 from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
-CHOICES = {4: Blocks(n=64, stages=5), 5: Blocks(n=32, stages=5), 6: Blocks(n=32, stages=5)}
+CHOICES = dict.fromkeys((4, 5, 6), Blocks(n=64, stages=5))
 """By the bits of a code."""
 
 

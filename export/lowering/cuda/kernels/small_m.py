@@ -8,8 +8,8 @@ The weights are torchao's ``IntxUnpackedToInt8Tensor``. Arithmetic, for a row x 
     in which q + 128 = 16 h + l, and so the first sum is of (128 + h) 16 x + (128 + l) x
 
 The sums over k run on tensor cores, bf16 to float32, all else is float32: weights are never rounded. 128 + h comes from
-the bits of h without a conversion, 0x4300 | h is bf16(128 + h), and 128 + l likewise. The main loop takes about 5
-instructions a weight for up to 8 rows and 6.4 for up to 16, counted in the machine code for sm_80 to sm_120; no GPU has
+the bits of h without a conversion, 0x4300 | h is bf16(128 + h), and 128 + l likewise. The main loop takes about 4.1
+instructions a weight for up to 8 rows and 5.2 for up to 16, counted in the machine code for sm_80 to sm_120; no GPU has
 timed it yet (scripts/bench_small_m.py).
 
 A program takes some outputs and a run of blocks of 8 chunks of 32, one chunk to a warp: the chunks are the batch
@@ -36,14 +36,14 @@ class Blocks:
     """The choices for one kind of weight. A program has 8 warps, one for each group of a block."""
 
     n: int
-    """Outputs of a program: what fits in 128 registers a thread, for two programs on an SM."""
+    """Outputs of a program: for up to 8 rows what fits in 128 registers a thread, for two programs on an SM."""
     stages: int
     """Blocks in flight in shared memory, and one: two programs fit on an SM of sm_80 and sm_90, one on sm_86."""
     parts: int | None = None
     """Programs among which K is divided; None: as ``splits`` says."""
 
 
-INT8 = Blocks(n=32, stages=5)
+INT8 = Blocks(n=64, stages=4)
 WARPS = 8
 
 
