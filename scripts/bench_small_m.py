@@ -9,6 +9,7 @@ the column of its dequantization. Owed: no table from a GPU has been recorded ye
 machine code (registers, shared memory, instructions a weight) and the two goals below are not known to be met.
 """
 
+import functools
 import json
 import re
 import statistics
@@ -20,7 +21,7 @@ import click
 import torch
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import k_quants, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m, sums
 
 LINEARS = {  # N, K; INT4 where the name says nothing else
     "sliding_q": (8192, 5376),
@@ -38,9 +39,11 @@ LINEARS = {  # N, K; INT4 where the name says nothing else
     "down_q6_k": (5376, 21504),
     "sliding_kv_q6_k": (4096, 5376),
     "lm_head_q6_k": (262144, 5376),
+    "fc_bf16": (5376, 16128),
+    "draft_down_bf16": (5376, 21504),
 }
 Weight = tuple[Tensor | None, ...]
-"""The arguments of a small-M op after x: 5 of INT4, 3 of INT8, 6 of a K-quant."""
+"""The arguments of a small-M op between x and its counters: 3 of INT4 and of INT8, 6 of a K-quant, 1 of bfloat16."""
 GOAL_LINEAR = "down"
 GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
 INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
@@ -73,7 +76,7 @@ def int4_weight(n: int, k: int) -> Weight:
     def steps(largest: float) -> Tensor:
         return (torch.rand(n, k // 256, device="cuda") * largest / 255).half()
 
-    return codes(n, k // 2), codes(n, k // 32), steps(0.1), codes(n, k // 32), steps(15)
+    return codes(n, k // 2), *int4.tiled(codes(n, k // 32), steps(0.1), codes(n, k // 32), steps(15))
 
 
 def int8_weight(n: int, k: int) -> Weight:
@@ -97,46 +100,68 @@ def k_quant_weight(bits: int, n: int, k: int) -> Weight:
 def made(name: str) -> Weight:
     """A random weight of a line of ``LINEARS``."""
     n, k = LINEARS[name]
+    if name.endswith("bf16"):
+        return (torch.randn(n, k, device="cuda", dtype=torch.bfloat16),)
     if kind := re.search(r"_q(\d)_k$", name):
         return k_quant_weight(int(kind[1]), n, k)
     return int8_weight(n, k) if name.endswith("int8") else int4_weight(n, k)
 
 
+def is_int4(weight: Weight) -> bool:
+    return len(weight) == 3 and weight[0].dtype == torch.uint8
+
+
 def choice_of(weight: Weight) -> small_m.Blocks:
+    if len(weight) == 1:
+        return small_m.Blocks(bf16.BLOCK_N, bf16.STAGES[16])
     if len(weight) == 6:
         return k_quants.CHOICES[k_quants.code_bits(*weight)]
-    return small_m.INT4 if len(weight) == 5 else small_m.INT8
+    return int4.INT4 if is_int4(weight) else small_m.INT8
 
 
 def nbytes(weight: Weight) -> int:
     return sum(tensor.nbytes for tensor in weight if tensor is not None)
 
 
+@functools.cache
+def counters() -> Tensor:
+    return sums.counters("cuda")
+
+
 def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tensor:
+    choice = choice or choice_of(weight)
+    if len(weight) == 1:
+        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, *weight, counters(), choice.parts)
     if len(weight) == 6:
-        kernels = k_quants._k_quant_kernel, small_m._small_m_sum_kernel
-        return k_quants._launch_k_quant(*kernels, x, *weight, choice=choice)
-    if len(weight) == 5:
-        kernels = small_m._int4_small_m_kernel, small_m._small_m_sum_kernel
-        return small_m._launch_int4(*kernels, x, *weight, choice=choice or small_m.INT4)
-    kernels = small_m._int8_small_m_kernel, small_m._small_m_sum_kernel
-    return small_m._launch_int8(*kernels, x, *weight, choice=choice or small_m.INT8)
+        return k_quants._launch_k_quant(k_quants._k_quant_small_m_kernel, x, *weight, counters(), choice=choice)
+    if is_int4(weight):
+        return int4._launch_int4(int4._int4_small_m_kernel, x, [weight[0]], *weight[1:], counters(), choice=choice)
+    return small_m._launch_int8(small_m._int8_small_m_kernel, x, *weight, counters(), choice=choice)
+
+
+def reference(x: Tensor, weight: Weight, outputs: slice) -> Tensor:
+    """Of some tiles of outputs."""
+    if is_int4(weight):
+        tiles = slice(*(None if end is None else end // int4.TILE for end in (outputs.start, outputs.stop)))
+        return int4.int4_reference(x, [weight[0][outputs]], weight[1][tiles], weight[2][tiles])
+    of_kind = {1: bf16.bf16_reference, 3: small_m.int8_reference, 6: k_quants.k_quant_reference}
+    return of_kind[len(weight)](x, *(tensor if tensor is None else tensor[outputs] for tensor in weight))
 
 
 def check(name: str, weight: Weight, k: int, choice: small_m.Blocks | None = None) -> None:
-    """Right on the first outputs and the last, and each row the same bits in every call."""
+    """Right on the first outputs and the last, each row the same bits in every call, counters left at zero."""
     x = torch.randn(17, k, device="cuda").bfloat16()
-    references = {3: small_m.int8_reference, 5: small_m.int4_reference, 6: k_quants.k_quant_reference}
-    reference = references[len(weight)]
     found = run(x, weight, choice)
     for some in (slice(0, 1024), slice(-1024, None)):
-        expected = reference(x.float(), *(tensor if tensor is None else tensor[some] for tensor in weight))
+        expected = reference(x.float(), weight, some)
         error = ((found[:, some].float() - expected).abs().max() / expected.abs().max()).item()
         if not error < 2**-8:
             raise click.ClickException(f"{name}: an error of {error:.2g} of the largest output: the kernel is wrong")
     for m in (*range(1, 17), 17):
         if not torch.equal(run(x[:m], weight, choice), found[:m]):
             raise click.ClickException(f"{name}: the rows of a call of {m} differ from those of a call of 17")
+    if counters().any():
+        raise click.ClickException(f"{name}: a counter was left at {counters().max()}: sums over K may be lost")
 
 
 def microseconds(calls: list[Callable[[], object]], repeats: int = 30) -> float:
@@ -181,6 +206,8 @@ def time_rows(x: Tensor, weights: list[Weight], choice: small_m.Blocks | None = 
 
 def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
     """ExecuTorch's form for more than 4 rows, and ours for K-quants: the weight in bf16, then a matrix product."""
+    if len(weights[0]) == 1:
+        return microseconds([lambda weight=weight: x @ weight[0].T for weight in weights[:4]])
     if len(weights[0]) == 6:
         linear = torch.compile(lambda x, *weight: x @ k_quants.dequantized_rows(*weight).to(x.dtype).T, dynamic=False)
         return microseconds([lambda weight=weight: linear(x, *weight) for weight in weights[:4]])
@@ -189,13 +216,17 @@ def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
         from executorch.backends.cuda.quantize_op_dispatch.int8_dispatch import _unit_dq_mm_int8
     except ImportError:
         return None
-    compiled = torch.compile(_dequant_matmul if len(weights[0]) == 5 else _unit_dq_mm_int8, dynamic=False)
+    if is_int4(weights[0]):
+        weights = [(weight[0], *int4.untiled(*weight[1:], weight[0].shape[0])) for weight in weights[:4]]
+        compiled = torch.compile(_dequant_matmul, dynamic=False)
+    else:
+        compiled = torch.compile(_unit_dq_mm_int8, dynamic=False)
     group = x.shape[1] // weights[0][1].shape[1]
     return microseconds([lambda weight=weight: compiled(x, *weight, group) for weight in weights[:4]])
 
 
 def parts_of(n: int, k: int, choice: small_m.Blocks) -> int:
-    return small_m.grid(1, n, -(-k // 256), choice)[2]
+    return choice.parts or sums.splits(n, -(-k // 256), choice.n)
 
 
 def time_linear(name: str, bandwidth: float) -> Timing:
@@ -239,9 +270,8 @@ def sweep(name: str, bandwidth: float) -> None:
     weights = copies(weight)
     inputs = {m: torch.randn(m, k, device="cuda").bfloat16() for m in (1, 8, 16)}
     click.echo(f"{name}: outputs a program, stages, parts of K: us at 1, 8 and 16 rows, share of copy bandwidth at 8")
-    for choice in (
-        small_m.Blocks(n, s, p) for n in (16, 32, 64, 128) for s in (3, 4, 5, 6) for p in (1, 2, 3, 4, 6, 8)
-    ):
+    outputs = (int4.TILE,) if is_int4(weight) else (16, 32, 64, 128)
+    for choice in (small_m.Blocks(n, s, p) for n in outputs for s in (3, 4, 5, 6) for p in (1, 2, 3, 4, 6, 8)):
         try:
             check(name, weight, k, choice)
             us = {m: time_rows(x, weights, choice) for m, x in inputs.items()}

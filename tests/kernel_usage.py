@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import triton
@@ -10,21 +11,63 @@ from triton.compiler import ASTSource
 
 from eagle3.export.lowering.cuda.kernels import small_m
 
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED = 99 * 1024
+"""Bytes of shared memory that a program may have on sm_86, sm_89 and sm_120."""
 
-def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> None:
-    """On a multiprocessor of ``arch``; by tensor cores, from memory that is copied ahead. ``types`` are those of the
-    arguments that are no constants."""
+
+@dataclass(frozen=True)
+class Usage:
+    registers: int  # a thread
+    stack: int  # bytes a thread: what is spilled
+    shared: int  # bytes a program
+    loop: tuple[str, ...]
+    """Machine instructions of the main loop, by name: the longest loop with a product in it."""
+    ptx: str
+
+    def a_weight(self, weights: int, warps: int) -> float:
+        """Instructions of a thread of the main loop for each of its ``weights``, those of a program's block."""
+        return len(self.loop) * 32 * warps / weights
+
+
+def usage(kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int) -> Usage:
+    """``types`` are those of the arguments that are no constants."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": small_m._WARPS})
-    assert compiled.metadata.shared <= 99 * 1024  # what a program may have on sm_86, sm_89 and sm_120
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    assert registers <= 128  # of 65,536 for 2 x 256 threads
-    assert stack <= 8
-    assert "mma.sync" in compiled.asm["ptx"]
-    assert compiled.asm["ptx"].count("cp.async.cg.shared.global") > 0
+
+    def told(tool: str, flag: str) -> str:
+        return subprocess.run([TOOLS / tool, flag, cubin], capture_output=True, text=True, check=True).stdout
+
+    resources = told("cuobjdump", "-res-usage")
+    registers, stack = (int(re.search(rf"{key}:(\d+)", resources)[1]) for key in ("REG", "STACK"))
+    return Usage(registers, stack, compiled.metadata.shared, main_loop(told("nvdisasm", "-c")), compiled.asm["ptx"])
+
+
+def main_loop(disassembly: str) -> tuple[str, ...]:
+    """Names of the instructions of the longest innermost loop with a product in it."""
+    labels, names, back = {}, [], []
+    for line in disassembly.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(names)
+        if found := re.match(r"\s*/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*);", line):
+            target = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1].startswith("BRA") else None
+            if target and target[1] in labels:
+                back.append((labels[target[1]], len(names)))
+            names.append(found[1].split(".")[0])
+    inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
+    loops = [tuple(names[a : b + 1]) for a, b in inner]
+    return max((loop for loop in loops if "HMMA" in loop), key=len, default=())
+
+
+def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> None:
+    """On a multiprocessor of ``arch``; by tensor cores, from memory that is copied ahead."""
+    found = usage(kernel, types, constants, arch, folder, small_m.WARPS)
+    assert found.shared <= SHARED
+    assert found.registers <= 128  # of 65,536 for 2 x 256 threads
+    assert found.stack <= 8
+    assert "mma.sync" in found.ptx
+    assert found.ptx.count("cp.async.cg.shared.global") > 0

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
-from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from random_checkpoints import FAMILIES, random_model, save_random_draft
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +11,7 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.lowering.cuda.graph_check import check_linears
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.plan import WINDOW_ROWS, MethodPlan, make_plan
 from eagle3.runner.contract import DECODE, PREFILL
@@ -90,7 +90,7 @@ def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
 
 
 def dequantized(weight) -> torch.Tensor:
-    if isinstance(weight, CudaCoalescedInt4Tensor):
+    if isinstance(weight, TiledInt4Tensor):
         return weight.dequantize(torch.float32)
     groups = weight.scale.shape[1]
     codes, zeros, scales = (

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from eagle3.export.lowering.cuda.kernels import bf16, sums
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.export.lowering.cuda.shortcuts import analyzed_once
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged
 
 
 @triton.jit
@@ -46,3 +47,21 @@ def test_only_calls_that_differ_are_analyzed():
                 assert found.read_writes.reads == expected.read_writes.reads
     assert seen.call_count == 1 + 4
     assert triton_kernel_wrap.identify_accessed_tensors is analyze
+
+
+def test_a_product_writes_its_sums_and_its_output_and_no_counter():
+    with FakeTensorMode():
+        x, weight, out = (torch.empty(16, 16, dtype=torch.bfloat16) for _ in range(3))
+        parts, arrived = torch.empty(2, 16, 16), sums.counters()
+    given = {"X": x, "W": weight, "ARRIVED": arrived, "PARTS": parts, "OUT": out, "M": 16, "N": 16, "K": 256}
+    given |= {"SPLITS": 2, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 16, "STAGES": 5}
+
+    def written() -> set[str]:
+        found = triton_kernel_wrap.identify_accessed_tensors(bf16._bf16_small_m_kernel, given, {})
+        assert "X" in {dep.name for dep in found.read_writes.reads}
+        return {dep.name for dep in found.read_writes.writes}
+
+    with compiling(GPUS["sm_90"]):
+        assert written() >= {"ARRIVED", "PARTS", "OUT"}
+        with counters_unchanged():
+            assert written() == {"PARTS", "OUT"}

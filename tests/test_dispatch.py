@@ -3,8 +3,6 @@
 import gguf
 import pytest
 import torch
-from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
-from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from gguf_files import TYPES, random_blocks
 from torch import nn
@@ -15,10 +13,11 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
-from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
 
-KINDS = (CudaCoalescedInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
+KINDS = (TiledInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
 
 
 class Model(nn.Module):
@@ -41,8 +40,8 @@ class Model(nn.Module):
 def packed(last: bool = False) -> Model:
     model = Model(last)
     quantize(model, fitted_recipe("default", LlamaConfig(hidden_size=256, num_hidden_layers=1)))
-    convert_quantized_tensors_for_cuda(model)
-    assert isinstance(model.proj.weight, CudaCoalescedInt4Tensor) and model.proj.bias is not None
+    lay_out(model)
+    assert isinstance(model.proj.weight, TiledInt4Tensor) and model.proj.bias is not None
     assert isinstance(model.embed_tokens.weight, IntxUnpackedToInt8Tensor)
     return model
 
@@ -146,3 +145,20 @@ def test_executorchs_own_dispatch_is_refused_for_verify():
     model.embed_tokens = nn.Embedding(32, 256, dtype=torch.bfloat16).requires_grad_(False)
     with pytest.raises(ValueError, match="target_verify: proj would read its weights once a row"):
         check_linears("target_verify", traced(model, 3, 3))
+
+
+def test_unquantized_bfloat16_goes_the_same_two_ways():
+    model = Model(last=True)
+
+    def products(program) -> list[str]:
+        names = (str(node.target) for node in program.graph.nodes)
+        return [name for name in names if name in ("eagle3.bf16_small_m.default", "aten.linear.default")]
+
+    with small_m_dispatch(8):
+        assert products(traced(model, 1, 64)) == ["eagle3.bf16_small_m.default"] * 2
+        assert products(traced(model, 9, 64)) == ["aten.linear.default", "eagle3.bf16_small_m.default"]
+        assert products(traced(model.float(), 1, 8)) == ["aten.linear.default"] * 2
+        model = model.bfloat16()
+        tokens = torch.arange(5)[None]
+        torch.testing.assert_close(traced(model, 1, 8).module()(tokens), model(tokens))
+    assert products(traced(model, 1, 8)) == ["aten.linear.default"] * 2

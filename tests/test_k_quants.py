@@ -8,14 +8,14 @@ import pytest
 import torch
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from gguf_files import TYPES, q4_k, q5_k, q6_k, random_blocks
-from kernel_usage import assert_two_programs_fit
+from kernel_usage import SHARED, assert_two_programs_fit, usage
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
-from eagle3.export.lowering.cuda.kernels import k_quants, small_m
+from eagle3.export.lowering.cuda.kernels import k_quants, small_m, sums
 
 KINDS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 GEMMA_LINEARS = {"sliding_kv": (195, 256), "full_o": (256, 768), "down": (256, 1024), "lm_head": (256, 256)}
@@ -30,10 +30,10 @@ def weight(kind: str, n: int, k: int, blocks: np.ndarray | None = None) -> tuple
 
 
 def product(x: Tensor, packed: KQuantTensor, parts: int | None = None, wrap=lambda kernel: kernel) -> Tensor:
-    with interpreted(small_m, k_quants):
-        kernel, add = wrap(k_quants._k_quant_kernel), k_quants._small_m_sum_kernel
+    with interpreted(sums, small_m, k_quants):
+        kernel = wrap(k_quants._k_quant_small_m_kernel)
         choice = replace(k_quants.CHOICES[k_quants.code_bits(*packed.parts)], parts=parts)
-        return k_quants._launch_k_quant(kernel, add, x, *packed.parts, choice=choice)
+        return k_quants._launch_k_quant(kernel, x, *packed.parts, sums.counters(), choice=choice)
 
 
 def activations(m: int, k: int) -> Tensor:
@@ -124,7 +124,7 @@ def test_codes_at_their_ends_are_right(kind, code, scale):
     assert_right(product(x, packed), x, w)
 
 
-def sums(x: Tensor, packed: KQuantTensor) -> tuple[Tensor, Tensor]:
+def sums_of(x: Tensor, packed: KQuantTensor) -> tuple[Tensor, Tensor]:
     """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
     written = []
 
@@ -134,7 +134,7 @@ def sums(x: Tensor, packed: KQuantTensor) -> tuple[Tensor, Tensor]:
 
         def __getitem__(self, programs):
             def run(*args, **options) -> None:
-                written.append(args[-2])  # before M
+                written.append(args[-3])  # before OUT and M
                 self.kernel[programs](*args, **options)
 
             return run
@@ -147,9 +147,9 @@ def test_a_row_has_the_same_bits_in_every_call(kind):
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     packed, _ = weight(kind, 20, 1024)
     x = torch.randint(-32, 33, (18, 1024)).bfloat16() / 8
-    alone = [torch.cat(rows, dim=-2) for rows in zip(*(sums(row[None], packed) for row in x), strict=True)]
+    alone = [torch.cat(rows, dim=-2) for rows in zip(*(sums_of(row[None], packed) for row in x), strict=True)]
     for m in (2, 4, 7, 8, 9, 11, 16, 17, 18):
-        for found, expected in zip(sums(x[:m], packed), alone, strict=True):
+        for found, expected in zip(sums_of(x[:m], packed), alone, strict=True):
             assert torch.equal(found, expected[..., :m, :]), f"{m} rows"
 
 
@@ -181,10 +181,11 @@ class Linears(torch.nn.Module):
             parts = enumerate(weight(kind, 48, 512)[0].parts)
             named = {str(number): torch.nn.Parameter(part, False) for number, part in parts if part is not None}
             self.add_module(kind, torch.nn.ParameterDict(named))
+        self.register_buffer("arrived", sums.counters())
 
     def forward(self, x: Tensor) -> Tensor:
         parts = ([each.get(str(i)) for i in range(6)] for each in self.children())
-        return sum(k_quants.k_quant_small_m(x, *each) for each in parts)
+        return sum(k_quants.k_quant_small_m(x, *each, self.arrived) for each in parts)
 
 
 def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
@@ -200,14 +201,14 @@ def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
 
 
 def test_shapes_that_do_not_agree_are_named():
-    x, (packed, _) = activations(3, 256), weight("Q5_K", 8, 256)
+    x, (packed, _), arrived = activations(3, 256), weight("Q5_K", 8, 256), sums.counters()
     qdata, scale, step, high, minima, minima_step = packed.parts
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
-        k_quants.k_quant_small_m(x[:, :128], *packed.parts)
+        k_quants.k_quant_small_m(x[:, :128], *packed.parts, arrived)
     with pytest.raises(ValueError, match=r"'scale': \(8, 7\).*a weight of 5 bits has \{'scale': \(8, 8\)"):
-        k_quants.k_quant_small_m(x, qdata, scale[:, :7], step, high, minima, minima_step)
+        k_quants.k_quant_small_m(x, qdata, scale[:, :7], step, high, minima, minima_step, arrived)
     with pytest.raises(ValueError, match="a weight of 5 bits has .*'minima'"):
-        k_quants.k_quant_small_m(x, qdata, scale, step, high, None, None)
+        k_quants.k_quant_small_m(x, qdata, scale, step, high, None, None, arrived)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         product(x.float(), packed)
     with pytest.raises(ValueError, match=r"strides \(1, 8\): not contiguous"):
@@ -215,7 +216,7 @@ def test_shapes_that_do_not_agree_are_named():
         product(x, packed)
 
 
-SIGNATURE = ["*bf16", "*u8", "*u8", "*u8", "*fp16", "*u8", "*fp16", "*fp32", "i32"]
+SIGNATURE = ["*bf16", "*u8", "*u8", "*u8", "*fp16", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
 
 
 COMPILED = [("Q4_K", 80), ("Q4_K", 90), ("Q5_K", 80), ("Q5_K", 89), ("Q5_K", 100)]
@@ -225,8 +226,12 @@ COMPILED += [("Q6_K", arch) for arch in (80, 86, 89, 90, 100, 120)]
 @pytest.mark.parametrize(("kind", "arch"), COMPILED)
 def test_two_programs_fit_on_a_multiprocessor(kind, arch, tmp_path):
     bits = KINDS[kind]
-    choice, kernel = k_quants.CHOICES[bits], k_quants._k_quant_kernel
+    choice, kernel = k_quants.CHOICES[bits], k_quants._k_quant_small_m_kernel
     constants = {"N": 5376, "K": 21504, "BITS": bits, "SPLITS": 6, "BLOCK_N": choice.n, "STAGES": choice.stages}
+    constants["BLOCK_M"] = 8
     types = [*SIGNATURE]
     types[3] = "*i8" if bits == 6 else "*u8"
     assert_two_programs_fit(kernel, types, constants, arch, tmp_path)
+    if arch == 80:
+        found = usage(kernel, types, constants | {"BLOCK_M": 16}, arch, tmp_path, small_m.WARPS)
+        assert found.shared <= SHARED and found.stack == 0

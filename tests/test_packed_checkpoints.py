@@ -144,7 +144,7 @@ def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m
         before, after = given[f"{linear}.weight"], module.weight
         assert torch.equal(before.qdata, after.qdata)
         if bits == 4:
-            _, scale, zero = codes_of(before)
+            (after,), (_, scale, zero) = after.coalesced(), codes_of(before)
             repeats = after.scale.shape[1] // scale.shape[1]
             steps = after.scale_step.float().repeat_interleave(256 // after.block_size[1], 1)
             held, scale = after.scale.float() * steps, scale.float().repeat_interleave(repeats, 1)

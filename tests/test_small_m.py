@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from kernel_usage import assert_two_programs_fit
+from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+from kernel_usage import SHARED, assert_two_programs_fit, usage
 from torch import Tensor
+from torch.nn import functional as F
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import small_m
+from eagle3.export.lowering.cuda.int4_tensor import concatenated, laid_out
+from eagle3.export.lowering.cuda.kernels import int4 as kernel4
+from eagle3.export.lowering.cuda.kernels import small_m, sums
 
 GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_head: N over 1024)
     "sliding_q": (390, 256),
@@ -27,21 +31,23 @@ GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_
 
 
 def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
-    with interpreted(small_m):
-        kernels, choice = (
-            (small_m._int4_small_m_kernel, small_m._small_m_sum_kernel),
-            replace(small_m.INT4, parts=parts),
-        )
-        return small_m._launch_int4(*kernels, x, *weight, choice=choice)
+    return tiled_int4(x, [weight[0]], *kernel4.tiled(*weight[1:]), parts=parts)
+
+
+def tiled_int4(x: Tensor, *weight: Tensor | list[Tensor], parts: int | None = None) -> Tensor:
+    with interpreted(sums, small_m, kernel4):
+        choice = replace(kernel4.INT4, parts=parts)
+        return kernel4._launch_int4(kernel4._int4_small_m_kernel, x, *weight, sums.counters(), choice=choice)
 
 
 def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
-    with interpreted(small_m):
-        kernels, choice = (
-            (small_m._int8_small_m_kernel, small_m._small_m_sum_kernel),
-            replace(small_m.INT8, parts=parts),
-        )
-        return small_m._launch_int8(*kernels, x, *weight, choice=choice)
+    with interpreted(sums, small_m):
+        choice = replace(small_m.INT8, parts=parts)
+        return small_m._launch_int8(small_m._int8_small_m_kernel, x, *weight, sums.counters(), choice=choice)
+
+
+def int4_reference(x: Tensor, *weight: Tensor) -> Tensor:
+    return kernel4.int4_reference(x, [weight[0]], *kernel4.tiled(*weight[1:]))
 
 
 def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:
@@ -69,7 +75,7 @@ def activations(m: int, k: int) -> Tensor:
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
     """Within a rounding to bf16 and the errors of float32, which go with |x| and the full range of a row's codes."""
     if len(weight) == 5:
-        expected = small_m.int4_reference(x.float(), *weight)
+        expected = int4_reference(x.float(), *weight)
         span = 15 * (weight[1].float().amax(1) * weight[2].float().amax(1))  # [N]
     else:
         expected = small_m.int8_reference(x.float(), *weight)
@@ -144,12 +150,40 @@ def test_int8_codes_at_their_ends_are_right(q, zero):
     assert_right(int8(x, *weight), x, weight)
 
 
-def test_int4_is_executorchs_own_weight():
-    from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+def coalesced(weight: tuple[Tensor, ...]) -> CudaCoalescedInt4Tensor:
+    n, k = weight[0].shape[0], 2 * weight[0].shape[1]
+    return CudaCoalescedInt4Tensor(*weight, [1, k // weight[1].shape[1]], torch.Size((n, k)))
 
-    weight = int4_weight(24, 512)
-    tensor = CudaCoalescedInt4Tensor(*weight, [1, 32], torch.Size([24, 512]))
-    torch.testing.assert_close(small_m.int4_reference(torch.eye(512), *weight).T, tensor.dequantize(torch.float32))
+
+@pytest.mark.parametrize(("n", "k", "group"), [(24, 512, 32), (128, 256, 64), (130, 768, 128), (300, 256, 256)])
+def test_int4_is_executorchs_own_weight_laid_out_anew(n, k, group):
+    weight = int4_weight(n, k, group)
+    tensor, tiled = coalesced(weight), laid_out(coalesced(weight))
+    assert tiled.qdata is weight[0]
+    for name in ("scale", "scale_step", "zero_point", "zero_point_step", "block_size", "shape"):
+        found, expected = getattr(tiled.coalesced()[0], name), getattr(tensor, name)
+        assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
+    assert torch.equal(tiled.dequantize(), tensor.dequantize())
+    x = activations(9, k)
+    assert torch.equal(F.linear(x, tiled), F.linear(x, tensor))
+    torch.testing.assert_close(int4_reference(torch.eye(k), *weight).T, tensor.dequantize(torch.float32))
+
+
+def test_several_int4_weights_of_one_input_make_one():
+    weights = [int4_weight(n, 512) for n in (128, 40, 100)]
+    both = concatenated([laid_out(coalesced(weight)) for weight in weights])
+    assert torch.equal(both.dequantize(), torch.cat([coalesced(weight).dequantize() for weight in weights]))
+    assert [each.data_ptr() for each in both.parts[0]] == [weight[0].data_ptr() for weight in weights]
+    for m in (5, 9):  # ExecuTorch's own op for up to 4 rows is CUDA's alone
+        x = activations(m, 512)
+        found = tiled_int4(x, *both.parts, parts=2)
+        assert torch.equal(found, torch.cat([int4(x, *weight, parts=2) for weight in weights], 1))
+        each = [F.linear(x, coalesced(weight)) for weight in weights]
+        assert torch.equal(F.linear(x, both), torch.cat(each, 1))
+    with pytest.raises(ValueError, match="4 weights: one launch takes 3"):
+        concatenated([both, laid_out(coalesced(weights[0]))])
+    with pytest.raises(ValueError, match=r"\[\(256, 8\), \(512, 8\)\] make no single one"):
+        concatenated([laid_out(coalesced(int4_weight(8, k))) for k in (512, 256)])
 
 
 def test_int8_is_torchaos_own_weight():
@@ -162,27 +196,29 @@ def test_int8_is_torchaos_own_weight():
 
 
 class Kept:
-    """A kernel that keeps what it was last given to write to."""
+    """A kernel that keeps the partial sums that it was last given to write to."""
 
     def __init__(self, kernel):
-        self.kernel, self.out = kernel, None
+        self.kernel, self.parts = kernel, None
 
     def __getitem__(self, programs):
         def run(*args, **options) -> None:
-            self.out = args[-2]  # before M
+            self.parts = args[-3]  # before OUT and M
             self.kernel[programs](*args, **options)
 
         return run
 
 
-def sums(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
-    with interpreted(small_m):
+    with interpreted(sums, small_m, kernel4):
         if len(weight) == 5:
-            kernel, launch, choice = Kept(small_m._int4_small_m_kernel), small_m._launch_int4, small_m.INT4
+            kernel, arguments = Kept(kernel4._int4_small_m_kernel), ([weight[0]], *kernel4.tiled(*weight[1:]))
+            out = kernel4._launch_int4(kernel, x, *arguments, sums.counters(), choice=replace(kernel4.INT4, parts=2))
         else:
-            kernel, launch, choice = Kept(small_m._int8_small_m_kernel), small_m._launch_int8, small_m.INT8
-        return launch(kernel, small_m._small_m_sum_kernel, x, *weight, choice=replace(choice, parts=2)), kernel.out
+            kernel, choice = Kept(small_m._int8_small_m_kernel), replace(small_m.INT8, parts=2)
+            out = small_m._launch_int8(kernel, x, *weight, sums.counters(), choice=choice)
+        return out, kernel.parts
 
 
 @pytest.mark.parametrize(
@@ -194,9 +230,9 @@ def test_a_row_has_the_same_bits_in_every_call(weight):
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     k = weight[0].shape[1] * (2 if len(weight) == 5 else 1)
     x = torch.randint(-32, 33, (18, k)).bfloat16() / 8
-    alone = [torch.cat(rows, dim=-2) for rows in zip(*(sums(row[None], weight) for row in x), strict=True)]
+    alone = [torch.cat(rows, dim=-2) for rows in zip(*(sums_of(row[None], weight) for row in x), strict=True)]
     for m in range(2, 19):
-        for found, expected in zip(sums(x[:m], weight), alone, strict=True):
+        for found, expected in zip(sums_of(x[:m], weight), alone, strict=True):
             assert torch.equal(found, expected[..., :m, :]), f"{m} rows"
 
 
@@ -215,31 +251,30 @@ def test_each_weight_word_is_read_once_for_up_to_16_rows(monkeypatch):
             read.clear()
             op(activations(m, k), *weight)
             addresses = np.concatenate(read)
+            first = weight[0].data_ptr()
+            addresses = addresses[(addresses >= first) & (addresses < first + weight[0].nbytes)]
             assert len(addresses) == len(np.unique(addresses)) == weight[0].numel() // 4
 
 
-def test_the_grid_has_one_row_tile_for_up_to_16_rows_and_splits_by_the_weight_alone():
-    for blocks, choice in ((21, small_m.INT4), (84, small_m.INT4), (21, small_m.INT8)):
-        grids = {small_m.grid(m, 5376, blocks, choice) for m in range(1, 17)}
-        assert grids == {(5376 // choice.n, 1, small_m.splits(5376, blocks, choice.n))}
-        assert small_m.grid(17, 5376, blocks, choice)[1] == 2
-        assert small_m.grid(48, 5376, blocks, choice)[1] == 3
-
-
 def test_few_outputs_are_split_along_k_and_a_vocabulary_is_not():
-    assert small_m.splits(2048, 21, 64) > 1
-    assert small_m.splits(5376, 84, 64) > 1
-    assert small_m.splits(262144, 21, 64) == 1
+    assert sums.splits(2048, 21, 128) > 1
+    assert sums.splits(5376, 84, 128) > 1
+    assert sums.splits(262144, 21, 128) == 1
 
 
 class Linears(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.int4 = torch.nn.ParameterList([torch.nn.Parameter(t, False) for t in int4_weight(48, 512)])
+        four = int4_weight(48, 512)
+        four = four[0], *kernel4.tiled(*four[1:])
+        self.int4 = torch.nn.ParameterList([torch.nn.Parameter(t, False) for t in four])
         self.int8 = torch.nn.ParameterList([torch.nn.Parameter(t, False) for t in int8_weight(48, 512, 32)])
+        self.register_buffer("arrived", sums.counters())
 
     def forward(self, x: Tensor) -> Tensor:
-        return small_m.int4_small_m(x, *self.int4) + small_m.int8_small_m(x, *self.int8)
+        return kernel4.int4_small_m(x, [self.int4[0]], *self.int4[1:], self.arrived) + small_m.int8_small_m(
+            x, *self.int8, self.arrived
+        )
 
 
 def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
@@ -256,21 +291,23 @@ def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
 
 
 def test_on_the_host_the_ops_are_the_references():
-    x, four, eight = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 256)
-    assert torch.equal(small_m.int4_small_m(x, *four), small_m.int4_reference(x, *four))
-    assert torch.equal(small_m.int8_small_m(x, *eight), small_m.int8_reference(x, *eight))
+    x, four, eight, arrived = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 256), sums.counters()
+    tiled = kernel4.tiled(*four[1:])
+    assert torch.equal(kernel4.int4_small_m(x, [four[0]], *tiled, arrived), int4_reference(x, *four))
+    assert torch.equal(small_m.int8_small_m(x, *eight, arrived), small_m.int8_reference(x, *eight))
 
 
 def test_shapes_that_do_not_agree_are_named():
-    x, four, eight = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 32)
+    x, four, eight, arrived = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 32), sums.counters()
+    codes, steps = kernel4.tiled(*four[1:])
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
-        small_m.int4_small_m(x[:, :128], *four)
-    with pytest.raises(ValueError, match=r"scale is \(8, 7\).* has 8 x 8 of each"):
-        small_m.int4_small_m(x, four[0], four[1][:, :7], *four[2:])
-    with pytest.raises(ValueError, match=r"zero_step \(7, 1\).* has 8 x 1 of each"):
-        small_m.int4_small_m(x, *four[:4], four[4][:7])
+        kernel4.int4_small_m(x[:, :128], [four[0]], codes, steps, arrived)
+    with pytest.raises(ValueError, match=r"codes are \(1, 1, 7, 128, 2\).* have 1 x 1 x 8 x 128 x 2"):
+        kernel4.int4_small_m(x, [four[0]], codes[:, :, :7], steps, arrived)
+    with pytest.raises(ValueError, match=r"steps are \(1, 1, 127, 2\).* have 1 x 1 x 128 x 2"):
+        kernel4.int4_small_m(x, [four[0]], codes, steps[:, :, :127], arrived)
     with pytest.raises(ValueError, match=r"scale is \(8, 3\)"):
-        small_m.int8_small_m(x, eight[0], eight[1][:, :3], eight[2][:, :3])
+        small_m.int8_small_m(x, eight[0], eight[1][:, :3], eight[2][:, :3], arrived)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         int4(x.float(), *four)
     with pytest.raises(ValueError, match="group size is 8: the kernel takes multiples of 16"):
@@ -279,19 +316,37 @@ def test_shapes_that_do_not_agree_are_named():
         int8(x, eight[0], eight[1].T.contiguous().T, eight[2])
 
 
-SIGNATURES = {
-    "_int4_small_m_kernel": ["*bf16", "*u8", "*u8", "*fp16", "*u8", "*fp16", "*fp32", "i32"],
-    "_int8_small_m_kernel": ["*bf16", "*i8", "*bf16", "*i8", "*fp32", "i32"],
-}
-INT4_DOWN = {"N": 5376, "K": 21504, "G": 32, "SPLITS": 6, "BLOCK_N": small_m.INT4.n, "STAGES": small_m.INT4.stages}
+ARCHITECTURES = [80, 86, 89, 90, 100, 120]
+INT4_TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
+INT4_DOWN = {"N0": 5376, "N1": 0, "N2": 0, "K": 21504, "G": 32, "SPLITS": 6, "STAGES": kernel4.INT4.stages}
+INT8_TYPES = ["*bf16", "*i8", "*bf16", "*i8", "*i32", "*fp32", "*bf16", "i32"]
 INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "CHUNK": 32, "SPLITS": 1}
 INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize(
-    ("name", "constants"), [("_int4_small_m_kernel", INT4_DOWN), ("_int8_small_m_kernel", INT8_HEAD)]
-)
-def test_two_programs_fit_on_a_multiprocessor(name, constants, arch, tmp_path):
-    kernel, types = getattr(small_m, name), SIGNATURES[name]
-    assert_two_programs_fit(kernel, types, constants, arch, tmp_path)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_int4_takes_2_7_instructions_a_weight_and_two_programs_fit(arch, tmp_path):
+    kernel, constants = kernel4._int4_small_m_kernel, INT4_DOWN | {"BLOCK_M": 8}
+    assert_two_programs_fit(kernel, INT4_TYPES, constants, arch, tmp_path)
+    found = usage(kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
+    assert found.stack == 0
+    assert found.a_weight(kernel4.TILE * kernel4.BLOCK, small_m.WARPS) <= 2.7
+    assert found.loop.count("BAR") == 2
+    assert "LDG" not in found.loop or found.loop.count("LDG") == 2  # codes and steps, 4 bytes or more a thread
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_int4_for_16_rows_keeps_everything_in_registers(arch, tmp_path):
+    constants = INT4_DOWN | {"BLOCK_M": 16}
+    found = usage(kernel4._int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
+    assert found.shared <= SHARED and found.stack == 0
+    assert found.a_weight(kernel4.TILE * kernel4.BLOCK, small_m.WARPS) <= 3.6
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_two_programs_of_int8_fit_on_a_multiprocessor(arch, tmp_path):
+    kernel = small_m._int8_small_m_kernel
+    assert_two_programs_fit(kernel, INT8_TYPES, INT8_HEAD | {"BLOCK_M": 8}, arch, tmp_path)
+    if arch == 80:
+        found = usage(kernel, INT8_TYPES, INT8_HEAD | {"BLOCK_M": 16}, arch, tmp_path, small_m.WARPS)
+        assert found.shared <= SHARED and found.stack == 0

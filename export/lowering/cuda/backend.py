@@ -43,7 +43,7 @@ from eagle3.export.lowering.cuda.quantization import (
     lay_out,
     quantize,
 )
-from eagle3.export.lowering.cuda.shortcuts import analyzed_once
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
@@ -151,8 +151,8 @@ def lower(
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
-    recorded = recorded_launches(rows)
-    with for_gpu, inductor.patch(OPTIONS), analyzed_once(), argmax_over_blocks(), recorded as launches:
+    recorded, forms = recorded_launches(rows), (analyzed_once(), argmax_over_blocks(), counters_unchanged())
+    with for_gpu, inductor.patch(OPTIONS), *forms, recorded as launches:
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=partitioners,

@@ -3,8 +3,8 @@
 ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
 and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
 than ``limit`` dequantizes inline as ExecuTorch's does; every other takes the small-M op, whose weights are read once
-for each 16 rows. A quantized embedding dequantizes the rows that it looks up, not the whole table (that of K-quants
-does so by itself).
+for each 16 rows. Linears of unquantized bfloat16 go the same two ways. A quantized embedding dequantizes the rows that
+it looks up, not the whole table (that of K-quants does so by itself).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,30 +14,48 @@ from unittest.mock import patch
 
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what is swapped out)
 import torch
-from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor
+from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED, bf16_small_m
+from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
 from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
-from eagle3.export.lowering.cuda.kernels.small_m import int4_small_m, int8_small_m
+from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
+from eagle3.export.lowering.cuda.kernels.sums import counters
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any, Any], Tensor]
 
+_COUNTERS = {torch.device("cpu"): counters()}
+"""Of all products on a device. Of the host's a trace makes a constant, so that they are there before it begins."""
 
-def _int4(x: Tensor, weight: CudaCoalescedInt4Tensor) -> Tensor:
-    return int4_small_m(x, weight.qdata, weight.scale, weight.scale_step, weight.zero_point, weight.zero_point_step)
+
+def _counters(x: Tensor) -> Tensor:
+    if x.device not in _COUNTERS:
+        _COUNTERS[x.device] = counters(x.device)
+    return _COUNTERS[x.device]
+
+
+def _bf16(x: Tensor, weight: Tensor) -> Tensor:
+    return bf16_small_m(x, weight, _counters(x))
+
+
+def _int4(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
+    return int4_small_m(x, *weight.parts, _counters(x))
 
 
 def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
-    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point)
+    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, _counters(x))
 
 
 def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
-    return k_quant_small_m(x, *weight.parts)
+    return k_quant_small_m(x, *weight.parts, _counters(x))
 
 
 def _linear(small_m: Callable[[Tensor, Any], Tensor], otherwise: Handler, limit: int) -> Handler:
@@ -52,6 +70,25 @@ def _linear(small_m: Callable[[Tensor, Any], Tensor], otherwise: Handler, limit:
     return linear
 
 
+class _Unquantized(TorchFunctionMode):
+    """Sends linears of plain bfloat16 weights the ways of ``_linear``."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self.linear = _linear(_bf16, lambda func, types, args, kwargs: func(*args, **kwargs), limit)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and _is_plain(*args, **kwargs):
+            return self.linear(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    bfloat16 = x.dtype == weight.dtype == torch.bfloat16
+    return bfloat16 and not is_traceable_wrapper_subclass(weight) and weight.shape[1] % ALIGNED == 0
+
+
 def _embedding(func, types, args, kwargs) -> Tensor:
     """Rows of an INT8 table: [...] int64 -> [..., width]."""
     ids, table = args[:2]
@@ -62,7 +99,7 @@ def _embedding(func, types, args, kwargs) -> Tensor:
 
 
 KERNELS: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {
-    CudaCoalescedInt4Tensor: _int4,
+    TiledInt4Tensor: _int4,
     IntxUnpackedToInt8Tensor: _int8,
     KQuantTensor: _k_quant,
 }
@@ -81,4 +118,5 @@ def small_m_dispatch(limit: int) -> Iterator[None]:
         functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
         for table, name in ((functions, F.embedding), (operators, aten.embedding.default)):
             stack.enter_context(patch.dict(table, {name: _embedding}))
+        stack.enter_context(_Unquantized(limit))
         yield

@@ -19,6 +19,7 @@ from torch import nn
 from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.lowering.cuda.experts import expert_rules
+from eagle3.export.lowering.cuda.int4_tensor import lay_out_int4
 from eagle3.targets.spec import Skeleton
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
@@ -117,3 +118,4 @@ def lay_out(model: nn.Module, spare: Iterable[nn.Parameter] = ()) -> None:
     for module in model.modules():
         if id(getattr(module, "weight", None)) not in spared and not any(module.children()):
             convert_quantized_tensors_for_cuda(module)
+            lay_out_int4(module)

@@ -17,6 +17,7 @@ from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.lowering.cuda import int4_tensor
 from eagle3.export.lowering.cuda.experts import is_fused
 from eagle3.export.lowering.cuda.int4_layout import exact_layout, has_whole_zeros
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
@@ -54,7 +55,7 @@ class CudaWeights:
         linear = self.packers[name] is pack_linear_for_cuda
         if linear and isinstance(value, ExportableInt4Tensor) and has_whole_zeros(value):
             packed, self.rounding[name] = exact_layout(name, value)
-            return packed
+            return int4_tensor.laid_out(packed)
         config = self.recipe.get_config(name) if self.recipe else None
         if config is not None and not isinstance(value, TorchAOBaseTensor):
             value = quantized(value.to(self.dtype), config)
@@ -66,6 +67,7 @@ class CudaWeights:
             return to_default(name, value)
         holder = nn.Module()
         self.packers[name](holder, {"weight": to_default(name, value)})
+        int4_tensor.lay_out_int4(holder)
         return holder.weight.data
 
     def _k_quant(self, value: ExportableGGUFTensor) -> KQuantTensor:

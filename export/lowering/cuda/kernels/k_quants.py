@@ -10,9 +10,9 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m`
     Q6_K        groups of 16, q from -32:  y = sum over g of s * (sum over k of q x)
     in which    sum over k of q x  =  sum over k of (128 + q) x  -  128 * sum over k of x
 
-s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``small_m``. The
-main loop takes about 3.4 (Q4_K), 5.6 (Q5_K) and 5.8 (Q6_K) instructions a weight for up to 8 rows, counted in the
-machine code for sm_90; no GPU has timed it yet (scripts/bench_small_m.py).
+s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``int4``. The
+main loop takes about 3.4 (Q4_K), 5.0 (Q5_K) and 5.3 (Q6_K) instructions a weight for up to 8 rows and 4.5, 5.9 and 6.4
+for up to 16, counted in the machine code for sm_80 and sm_90; no GPU has timed it yet (scripts/bench_small_m.py).
 
 Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3): the low 4 bits of a code
 are bits 4 c + 8 l + 16 h of word w of 4 words; its high bit is bit 4 c + 2 h + l of byte w of 4 bytes, its two are bits
@@ -24,7 +24,6 @@ Bytes a weight: 4, 5 or 6 bits, codes of 8 bits (two per 32, or one per 16), an 
 4.8 TB/s, whatever the kernel; x, the output and partial sums as in ``small_m``.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,19 +33,19 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from eagle3.export.lowering.cuda.kernels.small_m import (
-    INT4,
+    ROWS,
+    WARPS,
     Blocks,
     _check_contiguous,
-    _launch,
     _on_all_rows,
     _ones,
     _operand,
-    _small_m_sum_kernel,
-    _store,
+    _sum_of_groups,
     _tile_rows,
 )
+from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
-CHOICES = {4: INT4, 5: replace(INT4, n=32), 6: replace(INT4, n=32)}
+CHOICES = dict.fromkeys((4, 5, 6), Blocks(n=64, stages=5))
 """By the bits of a code."""
 
 
@@ -70,12 +69,15 @@ def _half_chunk(words, high, magic, C: tl.constexpr, BITS: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _k_quant_tile(
-    X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, OUT, M, m0, first, last,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
+def _k_quant_small_m_kernel(
+    X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, ARRIVED, PARTS, OUT, M,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    n0 = tl.program_id(0) * BLOCK_N
+    first = tl.program_id(2) * (K // 256) // SPLITS
+    last = (tl.program_id(2) + 1) * (K // 256) // SPLITS
+    m0 = tl.program_id(0) * BLOCK_M
+    n0 = tl.program_id(1) * BLOCK_N
     row = tl.arange(0, BLOCK_N)
     tile_row = _tile_rows(row, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
@@ -143,26 +145,8 @@ def _k_quant_tile(
             acc = tl.fma(below, sum_x, tl.fma(tl.fma(minus, sum_x, part), s, acc))
             least, least_step = least_after, least_step_after
         scale, scale_step = scale_after, scale_step_after
-    _store(OUT, acc, M, m, n0 + tile_row, N, BLOCK_N, BLOCK_M)
-
-
-@triton.jit
-def _k_quant_kernel(
-    X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    m0 = tl.program_id(1) * 16
-    first = tl.program_id(2) * (K // 256) // SPLITS
-    last = (tl.program_id(2) + 1) * (K // 256) // SPLITS
-    if M - m0 <= 8:  # half the products and the sums, each as below
-        _k_quant_tile(
-            X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, OUT, M, m0, first, last, N, K, BITS, BLOCK_N, 8, STAGES
-        )  # fmt: skip
-    else:
-        _k_quant_tile(
-            X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, OUT, M, m0, first, last, N, K, BITS, BLOCK_N, 16, STAGES
-        )  # fmt: skip
+    n = n0 + tile_row
+    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
 
 
 def code_bits(
@@ -186,23 +170,26 @@ def code_bits(
 
 
 def _launch_k_quant(
-    kernel: Any, add: Any, x: Tensor, qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None,
-    minima: Tensor | None, minima_step: Tensor | None, choice: Blocks | None = None,
+    kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None,
+    minima: Tensor | None, minima_step: Tensor | None, arrived: Tensor, choice: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     bits = _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
     _check_contiguous(*(part for part in (qdata, scale, scale_step, high, minima, minima_step) if part is not None))
     n, k = qdata.shape[0], x.shape[1]
+    choice = choice or CHOICES[bits]
+    count = choice.parts or splits(n, k // 256, choice.n)
     x = x.contiguous()
     # A kernel takes tensors alone: what a kind has not is a pointer that it does not follow.
     high = qdata if high is None else high
     minima, minima_step = scale if minima is None else minima, scale_step if minima_step is None else minima_step
 
-    def run(out: Tensor, programs: tuple, options: dict) -> None:
+    def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, qdata, high, scale, scale_step, minima, minima_step, out, x.shape[0], N=n, K=k, BITS=bits, **options
+            x, qdata, high, scale, scale_step, minima, minima_step, arrived, parts, out, x.shape[0], N=n, K=k,
+            BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return _launch(x, n, k // 256, choice or CHOICES[bits], run, add)
+    return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, run)
 
 
 def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:
@@ -221,6 +208,7 @@ def k_quant_small_m(
     high: Tensor | None,
     minima: Tensor | None,
     minima_step: Tensor | None,
+    arrived: Tensor,
 ) -> Tensor:
     """``x @ w.T`` with ``w = q * (scale * scale_step) - minima * minima_step``; the layout is this module's.
 
@@ -233,15 +221,17 @@ def k_quant_small_m(
         scale_step, minima_step: float16 [N, K / 256]
         high: uint8 [N, K / 8] (Q5_K) or [N, K / 4] (Q6_K), the high bits; None for Q4_K
         minima: codes, uint8 [N, K / 32]; None for Q6_K, whose q begins at -32
+        arrived: ``sums.counters()``, as they were when it returns
 
     Returns:
         bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
 
     Raises:
-        ValueError: shapes that do not agree; on CUDA, another dtype of ``x`` or weights that are not contiguous
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
+            rows than there are counters for
     """
-    kernels = wrap_triton(_k_quant_kernel), wrap_triton(_small_m_sum_kernel)
-    return _launch_k_quant(*kernels, x, qdata, scale, scale_step, high, minima, minima_step)
+    kernel = wrap_triton(_k_quant_small_m_kernel)
+    return _launch_k_quant(kernel, x, qdata, scale, scale_step, high, minima, minima_step, arrived)
 
 
 @k_quant_small_m.register_kernel("cpu")
@@ -253,6 +243,7 @@ def k_quant_reference(
     high: Tensor | None,
     minima: Tensor | None,
     minima_step: Tensor | None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """``k_quant_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
     _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)

@@ -1,0 +1,104 @@
+"""INT4 weights on CUDA: ExecuTorch's ``CudaCoalescedInt4Tensor`` with scales and zero points laid out for our kernel.
+
+The codes stay the bytes of the checkpoint, so that a mapped file is never copied. The rest is made anew on every way
+here and takes no more than it did: for each tile of 128 outputs and block of 256 of K, group by group, each output's
+scale and zero point side by side (``kernels/int4.py``). The last tile is filled up with zeros.
+"""
+
+from collections.abc import Sequence
+
+import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what linears of many rows take)
+import torch
+from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, MOST, TILE, tiled, untiled
+
+
+class TiledInt4Tensor(TorchAOBaseTensor):
+    """A weight [N, K] of bfloat16; parts as ``int4_small_m`` takes them. It may be several, one below the other."""
+
+    tensor_data_names = ["qdata", "codes", "steps"]
+    optional_tensor_data_names = ["qdata1", "qdata2"]
+    tensor_attribute_names = ["shape"]
+
+    def __new__(cls, qdata: Tensor, codes: Tensor, steps: Tensor, shape: torch.Size, **more: Tensor | None):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=qdata.device)
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        codes: Tensor,
+        steps: Tensor,
+        shape: torch.Size,
+        qdata1: Tensor | None = None,
+        qdata2: Tensor | None = None,
+    ):
+        super().__init__()
+        self.qdata, self.codes, self.steps = qdata, codes, steps
+        self.qdata1, self.qdata2 = qdata1, qdata2
+
+    @property
+    def parts(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        qdata = [each for each in (self.qdata, self.qdata1, self.qdata2) if each is not None]
+        return qdata, self.codes, self.steps
+
+    def coalesced(self) -> list[CudaCoalescedInt4Tensor]:
+        """The same weight, or each of several, as ExecuTorch has it."""
+        found, first, group = [], 0, BLOCK // self.codes.shape[2]
+        for qdata in self.parts[0]:
+            last = first + -(-qdata.shape[0] // TILE)
+            rows = untiled(self.codes[first:last], self.steps[first:last], qdata.shape[0])
+            found.append(CudaCoalescedInt4Tensor(qdata, *rows, [1, group], (qdata.shape[0], self.shape[1])))
+            first = last
+        return found
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Exact in float32, rounded once otherwise."""
+        return torch.cat([weight.dequantize(dtype) for weight in self.coalesced()])
+
+    def _quantization_type(self) -> str:
+        return f"shape={tuple(self.shape)}, device={self.device}"
+
+
+@TiledInt4Tensor.implements([torch.ops.aten.linear.default])
+@TiledInt4Tensor.implements_torch_function([F.linear])
+def _linear(func, types, args, kwargs) -> Tensor:
+    """As ExecuTorch does; for many rows it dequantizes the matrix first."""
+    x, weight, *bias = args
+    found = [F.linear(x, each) for each in weight.coalesced()]
+    out = found[0] if len(found) == 1 else torch.cat(found, -1)
+    return out + bias[0] if bias and bias[0] is not None else out
+
+
+def laid_out(weight: CudaCoalescedInt4Tensor) -> TiledInt4Tensor:
+    """The same weight for our kernel."""
+    codes, steps = tiled(weight.scale, weight.scale_step, weight.zero_point, weight.zero_point_step)
+    return TiledInt4Tensor(weight.qdata, codes, steps, weight.shape)
+
+
+def lay_out_int4(module: nn.Module) -> None:
+    """Lay out the weight of ``module``, in place, if it is INT4."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, CudaCoalescedInt4Tensor):
+        module.weight = nn.Parameter(laid_out(weight), requires_grad=False)
+
+
+def concatenated(weights: Sequence[TiledInt4Tensor]) -> TiledInt4Tensor:
+    """One weight whose outputs are those of ``weights``, one after the other: one product for several of one input.
+
+    The codes stay where they are. Raises ValueError for weights of several widths or group sizes, and for more of them
+    than the kernel takes.
+    """
+    kinds = {(weight.shape[1], weight.codes.shape[2]) for weight in weights}
+    if len(kinds) > 1:
+        raise ValueError(f"weights of (K, groups in {BLOCK}) {sorted(kinds)} make no single one: they must agree")
+    qdata = [each for weight in weights for each in weight.parts[0]]
+    if len(qdata) > MOST:
+        raise ValueError(f"{len(qdata)} weights: one launch takes {MOST}")
+    codes, steps = (torch.cat([getattr(weight, part) for weight in weights]) for part in ("codes", "steps"))
+    shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
+    more = dict(zip(TiledInt4Tensor.optional_tensor_data_names, qdata[1:], strict=False))
+    return TiledInt4Tensor(qdata[0], codes, steps, shape, **more)

@@ -1,0 +1,264 @@
+"""Linear layers of few rows over INT4 weights that read each weight byte once for 16 rows, in Triton.
+
+The codes are ExecuTorch's (``CudaCoalescedInt4Tensor``) where they lie in a checkpoint, two a byte; scales and zero
+points are laid out for the kernel (``int4_layout.py``). ExecuTorch's own kernel serves up to 4 rows, for a time that
+grows with each (pytorch/executorch PR 21456).
+
+Bytes: a weight is 4 bits, two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear of
+5376 x 21504 (N x K, Gemma 4 31B's ``down_proj``) is 66.8 MB: 14 us at 4.8 TB/s, whatever the kernel. 8 rows add 0.34 MB
+of activations (read once for every 128 outputs, 14 MB, from L2), 0.09 MB of output and 1.0 MB of partial sums, written
+and read. A warp's loads are whole lines of 128 bytes: 256 codes of an output, and 64 outputs' scales and zero points.
+
+Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the group's scale and zero point)::
+
+    y = sum over g of s * (sum over k of (128 + q) x  -  (128 + z) * sum over k of x)
+
+The sums over k run on tensor cores, bf16 to float32, all else is float32: weights are never rounded. 128 + q comes from
+the bits of q without a conversion, 0x4300 | q is bf16(128 + q) (Kim et al., "Who Says Elephants Can't Run", 2022,
+do so in fp16). The main loop takes 2.4 to 2.6 instructions a weight for up to 8 rows and 3.0 to 3.5 for up to 16,
+counted in the machine code for sm_80 to sm_120; no GPU has timed it yet (scripts/bench_small_m.py).
+
+A program takes a tile of 128 outputs and a run of blocks of 256 of K, 8 groups of 32, one to a warp: the groups are
+the batch dimension of a 3D ``tl.dot``. Scales and zero points are fetched a block ahead, decoded once and given to the
+lanes that need them through shared memory, both numbers at once. The 8 sums are added in pairs, what programs share of
+K as ``sums`` says. No order depends on the number of rows, so a row has the same bits in every call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from eagle3.export.lowering.cuda.kernels.small_m import (
+    ROWS,
+    WARPS,
+    Blocks,
+    _check_contiguous,
+    _on_all_rows,
+    _ones,
+    _operand,
+    _sum_of_groups,
+)
+from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
+
+BLOCK = 256
+"""Weights of an output that share steps."""
+TILE = 128
+"""Outputs of a program."""
+MOST = 3
+"""Weights of one input that one launch takes: a query's, a key's and a value's."""
+INT4 = Blocks(n=TILE, stages=4)
+"""48 KB of codes in flight; two programs of 8 rows fit on an SM of sm_80 and sm_90, one of 16."""
+
+
+@triton.jit
+def _terms(codes, steps):
+    # uint16 [8, 128], uint32 [128], in the order of N -> -(128 + z) and s as float32 in the halves of 64 bits
+    # [8, 64, 1], twice: of the tile's first 64 rows and the others
+    scale_step = (steps & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero_step = (steps >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    s = (codes & 0xFF).to(tl.float32) * scale_step[None, :]
+    # fma, so that nothing is left to fuse or not
+    minus_step = tl.broadcast_to(-zero_step[None, :], (8, 128))
+    z = tl.fma((codes >> 8).to(tl.float32), minus_step, tl.full((8, 128), -128.0, tl.float32))
+    both = (z.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | s.to(tl.uint32, bitcast=True)
+    both = tl.permute(tl.reshape(both, (8, 8, 2, 8)), (0, 3, 1, 2))
+    return tl.split(tl.reshape(both, (8, 64, 1, 2)))
+
+
+@triton.jit
+def _add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
+    # A word's codes are k = 0..7; code i and code i + 4 lie 16 bits apart, a pair of bf16 for one AND and one OR.
+    words = tl.permute(tl.reshape(words, (64, 8, 4)), (1, 0, 2))
+    w01 = _operand((words & 0x000F000F) | magic, ((words >> 4) & 0x000F000F) | magic, 64, 4)
+    w23 = _operand(((words >> 8) & 0x000F000F) | magic, ((words >> 12) & 0x000F000F) | magic, 64, 4)
+    part = tl.dot(w23, x23, tl.dot(w01, x01))
+    z = tl.broadcast_to((terms >> 32).to(tl.uint32).to(tl.float32, bitcast=True), (8, 64, BLOCK_M))
+    s = tl.broadcast_to(terms.to(tl.uint32).to(tl.float32, bitcast=True), (8, 64, BLOCK_M))
+    return tl.fma(tl.fma(z, sum_x, part), s, acc)
+
+
+@triton.jit
+def _int4_small_m_kernel(
+    X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    TILES0: tl.constexpr = (N0 + 127) // 128
+    TILES1: tl.constexpr = (N1 + 127) // 128
+    BLOCKS: tl.constexpr = K // 256
+    GROUPS: tl.constexpr = 256 // G
+    first = tl.program_id(2) * BLOCKS // SPLITS
+    last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
+    m0 = tl.program_id(0) * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(1)
+    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * 128)
+    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * 128)
+    # Which of the weights the tile is of, and its place among the outputs of that one and of all.
+    Q, n0, outputs, before = Q0, tile * 128, N0, 0
+    if N1:  # noqa: SIM102  (of the two conditions one is the compiler's)
+        if tile >= TILES0:
+            Q, n0, outputs, before = Q1, n0 - TILES0 * 128, N1, N0
+    if N2:  # noqa: SIM102
+        if tile >= TILES0 + TILES1:
+            Q, n0, outputs, before = Q2, n0 - TILES1 * 128, N2, N0 + N1
+    # A lane's rows of the tile (8 apart) are neighbours in N: its scales and zero points lie side by side.
+    n = tl.arange(0, 128)
+    row = tl.arange(0, 64)
+    row = (row % 8) * 16 + row // 8  # and 8 more in the second half
+    # Offsets of 32 bits within the tile, from pointers of 64.
+    X += m0.to(tl.int64) * K
+    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
+    x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, 256)[None, :]
+    if N0 % 128 == 0 and N1 % 128 == 0 and N2 % 128 == 0:
+        words0_at = row[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
+        words1_at = words0_at + K
+    else:  # outputs past the end read the last one
+        last_row = outputs - 1 - n0
+        words0_at = tl.minimum(row, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
+        words1_at = tl.minimum(row + 8, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
+    codes_at = (tl.arange(0, 8) * GROUPS // 8)[:, None] * 128 + n[None, :]
+
+    # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
+    nowhere = tl.full((1, 1, 1), 0, tl.int32)
+    magic = tl.load(WORDS + nowhere, mask=nowhere + n0 >= outputs, other=0x43004300)
+    ones = _ones(4)
+    acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
+    acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
+    codes, steps = tl.load(CODES + first * (GROUPS * 128) + codes_at), tl.load(STEPS + first * 128 + n)
+    for block in tl.range(first, last, num_stages=STAGES):
+        words0 = tl.load(WORDS + block * 32 + words0_at)
+        words1 = tl.load(WORDS + block * 32 + words1_at)
+        x = tl.load(X + block * 256 + x_at, mask=m[:, None] < M, other=0)
+        after = tl.minimum(block + 1, BLOCKS - 1)
+        codes_after, steps_after = tl.load(CODES + after * (GROUPS * 128) + codes_at), tl.load(STEPS + after * 128 + n)
+
+        x = tl.reshape(x, (BLOCK_M, 8, 4, 2, 2, 2))  # m, group, word, half, i // 2, i % 2
+        x01, x23 = tl.split(tl.permute(x, (1, 2, 5, 3, 0, 4)))
+        x01, x23 = tl.reshape(x01, (8, 16, BLOCK_M)), tl.reshape(x23, (8, 16, BLOCK_M))
+        sum_x = _on_all_rows(tl.dot(ones, x23, tl.dot(ones, x01)), 64, BLOCK_M)
+        terms0, terms1 = _terms(codes, steps)
+        acc0 = _add_half(acc0, words0, terms0, x01, x23, sum_x, magic, BLOCK_M)
+        acc1 = _add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
+        codes, steps = codes_after, steps_after
+    total = tl.join(_sum_of_groups(acc0, 64, BLOCK_M), _sum_of_groups(acc1, 64, BLOCK_M))
+    total = tl.reshape(tl.permute(total, (2, 0, 1)), (128, BLOCK_M))
+    n = n0 + (n % 8) * 16 + n // 8
+    store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS)
+
+
+def _launch_int4(
+    kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor,
+    choice: Blocks = INT4,
+) -> Tensor:  # fmt: skip
+    group = _group(x, qdata, codes, steps)
+    _check_contiguous(*qdata, codes, steps)
+    k = x.shape[1]
+    n0, n1, n2 = (*(each.shape[0] for each in qdata), 0, 0)[:MOST]
+    count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
+    q0, q1, q2 = (*qdata, qdata[0], qdata[0])[:MOST]
+    x = x.contiguous()
+
+    def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
+        kernel[programs](
+            x, q0, q1, q2, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
+            SPLITS=count, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+        )  # fmt: skip
+
+    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, run)
+
+
+def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
+    """The group size; raises where the shapes do not make INT4 weights that ``x`` can be multiplied with."""
+    k, widths = x.shape[1], {2 * each.shape[1] for each in qdata}
+    if not 1 <= len(qdata) <= MOST:
+        raise ValueError(f"{len(qdata)} weights: the kernel takes 1 to {MOST}")
+    if widths != {k} or k % BLOCK:
+        given = ", ".join(map(str, sorted(widths)))
+        raise ValueError(f"x has K = {k}, qdata {given}: they must agree and be a multiple of {BLOCK}")
+    tiles, blocks = sum(triton.cdiv(each.shape[0], TILE) for each in qdata), k // BLOCK
+    groups = codes.shape[2] if codes.dim() == 5 else 0
+    outputs = " + ".join(str(each.shape[0]) for each in qdata)
+    if groups not in (1, 2, 4, 8) or codes.shape != (tiles, blocks, groups, TILE, 2):
+        raise ValueError(
+            f"codes are {tuple(codes.shape)}: weights of {outputs} x {k} have {tiles} x {blocks} x 8 x {TILE} x 2, or "
+            "1, 2 or 4 for the 8"
+        )
+    if steps.shape != (tiles, blocks, TILE, 2):
+        raise ValueError(
+            f"steps are {tuple(steps.shape)}: weights of {outputs} x {k} have {tiles} x {blocks} x {TILE} x 2"
+        )
+    return BLOCK // groups
+
+
+@triton_op("eagle3::int4_small_m", mutates_args={})
+def int4_small_m(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor) -> Tensor:
+    """``x @ w.T`` with ``w = (q - zero) * scale``, each of the two a code by its step; of several w side by side.
+
+    On CUDA the kernel of this module, on the host ``int4_reference``. One node of an exported program, one launch.
+
+    Args:
+        x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
+        qdata: uint8 [N, K / 2] of each weight, 1 to ``MOST`` of them; the low 4 bits are the even k
+        codes: uint8 [tiles, K / 256, 256 / G, 128, 2] of scale and zero, G of 32 (or 64, 128, 256); a tile is 128
+            outputs of one weight, of which the last one is filled up
+        steps: float16 [tiles, K / 256, 128, 2] of scale and zero
+        arrived: ``sums.counters()``, as they were when it returns
+
+    Returns:
+        bfloat16 [M, N of all]; a row's bits do not depend on the other rows or their number
+
+    Raises:
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
+            rows than there are counters for
+    """
+    return _launch_int4(wrap_triton(_int4_small_m_kernel), x, qdata, codes, steps, arrived)
+
+
+@int4_small_m.register_kernel("cpu")
+def int4_reference(
+    x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor | None = None
+) -> Tensor:
+    """``int4_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
+    group = _group(x, qdata, codes, steps)
+    repeats = BLOCK // group
+    found, first = [], 0
+    for each in qdata:
+        last = first + triton.cdiv(each.shape[0], TILE)
+        scale, scale_step, zero, zero_step = untiled(codes[first:last], steps[first:last], each.shape[0])
+        q = torch.stack([each & 0xF, each >> 4], dim=-1).flatten(1).float()
+        s = scale.float() * scale_step.float().repeat_interleave(repeats, 1)
+        z = zero.float() * zero_step.float().repeat_interleave(repeats, 1)
+        w = (q - z.repeat_interleave(group, 1)) * s.repeat_interleave(group, 1)
+        found.append((x.float() @ w.T).to(x.dtype))
+        first = last
+    return torch.cat(found, 1)
+
+
+def tiled(scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) -> tuple[Tensor, Tensor]:
+    """``codes`` and ``steps`` of ``CudaCoalescedInt4Tensor``'s parts: uint8 codes [N, K / G], float16 steps
+    [N, K / 256]."""
+    n, blocks = scale_step.shape
+
+    def in_tiles(each: Tensor) -> Tensor:  # [N, blocks * groups, 2] -> [tiles, blocks, groups, TILE, 2]
+        filled = torch.nn.functional.pad(each, (0, 0, 0, 0, 0, -n % TILE))
+        return filled.view(-1, TILE, blocks, each.shape[1] // blocks, 2).permute(0, 2, 3, 1, 4).contiguous()
+
+    codes = in_tiles(torch.stack([scale, zero], dim=-1))
+    return codes, in_tiles(torch.stack([scale_step, zero_step], dim=-1)).squeeze(2)
+
+
+def untiled(codes: Tensor, steps: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``scale``, ``scale_step``, ``zero``, ``zero_step``: what ``tiled`` was given."""
+
+    def in_rows(each: Tensor) -> Tensor:
+        tiles, blocks, groups = each.shape[:3]
+        return each.permute(0, 3, 1, 2, 4).reshape(tiles * TILE, blocks * groups, 2)[:n]
+
+    (scale, zero), (scale_step, zero_step) = in_rows(codes).unbind(-1), in_rows(steps.unsqueeze(2)).unbind(-1)
+    return scale, scale_step, zero, zero_step

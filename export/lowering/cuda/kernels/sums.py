@@ -1,0 +1,102 @@
+"""What small-M products have in common: which programs a call starts, and who adds what they made of K.
+
+A call starts a kernel for each size of row tiles that its number of rows may need; where that number is known when it
+runs alone, the others have a grid of 0 programs, which nobody launches.
+
+Each program writes its float32 sums, then takes a number from its tile's counter. Whoever takes the last one adds all
+sums in the order of K, whatever the order of arrival, and sets the counter back to 0 for the next call. Taking a number
+releases what the program wrote and acquires what the others did (PTX ISA, memory consistency model: by the barrier
+before it that holds for all threads of the program); what is then read comes from L2, where the others' sums are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+COUNTERS = 1 << 16
+"""Tiles of a product that is divided along K, at most."""
+
+
+def counters(device: torch.device | str = "cpu") -> Tensor:
+    """int32 [COUNTERS], zeros: what a call takes and gives back as it was. Calls that share them are on one stream."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def splits(n: int, blocks: int, block_n: int) -> int:
+    """Programs among which ``blocks`` blocks of K are divided: of the weight's shape alone, for sums of one order.
+
+    The least time when two programs run on an SM and starting one costs three blocks, summed over GPUs of 108 (A100),
+    132 (H100, H200) and 148 SMs (B200), whichever it runs on.
+    """
+    tiles = triton.cdiv(n, block_n)
+
+    def cost(count: int) -> int:
+        steps = triton.cdiv(blocks, count) + 3
+        return sum(slots * triton.cdiv(tiles * count, slots) * steps for slots in (216, 264, 296))
+
+    return min(range(1, min(blocks, 8) + 1), key=cost)
+
+
+def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """``(size, tiles)`` of those sizes of row tiles that ``m`` rows, 1 or more, may take.
+
+    The least that holds all rows in one tile takes them, more go in tiles of the last; all others have 0 tiles. Where
+    ``m`` is symbolic the numbers are, and sizes that no ``m`` in its range takes are left out.
+    """
+    left = 1
+    for size in sizes:
+        tiles = (m + size - 1) // size
+        fits = 1 // tiles
+        count = left * (tiles if size == sizes[-1] else fits)
+        if not statically_known_true(count == 0):
+            yield size, count
+        left = left * (1 - fits)
+
+
+def launch(
+    x: Tensor, n: int, tiles: int, count: int, sizes: Sequence[int], run: Callable[[tuple, int, Tensor, Tensor], None]
+) -> Tensor:
+    """bfloat16 [M, N]: what ``run(grid, rows of a tile, out, parts)`` writes, called once for each size that is needed.
+
+    The grid is tiles of rows, ``tiles`` of outputs and ``count`` programs along K; ``parts`` is float32
+    [count, M, N], or ``x`` where one program has all of K. Raises ValueError for another dtype of ``x``, and for more
+    tiles than there are counters.
+    """
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
+    m = x.shape[0]
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if statically_known_true(m == 0):
+        return out
+    if count > 1 and not statically_known_true(tiles * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
+        most = COUNTERS // tiles * sizes[-1]
+        raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows of them, or split them")
+    parts = x if count == 1 else torch.empty(count, m, n, dtype=torch.float32, device=x.device)
+    for rows, row_count in row_tiles(m, sizes):
+        run((row_count, tiles, count), rows, out, parts)
+    return out
+
+
+@triton.jit
+def store(OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: tl.constexpr):
+    # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile, as far as they are there
+    here = (m[None, :] < M) & there[:, None]
+    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    if SPLITS == 1:
+        tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
+    else:
+        part = tl.full((), N, tl.int64) * M
+        tl.store(PARTS + tl.program_id(2) * part + at, total, mask=here)
+        tile = ARRIVED + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.debug_barrier()
+        if tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            total = tl.load(PARTS + at, mask=here, other=0, cache_modifier=".cg")
+            for split in tl.static_range(1, SPLITS):
+                total += tl.load(PARTS + split * part + at, mask=here, other=0, cache_modifier=".cg")
+            tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
+            tl.store(tile, 0)
