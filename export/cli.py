@@ -91,6 +91,11 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     "--with-forward", is_flag=True, help="Add the method forward, by which ExecuTorch's own runner takes the file too."
 )
 @click.option(
+    "--speculate/--no-speculate",
+    default=None,
+    help="Add the method speculate, a whole greedy round in one call. Default: on cuda; on a CPU it gains nothing.",
+)
+@click.option(
     "--check/--no-check",
     default=True,
     show_default=True,

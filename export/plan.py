@@ -18,7 +18,7 @@ from eagle3.export.memory import target_cache_bytes
 from eagle3.export.pairing import check_pair, check_trained_for
 from eagle3.export.taps import Taps, choose_taps
 from eagle3.export.tensors import check_target
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import sliding_window
 
@@ -152,6 +152,11 @@ def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str
     return config.qlinear or ("default" if BACKENDS[config.backend].quantizes else "none")
 
 
+def speculates(config: ExportConfig) -> bool:
+    """Whether a greedy round is to be one method."""
+    return BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
+
+
 def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
     trained = getattr(draft.layer, "max_position_embeddings", max_seq_len)
     if trained < max_seq_len:
@@ -223,6 +228,8 @@ def plan_methods(
         MethodPlan(TARGET_VERIFY, 2, window),
         MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window)),
     ]
+    if speculates(config):
+        methods.append(MethodPlan(SPECULATE, window, window))
     if config.with_decode:
         methods.append(MethodPlan(DECODE, 1, 1))
     if config.with_forward:

@@ -210,6 +210,8 @@ def test_no_method_finds_before_its_rows_what_another_wrote():
 class Seeded:
     """The artifact's choice, or the one beside it, by a seed and the position alone."""
 
+    greedy = False
+
     def __init__(self, seed):
         self._seed, self._position = seed, len(PROMPT)
 

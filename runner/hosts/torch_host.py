@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, METHODS, Metadata
+from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
 from eagle3.runner.hosts import torch_host_checks as checks
 from eagle3.runner.inspect.cuda import Library, read_library
 from eagle3.runner.inspect.cuda_weights import (
@@ -84,7 +84,7 @@ def read_methods(pte: Pte) -> list[HostMethod]:
     named = {item.key: item.segment_index for item in pte.program.named_data or ()}
     plans = {plan.name: plan for plan in pte.program.execution_plan}
     try:
-        return [_method(pte, plans[name], named) for name in (*METHODS, DECODE) if name in plans]
+        return [_method(pte, plans[name], named) for name in (*METHODS, SPECULATE, DECODE) if name in plans]
     except LookupError as error:
         raise ValueError(f"{pte.path} is damaged (it points outside itself: {error}): export it again") from error
     except ValueError as error:
@@ -250,7 +250,7 @@ class TorchSession(TimedSession):
         gives back the memory of the weights."""
         super().__init__(metadata)
         self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
-        self.has_decode = DECODE in methods
+        self.has_decode, self.has_speculate = DECODE in methods, SPECULATE in methods
 
     def _call(self, name, *inputs):
         if name not in self._methods:
