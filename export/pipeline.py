@@ -14,7 +14,7 @@ from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.draft.head import load_draft
 from eagle3.export.output_folder import full_disk_named, whole_folder
-from eagle3.export.plan import MethodPlan, Plan, speculates
+from eagle3.export.plan import MethodPlan, Plan
 from eagle3.export.progress import Progress
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
@@ -117,7 +117,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the artifact says of its own making."""
     config = plan.config
     return {
-        "format_version": format_version(plan.proposals, config.logits, config.with_forward, speculates(config)),
+        "format_version": format_version(plan.proposals, config.logits, config.with_forward, plan.speculates),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},

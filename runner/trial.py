@@ -1,8 +1,8 @@
 """An artifact tried in a process of its own: ``python -m eagle3.runner.trial ARTIFACT``, for the exporter's check.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "by_whole_rounds"}, ...]}``, the last
-the token ids by ``speculate`` where the artifact has it, or fails as every command does. Whatever happens to this process, the caller is told.
+"stats", "by_whole_rounds"}, ...]}``, the last the token ids by ``speculate``, where the artifact has it; or fails as
+every command does. Whatever happens to this process, the caller is told.
 """
 
 import json

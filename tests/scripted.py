@@ -161,7 +161,6 @@ class ScriptedSession:
             prefix = (*prefix, self.proposal(prefix))
         return Step(torch.tensor([prefix[-self.metadata.proposals :]]), torch.tensor([[[-1.0, 0.0]]]))
 
-
     def speculate(self, tokens, input_pos):
         """Draft rows behind the accepted ones are written too, with what belongs to no prefix."""
         (first, *_), window = input_pos.tolist(), tokens[0].tolist()

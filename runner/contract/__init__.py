@@ -67,6 +67,10 @@ RUNTIMES = ("executorch", "torch", "auto")
 """What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
 
 
+CUDA_GRAPHS = ("auto", "off")
+"""Whether the PyTorch host captures rounds as CUDA graphs, where it can."""
+
+
 class MissingMetadata(Exception):
     """A ``.pte`` without one of our constant methods; the message names it."""
 
