@@ -165,7 +165,7 @@ class OrderOfCalls:
     def __init__(self):
         self.calls: list[str] = []
 
-    def capture(self, body):
+    def capture(self, body, _device):
         self.calls.append("capture")
         body()
         self._body = body
@@ -211,7 +211,7 @@ def graphed(host_artifact):
 @pytest.mark.parametrize("whole", [True, False])
 def test_rounds_are_replayed_once_they_are_warm_and_graphs_go_before_the_memory(whole, graphed, hosted):
     graphed.has_speculate, graphs = whole, []
-    graphed.replay_graphs(lambda body: graphs.append(OrderOfCalls()) or graphs[-1].capture(body))
+    graphed.replay_graphs(lambda *given: graphs.append(OrderOfCalls()) or graphs[-1].capture(*given))
     assert set(graphed._graphs) == {(SPECULATE, 4)} if whole else {(TARGET_VERIFY, 4), (DRAFT_DECODE, 1)}
     options = {"max_new_tokens": 40, "stop_ids": []}
     for length in (20, 70):
@@ -237,7 +237,7 @@ def test_what_a_round_is_given_stays_on_the_device(graphed):
 
 
 def test_what_capture_refuses_runs_as_it_did_and_is_said_once(graphed, hosted, caplog):
-    def refuse(body):
+    def refuse(_body, _device):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     graphed.replay_graphs(refuse)

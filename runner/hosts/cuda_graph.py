@@ -7,7 +7,7 @@
 
 import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 """A method: its inputs on the device to its outputs there, in the contract's order."""
 
+_size = ctypes.c_size_t
 _PREFIX = "AOTInductorModelContainer"
 NEEDED = tuple(
     _PREFIX + name
@@ -47,28 +48,23 @@ class SingleThreaded:
             raise ValueError(f"its library has no {lacking[0]}: an earlier PyTorch made it")
         self._library, self._device = library, device
         self._container = ctypes.c_void_p()
-        self._call("CreateWithDevice", ctypes.byref(self._container), ctypes.c_size_t(1), str(device).encode(), None)
+        self._call("CreateWithDevice", ctypes.byref(self._container), _size(1), str(device).encode(), b"")
         handles = _handles(constants.values())
-        entries = (ConstantEntry * len(constants))(
-            *(ConstantEntry(name.encode(), handle) for name, handle in zip(constants, handles, strict=True))
-        )
-        whole = (
-            ctypes.c_size_t(len(constants)),
-            ctypes.c_bool(False),
-            ctypes.c_bool(True),
-        )  # the active buffer, all of it
-        self._call("UpdateUserManagedConstantBufferPairs", self._container, entries, *whole)
+        entries = (ConstantEntry(name.encode(), handle) for name, handle in zip(constants, handles, strict=True))
+        active, whole = ctypes.c_bool(False), ctypes.c_bool(True)  # not the inactive buffer; no constant may be lacking
+        given = (ConstantEntry * len(handles))(*entries)
+        self._call("UpdateUserManagedConstantBufferPairs", self._container, given, _size(len(handles)), active, whole)
         _tensors(handles)  # the container has made handles of its own
-        count = ctypes.c_size_t()
+        count = _size()
         self._call("GetNumOutputs", self._container, ctypes.byref(count))
         self._outputs = count.value
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Inputs and outputs in the library's order, on the current stream."""
-        given, made = _array(_handles(inputs)), (ctypes.c_void_p * self._outputs)()
+        given, made = (ctypes.c_void_p * len(inputs))(*_handles(inputs)), (ctypes.c_void_p * self._outputs)()
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
-        sizes = ctypes.c_size_t(len(inputs)), ctypes.c_size_t(self._outputs)
-        self._call("RunSingleThreaded", self._container, given, sizes[0], made, sizes[1], ctypes.c_void_p(stream), None)
+        arrays = given, _size(len(inputs)), made, _size(self._outputs)
+        self._call("RunSingleThreaded", self._container, *arrays, ctypes.c_void_p(stream), None)
         return _tensors(made)
 
     def close(self) -> None:
@@ -87,16 +83,12 @@ class SingleThreaded:
         return f" ({' '.join(said.value.decode(errors='replace').split())})" if said.value else ""
 
 
-def _handles(tensors) -> list[int]:
+def _handles(tensors: Iterable[Tensor]) -> list[int]:
     """An ``AtenTensorHandle`` of each, whose taker frees it."""
     capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     return [pointer(capsule, None) for capsule in capsules]
-
-
-def _array(handles: Sequence[int]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(handles))(*handles)
 
 
 def _tensors(handles: Sequence[int]) -> list[Tensor]:
@@ -113,10 +105,13 @@ class Graph(Protocol):
     def reset(self) -> None: ...
 
 
-def capture(body: Callable[[], None]) -> Graph:
-    """What ``body`` launches on the current device, as a graph. Raises RuntimeError for what cannot be captured."""
+Body = Callable[[], None]
+
+
+def capture(body: Body, device: torch.device) -> Graph:
+    """What ``body`` launches on ``device``, as a graph. Raises RuntimeError for what cannot be captured."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body()
     return graph
 
@@ -134,7 +129,7 @@ class Graphed:
         plain: Run,
         make_capturable: Callable[[], tuple[Run, Callable[[], None]]],
         fed_back: Mapping[int, int],
-        capture: Callable[[Callable[[], None]], Graph] = capture,
+        capture: Callable[[Body, torch.device], Graph] = capture,
     ):
         """
         Args:
@@ -160,7 +155,7 @@ class Graphed:
                 if self._warm < WARM_UP:
                     return self._warm_up(inputs)
                 self._inputs = [value.clone() for value in inputs]
-                self._graph = self._capture(self._body)
+                self._graph = self._capture(self._body, self._inputs[0].device)
             except (RuntimeError, ValueError) as error:
                 log.warning("no CUDA graph of %s, it runs without: %s", self._name, " ".join(str(error).split()))
                 self.close()

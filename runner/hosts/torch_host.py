@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts import torch_host_checks as checks
-from eagle3.runner.hosts.cuda_graph import Graph, Graphed, Run, SingleThreaded, capture
+from eagle3.runner.hosts.cuda_graph import Body, Graph, Graphed, Run, SingleThreaded, capture
 from eagle3.runner.inspect.cuda import Library, read_library
 from eagle3.runner.inspect.cuda_weights import (
     CudaWeight,
@@ -276,7 +276,7 @@ class TorchSession(TimedSession):
         self._graphs: dict[tuple[str, int], Graphed] = {}
         self.has_decode, self.has_speculate = DECODE in methods, SPECULATE in methods
 
-    def replay_graphs(self, capture: Callable[[Callable[[], None]], Graph] = capture) -> None:
+    def replay_graphs(self, capture: Callable[[Body, torch.device], Graph] = capture) -> None:
         """Play rounds by CUDA graphs: whole ones, or the verification of a window and each draft step."""
         window, whole = self.metadata.chain_len + 1, {1: 0, 2: 1}  # the next window and its positions are fed back
         wanted = (
