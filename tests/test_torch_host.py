@@ -232,7 +232,7 @@ def test_what_a_round_is_given_stays_on_the_device(graphed):
     given, real = [], graphed._graphs[SPECULATE, 4]
     graphed._graphs[SPECULATE, 4] = lambda inputs: given.append(inputs) or real(inputs)
     complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
-    static = real._inputs
+    graphed._graphs[SPECULATE, 4], static = real, real._inputs
     assert all(inputs[0] is static[0] and inputs[1] is static[1] for inputs in given[WARM_UP + 1 :]) and len(given) > 6
 
 
