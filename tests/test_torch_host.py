@@ -160,7 +160,8 @@ def test_the_commands_take_it(host_artifact, hosted, tmp_path):
 
 
 class OrderOfCalls:
-    """Stands for ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay."""
+    """Stands for ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay, whose
+    outputs lie where those of the capture lay."""
 
     def __init__(self):
         self.calls: list[str] = []
@@ -173,7 +174,12 @@ class OrderOfCalls:
 
     def replay(self):
         self.calls.append("replay")
+        graphed = self._body.__self__
+        captured = graphed._outputs
         self._body()
+        for kept, made in zip(captured, graphed._outputs, strict=True):
+            kept.copy_(made)
+        graphed._outputs = captured
 
     def reset(self):
         self.calls.append("reset")
@@ -234,6 +240,16 @@ def test_what_a_round_is_given_stays_on_the_device(graphed):
     complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
     graphed._graphs[SPECULATE, 4], static = real, real._inputs
     assert all(inputs[0] is static[0] and inputs[1] is static[1] for inputs in given[WARM_UP + 1 :]) and len(given) > 6
+
+
+def test_what_a_replay_gave_outlives_the_next(graphed):
+    graphed.has_speculate = False
+    graphed.replay_graphs(OrderOfCalls().capture)
+    complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
+    steps = [graphed.target_verify(torch.tensor([prompt_of(4)]) + i, graphed.positions[:4]) for i in range(2)]
+    again = graphed.target_verify(torch.tensor([prompt_of(4)]), graphed.positions[:4])
+    for kept, same, other in zip(steps[0], again, steps[1], strict=True):
+        assert torch.equal(kept, same) and not torch.equal(kept, other)
 
 
 def test_what_capture_refuses_runs_as_it_did_and_is_said_once(graphed, hosted, caplog):
