@@ -160,8 +160,8 @@ def test_the_commands_take_it(host_artifact, hosted, tmp_path):
 
 
 class OrderOfCalls:
-    """Stands for ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay, whose
-    outputs lie where those of the capture lay."""
+    """Stands for a ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay,
+    whose outputs lie where those of the capture lay."""
 
     def __init__(self):
         self.calls: list[str] = []
@@ -234,7 +234,7 @@ def test_rounds_are_replayed_once_they_are_warm_and_graphs_go_before_the_memory(
 
 def test_what_a_round_is_given_stays_on_the_device(graphed):
     """The host reads each round's ids, and feeds nothing but the first."""
-    graphed.replay_graphs(OrderOfCalls().capture)
+    graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
     given, real = [], graphed._graphs[SPECULATE, 4]
     graphed._graphs[SPECULATE, 4] = lambda inputs: given.append(inputs) or real(inputs)
     complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
@@ -244,7 +244,7 @@ def test_what_a_round_is_given_stays_on_the_device(graphed):
 
 def test_what_a_replay_gave_outlives_the_next(graphed):
     graphed.has_speculate = False
-    graphed.replay_graphs(OrderOfCalls().capture)
+    graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
     complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
     steps = [graphed.target_verify(torch.tensor([prompt_of(4)]) + i, graphed.positions[:4]) for i in range(2)]
     again = graphed.target_verify(torch.tensor([prompt_of(4)]), graphed.positions[:4])
