@@ -180,6 +180,18 @@ class ScriptedSession:
         return WholeRound(torch.cat((step.ids, window)), window, following)
 
 
+class ThreeMethods:
+    """The same session, whole rounds left out."""
+
+    has_speculate = False
+
+    def __init__(self, session):
+        self._session = session
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+
 def greedy_sequence(greedy: Callable, prompt: list[int], count: int, stop_ids=(), max_seq_len: int = 64) -> list[int]:
     """What decoding token by token gives."""
     tokens = list(prompt)

@@ -8,7 +8,7 @@ from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from random_checkpoints import save_random_draft
-from scripted import ScriptedSession, greedy_sequence, scripted_metadata
+from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_metadata
 from test_cache import random_metadata, random_speculator
 
 from eagle3.export.config import ExportConfig
@@ -22,18 +22,6 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
-
-
-class ThreeMethods:
-    """The same session, whole rounds left out."""
-
-    has_speculate = False
-
-    def __init__(self, session):
-        self._session = session
-
-    def __getattr__(self, name):
-        return getattr(self._session, name)
 
 
 def eager_session(plan):
