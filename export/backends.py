@@ -30,6 +30,8 @@ class Backend:
     quantizes: bool = False
     """Whether it has kernels for quantized weights: it quantizes a checkpoint, or keeps one that is quantized, which
     the others dequantize as it loads."""
+    speculates: bool = False
+    """Whether a greedy round is one method by default: where each call costs copies and waits that it saves."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
 
@@ -51,6 +53,7 @@ BACKENDS: dict[str, Backend] = {
         "eagle3.export.lowering.cuda.backend",
         flags=frozenset({"cuda_arch", "qlinear", "draft_qlinear"}),
         quantizes=True,
+        speculates=True,
         packages=("triton",),
     ),
     "xnnpack": Backend("the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)", "eagle3.export.lowering.xnnpack.backend"),

@@ -91,6 +91,11 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     "--with-forward", is_flag=True, help="Add the method forward, by which ExecuTorch's own runner takes the file too."
 )
 @click.option(
+    "--speculate/--no-speculate",
+    default=None,
+    help="Add the method speculate, a whole greedy round in one call. Default: on cuda; on a CPU it gains nothing.",
+)
+@click.option(
     "--check/--no-check",
     default=True,
     show_default=True,
@@ -104,8 +109,8 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 def main(dry_run: bool, as_json: bool, **flags) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
 
-    The artifact is a folder with model.pte (prefill, target_verify and draft_decode), the tokenizer and export.json;
-    eagle3-run runs it.
+    The artifact is a folder with model.pte (prefill, target_verify, draft_decode, and speculate for a GPU), the
+    tokenizer and export.json; eagle3-run runs it.
     """
     config = ExportConfig(**flags)
 

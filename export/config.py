@@ -28,6 +28,7 @@ class ExportConfig:
     norm_before_residual: bool | None = None
     with_decode: bool = False
     with_forward: bool = False
+    speculate: bool | None = None
     logits: bool = True
     check: bool = True
     overwrite: bool = False

@@ -120,7 +120,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the artifact says of its own making."""
     config = plan.config
     return {
-        "format_version": format_version(plan.proposals, config.logits, config.with_forward),
+        "format_version": format_version(plan.proposals, config.logits, config.with_forward, plan.speculates),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},

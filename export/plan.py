@@ -18,7 +18,7 @@ from eagle3.export.memory import target_cache_bytes
 from eagle3.export.pairing import check_pair, check_trained_for
 from eagle3.export.taps import Taps, choose_taps
 from eagle3.export.tensors import check_target
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import sliding_window
 
@@ -66,6 +66,11 @@ class Plan:
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
     """What may be wrong without being an error, a line each."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a greedy round is a method."""
+        return any(method.name == SPECULATE for method in self.methods)
 
     def method(self, name: str) -> MethodPlan:
         return next(method for method in self.methods if method.name == name)
@@ -122,6 +127,7 @@ def make_plan(config: ExportConfig) -> Plan:
     check_trained_for(draft, checkpoint)
     check_pair(draft, target_config, taps.layers)
     chain_len = config.chain_len or draft.chain_len
+    whole, left_out = whole_rounds(config, draft, chain_len)
     bos_id, eos_ids = special_ids(checkpoint, target_config)
     return Plan(
         config=config,
@@ -134,12 +140,17 @@ def make_plan(config: ExportConfig) -> Plan:
         chosen_taps=taps,
         chain_len=chain_len,
         max_seq_len=max_seq_len,
-        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len)),
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len), whole),
         qlinear=choose_recipe(config, target_headers),
         draft_qlinear=config.draft_qlinear or "none",
         bos_id=bos_id,
         eos_ids=eos_ids,
-        warnings=(*draft.warnings, *_length_warnings(draft, max_seq_len), *([taps.doubt] if taps.doubt else [])),
+        warnings=(
+            *draft.warnings,
+            *_length_warnings(draft, max_seq_len),
+            *left_out,
+            *([taps.doubt] if taps.doubt else []),
+        ),
     )
 
 
@@ -150,6 +161,20 @@ def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str
             raise ValueError(f"the checkpoint is quantized already: leave --qlinear {config.qlinear} out")
         return "checkpoint"
     return config.qlinear or ("default" if BACKENDS[config.backend].quantizes else "none")
+
+
+def whole_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) -> tuple[bool, tuple[str, ...]]:
+    """Whether a greedy round is to be a method, and a line where it cannot be. Raises ValueError where it was asked
+    for."""
+    rows, most = 2 * chain_len, small_m_limit(chain_len)
+    wanted = BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
+    quantized = config.draft_qlinear not in (None, "none")
+    if not (wanted and quantized and draft.kind == P_EAGLE and rows > most):
+        return wanted, ()
+    reason = f"a P-EAGLE of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
+    if config.speculate:
+        raise ValueError(f"--speculate: {reason}: type --no-speculate, or leave --draft-qlinear out")
+    return False, (f"there will be no method speculate ({reason}): rounds take several calls",)
 
 
 def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
@@ -190,9 +215,16 @@ def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> Non
 
 
 def plan_methods(
-    config: ExportConfig, spec: TargetSpec, target_config: Any, chain_len: int, max_seq_len: int, draft_longest: int = 0
+    config: ExportConfig,
+    spec: TargetSpec,
+    target_config: Any,
+    chain_len: int,
+    max_seq_len: int,
+    draft_longest: int = 0,
+    whole: bool = False,
 ) -> tuple[MethodPlan, ...]:
-    """Lengths of every method, within the target's own bounds and the draft's (0: none).
+    """Lengths of every method, within the target's own bounds and the draft's (0: none); ``whole``: greedy rounds are a
+    method.
 
     Raises ValueError naming the flag to change.
     """
@@ -223,6 +255,8 @@ def plan_methods(
         MethodPlan(TARGET_VERIFY, 2, window),
         MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window)),
     ]
+    if whole:
+        methods.append(MethodPlan(SPECULATE, window, window))
     if config.with_decode:
         methods.append(MethodPlan(DECODE, 1, 1))
     if config.with_forward:

@@ -36,6 +36,25 @@ class Eagle3Speculator(nn.Module):
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
         return self.draft.target_ids(logits), recurrent[:, -1:], *self._given(logits)
 
+    def speculate(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """tokens [1,C], input_pos [C] -> greedy ids and the next window [2,C], that window [1,C], its positions [C].
+
+        Every shape is static: draft slots behind the accepted tokens are written as well, and written again before
+        anything attends to them. The length of the chain is that of the window.
+        """
+        state, taps = self.target(tokens, input_pos, self.taps)
+        ids = self.target.logits(state).argmax(-1)
+        differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # cumprod has no kernel among ExecuTorch's
+        accepted = (differing == 0).sum(1)
+        logits, recurrent = self.draft(ids, self._feature(state, taps), input_pos, accepted=accepted)
+        following = input_pos + accepted + 1
+        chain = [ids.gather(1, accepted[None]), self.draft.target_ids(logits)]
+        for step in range(tokens.shape[1] - 1 - self.draft.proposals):
+            logits, recurrent = self.draft(chain[-1], recurrent, following[:1] + step, last=True)
+            chain.append(self.draft.target_ids(logits))
+        window = torch.cat(chain, dim=1)
+        return torch.cat((ids, window)), window, following
+
     def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor]:
         """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner wants them."""
         state, _ = self.target(tokens, input_pos, ())

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from eagle3.runner.model import Model
 
 
-def load(path: str | Path, runtime: str = "auto", verify: bool = False, defer: bool = False) -> "Model":
+def load(
+    path: str | Path, runtime: str = "auto", verify: bool = False, defer: bool = False, cuda_graph: str = "auto"
+) -> "Model":
     """Open an artifact and load its methods.
 
     Import torch after this, or set ``OMP_NUM_THREADS=1``: XNNPACK has threads of its own, torch's below them halve the
@@ -31,6 +33,7 @@ def load(path: str | Path, runtime: str = "auto", verify: bool = False, defer: b
         runtime: "executorch", "torch" (CUDA artifacts alone) or "auto"
         verify: read every file first, however large, and compare it with ``export.json``
         defer: load the methods when they are first needed: a prompt that does not fit is refused before
+        cuda_graph: "auto" replays rounds as CUDA graphs where PyTorch runs the methods on a GPU, "off" never
 
     Raises:
         FileNotFoundError: no artifact there, or a file of it is missing
@@ -49,7 +52,7 @@ def load(path: str | Path, runtime: str = "auto", verify: bool = False, defer: b
     from eagle3.runner.model import Model
 
     artifact = open_artifact(Path(path), verify, say=tell)
-    model = Model(artifact.metadata, lambda: open_session(artifact, runtime), artifact.folder)
+    model = Model(artifact.metadata, lambda: open_session(artifact, runtime, cuda_graph), artifact.folder)
     if not defer:
         _ = model.session
     return model

@@ -86,8 +86,8 @@ def load_artifact(model: Path, checked: bool) -> Artifact:
     return Artifact(model.parent, model, program, metadata, checked)
 
 
-def open_session(artifact: Artifact, runtime: str = AUTO) -> Session:
-    """Load the methods. ``runtime`` is one of RUNTIMES.
+def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO) -> Session:
+    """Load the methods. ``runtime`` is one of RUNTIMES, ``cuda_graph`` one of CUDA_GRAPHS.
 
     Raises FileNotFoundError or ValueError where a file ends early or is missing, the artifact needs what this machine
     or the runtime lacks, or the runtime does not run such artifacts.
@@ -96,7 +96,7 @@ def open_session(artifact: Artifact, runtime: str = AUTO) -> Session:
         with calm_stderr():  # reading a program imports ExecuTorch's compiler: seconds, for CUDA artifacts alone
             from eagle3.runner.hosts.torch_host import open_torch_session
 
-            return open_torch_session(artifact.model, _weights(artifact), artifact.metadata)
+            return open_torch_session(artifact.model, _weights(artifact), artifact.metadata, cuda_graph == AUTO)
     with calm_stderr():
         try:
             program = artifact.program

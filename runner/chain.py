@@ -23,13 +23,13 @@ class FixedChain:
     """The same in every round; 0 for none."""
 
     def __init__(self, length: int):
-        self._length, self.speculates = length, length > 0
+        self.length, self.speculates = length, length > 0
 
     def begin(self, stats: GenerationStats) -> None:
         pass
 
     def next(self) -> int:
-        return self._length
+        return self.length
 
     def record(self, proposed: int, accepted: int) -> None:
         pass

@@ -11,11 +11,14 @@ from eagle3.runner.session import Step
 class Choice(Protocol):
     """It knows the tokens so far (the prompt and what ``accept`` was told), whose next position is being chosen."""
 
+    greedy: bool
+    """It takes a step's ids as they are: logits and draft steps may be left out."""
+
     def target(self, step: Step, proposed: list[int]) -> Tensor:
         """The token after each row of the target: int64 [1, R] on the host.
 
         Args:
-            step: ids [1, R], logits [1, R, V]
+            step: ids [1, R], logits [1, R, V]; of a whole round (``speculate``) the ids alone
             proposed: R - 1 ids; row i stands behind the tokens so far and the first i of these
         """
 
@@ -34,6 +37,8 @@ class Choice(Protocol):
 
 class Greedy:
     """The artifact's own choice."""
+
+    greedy = True
 
     def target(self, step: Step, proposed: list[int]) -> Tensor:
         return step.ids

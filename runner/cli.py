@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, runtime_option, tell
+from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option, tell
 from eagle3.runner.flags import generation_flags, options_from, token_ids
 from eagle3.runner.text_input import argument_text, read_text
 
@@ -59,6 +59,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     help="Generate a second time without speculation and compare; exit code 1 where a token differs.",
 )
 @runtime_option
+@cuda_graph_option
 @click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.version_option(package_name="eagle3-export")
@@ -74,6 +75,7 @@ def main(
     stats,
     verify_lossless,
     runtime,
+    cuda_graph,
     verify,
     as_json,
     **given,
@@ -96,7 +98,7 @@ def main(
 
     from eagle3.runner import load
 
-    with load(artifact, runtime, verify, defer=True) as model:
+    with load(artifact, runtime, verify, defer=True, cuda_graph=cuda_graph) as model:
         if dialogue:
             run_dialogue(model, system, stats, options)
         elif prompts is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle3.runner.cache import still_held
 from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Choice
-from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.loop import generate
 from eagle3.runner.session import Session, Step
 
@@ -30,7 +30,7 @@ class Said:
     """The position's among them, from 0."""
     token: int
     margin: float | None
-    """Difference of the two best logits; None without logits, as the next."""
+    """Difference of the two best logits; None without logits (``speculate`` gives none), as the next."""
     moved: float | None
     """How far the two tokens' logits stand from where the replay had them against each other, in standard deviations of
     its logits."""
@@ -100,7 +100,7 @@ class Watched:
     """A choice whose last step of the target is kept."""
 
     def __init__(self, choice: Choice):
-        self._choice = choice
+        self._choice, self.greedy = choice, choice.greedy
         self.step: Step | None = None
 
     def target(self, step: Step, proposed: list[int]) -> Tensor:
@@ -162,7 +162,7 @@ class Place:
         return float((logits[self.replayed] - logits[self.token_ids[-1]]) / self._logits.std())
 
     def _smallest_move(self, said: list[Said]) -> float:
-        moves = [each.moved for each in said if each.token == self.token_ids[-1]]
+        moves = [each.moved for each in said if each.token == self.token_ids[-1] and each.moved is not None]
         return min(moves, default=abs(self._gap(self._logits)))
 
     def _probed(self) -> Iterator[Said]:
@@ -185,7 +185,8 @@ class Place:
                 row, done = len(wanted) - 1 - done, done + len(fresh)
         rows = watched.step.ids.shape[1]
         one = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
-        way = Way(TARGET_VERIFY, rows, row) if rows > 1 else one
+        several = TARGET_VERIFY if watched.step.feature is not None else SPECULATE
+        way = Way(several, rows, row) if rows > 1 else one
         return self._read(watched.step, way, row, speculated=True)
 
     def _read(self, step: Step, way: Way, output: int, speculated: bool = False) -> Said:
@@ -193,7 +194,7 @@ class Place:
         logits = None if step.logits is None else step.logits[:, [output]]
         choice = self.make_choice()
         choice.accept(list(self.token_ids[:-1]))
-        token = int(choice.target(Step(step.ids[:, [output]], step.feature[:, [output]], logits), []))
+        token = int(choice.target(Step(step.ids[:, [output]], None, logits), []))
         margin = moved = None
         if logits is not None:
             margin, moved = _margin(logits[0, 0]), abs(self._gap(logits[0, 0]) - self._gap(self._logits))

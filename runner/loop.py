@@ -132,6 +132,10 @@ class Rounds:
     def __init__(self, session: Session, chain: ChainLength, choice: Choice, cached: CachedTokens):
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
         self._seed = Seed()
+        fixed = isinstance(chain, FixedChain) and chain.length == session.metadata.chain_len
+        self._whole = session.has_speculate and choice.greedy and fixed
+        self._kept: tuple[Tensor, Tensor] | None = None
+        """The next whole round's inputs, where the session keeps them."""
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
 
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
@@ -152,7 +156,12 @@ class Rounds:
             raise
 
     def play(self, window: Tensor, anchor_pos: int) -> Round:
-        """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft, chain the next."""
+        """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft, chain the next.
+
+        By one method where the artifact has it for such rounds, and this window and the next fit whatever is accepted.
+        """
+        if self._whole and anchor_pos + 2 * window.shape[1] <= self._session.metadata.max_seq_len:
+            return self._play_whole(window, anchor_pos)
         step, proposed = self._verify(window, anchor_pos), window.tolist()[0][1:]
         chosen = self._choice.target(step, proposed)
         ids = chosen.tolist()[0]
@@ -162,6 +171,19 @@ class Rounds:
         self._chain.record(len(proposed), accepted)
         self._seed.add(chosen[:, :rows], step.feature[:, :rows])
         return Round(ids, accepted, self._propose())
+
+    def _play_whole(self, window: Tensor, anchor_pos: int) -> Round:
+        session, cached, proposed = self._session, self._cached, window.tolist()[0][1:]
+        cached.reach(anchor_pos + 2 * len(proposed) - 1)
+        at = session.positions[anchor_pos : anchor_pos + window.shape[1]]
+        said, *self._kept = session.speculate(*(self._kept or (window, at)))
+        ids = self._choice.target(Step(said[:1], None), proposed).tolist()[0]
+        accepted = common_prefix(proposed, ids)
+        self._accept(ids := ids[: accepted + 1])
+        self._chain.record(len(proposed), accepted)
+        cached.draft_slots = anchor_pos + accepted + 1
+        self._seed = Seed(cached.draft_slots)
+        return Round(ids, accepted, said[1:])
 
     def _prefill(self, prompt: list[int], stats: GenerationStats) -> int:
         """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it."""

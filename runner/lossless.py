@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Greedy
-from eagle3.runner.contract import DECODE, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.divergence import Divergence, MakeChoice, Place, Said, Watched
 from eagle3.runner.loop import generate
 from eagle3.runner.session import Session
@@ -111,7 +111,7 @@ def _told_ways(said: Iterable[Said], every: dict[tuple[str, int, bool], list[int
     for call, which in _rows_by_call(said).items():
         method, rows, speculated = call
         told = f"{method} of {rows} rows" if rows > 1 else method
-        if method == TARGET_VERIFY and (speculated or which != every[call]):
+        if method in (TARGET_VERIFY, SPECULATE) and (speculated or which != every[call]):
             told += f" (row {', '.join(map(str, which))})"
         yield f"{told} over speculation's caches" if speculated else told
 

@@ -1,6 +1,6 @@
 """A session: an opened artifact (or an eager speculator) whose methods run one step each.
 
-Whatever runs the methods, ``loop.py`` sees the same four calls. A session has one KV cache: one generation at a time.
+Whatever runs the methods, ``loop.py`` sees the same calls. A session has one KV cache: one generation at a time.
 """
 
 import time
@@ -11,16 +11,25 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 
 
 class Step(NamedTuple):
     """What a method gives; shapes in ``eagle3.runner.contract``."""
 
     ids: Tensor
-    feature: Tensor
+    feature: Tensor | None
+    """None of a whole round, which keeps it."""
     logits: Tensor | None = None
-    """None where the artifact has none."""
+    """None where the artifact has none, and of a whole round."""
+
+
+class WholeRound(NamedTuple):
+    """What ``speculate`` gives: ``said`` on the host; what the next call takes, where the session keeps it."""
+
+    said: Tensor
+    tokens: Tensor
+    input_pos: Tensor
 
 
 class Session(Protocol):
@@ -32,6 +41,7 @@ class Session(Protocol):
     positions: Tensor
     """int64 [max_seq_len], 0, 1, 2, ...: slices of it are every ``input_pos``, since making one anew costs 20 us."""
     has_decode: bool
+    has_speculate: bool
     seconds: Counter
     """Seconds spent inside each method so far."""
     calls: Counter
@@ -41,6 +51,8 @@ class Session(Protocol):
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> Step: ...
     def decode(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
+    def speculate(self, tokens: Tensor, input_pos: Tensor) -> WholeRound:
+        """Inputs from the host, or those that the round before gave."""
 
     def close(self) -> None:
         """Give back what the session holds; it cannot be used after that."""
@@ -48,11 +60,12 @@ class Session(Protocol):
 
 def missing_method(name: str, closed: bool) -> str:
     """Why a session cannot call a method."""
-    return f"the artifact {'is closed' if closed else f'has no method {name}: export it with --with-decode'}"
+    flag = "--speculate" if name == SPECULATE else "--with-decode"
+    return f"the artifact {'is closed' if closed else f'has no method {name}: export it with {flag}'}"
 
 
 class TimedSession:
-    """The four methods over one ``_call``, each call counted and timed."""
+    """The methods over one ``_call``, each call counted and timed."""
 
     def __init__(self, metadata: Metadata):
         self.metadata = metadata
@@ -63,24 +76,27 @@ class TimedSession:
         """The outputs of a method, in the contract's order."""
         raise NotImplementedError
 
-    def _timed(self, name: str, *inputs: Tensor) -> Step:
+    def _timed(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         start = time.perf_counter()
-        outputs = Step(*self._call(name, *inputs))
+        outputs = self._call(name, *inputs)
         self.seconds[name] += time.perf_counter() - start
         self.calls[name] += 1
         return outputs
 
     def prefill(self, tokens, input_pos):
-        return self._timed(PREFILL, tokens, input_pos)
+        return Step(*self._timed(PREFILL, tokens, input_pos))
 
     def target_verify(self, tokens, input_pos):
-        return self._timed(TARGET_VERIFY, tokens, input_pos)
+        return Step(*self._timed(TARGET_VERIFY, tokens, input_pos))
 
     def draft_decode(self, tokens, feature, input_pos):
-        return self._timed(DRAFT_DECODE, tokens, feature, input_pos)
+        return Step(*self._timed(DRAFT_DECODE, tokens, feature, input_pos))
 
     def decode(self, tokens, input_pos):
-        return self._timed(DECODE, tokens, input_pos)
+        return Step(*self._timed(DECODE, tokens, input_pos))
+
+    def speculate(self, tokens, input_pos):
+        return WholeRound(*self._timed(SPECULATE, tokens, input_pos))
 
     def close(self) -> None:
         pass
@@ -89,7 +105,7 @@ class TimedSession:
 class EagerSession(TimedSession):
     """The same methods of a PyTorch module, to hold an artifact against."""
 
-    has_decode = True
+    has_decode = has_speculate = True
 
     def __init__(self, speculator, metadata: Metadata):
         super().__init__(metadata)

@@ -1,7 +1,8 @@
 """An artifact tried in a process of its own: ``python -m eagle3.runner.trial ARTIFACT``, for the exporter's check.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats"}, ...]}``, or fails as every command does. Whatever happens to this process, the caller is told.
+"stats", "by_whole_rounds"}, ...]}``, the last the token ids by ``speculate``, where the artifact has it; or fails as
+every command does. Whatever happens to this process, the caller is told.
 """
 
 import json
@@ -25,14 +26,20 @@ def main(artifact: Path) -> None:
     from eagle3.runner.loop import complete
 
     asked = json.load(sys.stdin)
-    session = FiniteSession(open_session(open_artifact(artifact)))
-    results = [complete(session, prompt, max_new_tokens=asked["max_new_tokens"]) for prompt in asked["prompts"]]
-    generations = [{"token_ids": result.token_ids, "stats": result.stats.as_json()} for result in results]
+    session, generations = open_session(open_artifact(artifact)), []
+    for prompt in asked["prompts"]:
+        result = complete(FiniteSession(session), prompt, max_new_tokens=asked["max_new_tokens"])
+        generations.append({"token_ids": result.token_ids, "stats": result.stats.as_json()})
+        if session.has_speculate:
+            whole = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
+            generations[-1]["by_whole_rounds"] = whole.token_ids
     click.echo(json.dumps({"generations": generations}))
 
 
 class FiniteSession:
-    """A session that refuses features which are no finite numbers."""
+    """A session that refuses features which are no finite numbers, and plays no whole rounds, which keep theirs."""
+
+    has_speculate = False
 
     def __init__(self, session: Any):
         self._session = session

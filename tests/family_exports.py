@@ -37,6 +37,8 @@ EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 WITHOUT_LOGITS = ("auto",)
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b")
+"""An EAGLE, a P-EAGLE, sinks and experts."""
 
 
 def family_model(name: str):
@@ -65,6 +67,7 @@ def family_plan(name: str, folder: Path) -> Plan:
     paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
+    outputs["speculate"] = name in WITH_SPECULATE
     return make_plan(ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack"))
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from eagle3.runner.cache import common_prefix
 from eagle3.runner.contract import Metadata
-from eagle3.runner.session import Step
+from eagle3.runner.session import Step, WholeRound
 
 VOCABULARY = 23
 MASK = -1  # the token of a P-EAGLE's mask rows
@@ -89,9 +90,10 @@ class ScriptedSession:
         self.positions = torch.arange(metadata.max_seq_len)
         self.target_cache = ScriptedCache(metadata.sliding_window)
         self.draft_cache = ScriptedCache(metadata.draft_sliding_window)
-        self.has_decode = True
+        self.has_decode, self.has_speculate = True, False
         self.seconds, self.calls = Counter(), Counter()
         self.windows: list[int] = []
+        self.whole_rounds = 0
         self.failure: BaseException | None = None
         self.calls_left = self.rows_written = 0
         self._prefixes: list[tuple[int, ...]] = []
@@ -158,6 +160,36 @@ class ScriptedSession:
         for _ in range(self.metadata.proposals):
             prefix = (*prefix, self.proposal(prefix))
         return Step(torch.tensor([prefix[-self.metadata.proposals :]]), torch.tensor([[[-1.0, 0.0]]]))
+
+    def speculate(self, tokens, input_pos):
+        """Draft rows behind the accepted ones are written too, with what belongs to no prefix."""
+        (first, *_), window = input_pos.tolist(), tokens[0].tolist()
+        assert len(window) == self.metadata.chain_len + 1
+        assert first + 2 * len(window) <= self.metadata.max_seq_len, "the next window may not fit"
+        step = self.target_verify(tokens, input_pos)
+        rows = common_prefix(window[1:], step.ids[0].tolist()) + 1
+        for position in range(first, first + len(window) + self.metadata.proposals - 1):
+            self.draft_cache.write(Entry(position, (), guessed=True))
+        drafted = self.draft_decode(step.ids[:, :rows], step.feature[:, :rows], input_pos[:rows])
+        chain, following = [step.ids[:, rows - 1 : rows], drafted.ids], input_pos + rows
+        for position in range(first + rows, first + rows + len(window) - 1 - self.metadata.proposals):
+            drafted = self.draft_decode(drafted.ids, drafted.feature, self.positions[position : position + 1])
+            chain.append(drafted.ids)
+        self.whole_rounds += 1
+        window = torch.cat(chain, dim=1)
+        return WholeRound(torch.cat((step.ids, window)), window, following)
+
+
+class ThreeMethods:
+    """The same session, whole rounds left out."""
+
+    has_speculate = False
+
+    def __init__(self, session):
+        self._session = session
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
 
 
 def greedy_sequence(greedy: Callable, prompt: list[int], count: int, stop_ids=(), max_seq_len: int = 64) -> list[int]:

@@ -105,7 +105,7 @@ def test_generations_that_share_caches_say_what_each_says_alone(random: Random):
     for _ in range(random.randint(2, 6)):
         prompt, options = random_request(random, metadata, said)
         rounds = random.choice([None, None, random.randint(0, 5)])
-        session.has_decode = random.random() < 0.5
+        session.has_decode, session.has_speculate = random.random() < 0.5, random.random() < 0.5
         session.failure = random.choice([None, None, Failure(), KeyboardInterrupt()])
         session.calls_left, session.rows_written = random.randint(0, 15), random.randint(0, 8)
         note(f"{vars(cached)}, {prompt}, {options}, left after {rounds}, {session.failure!r} at {session.calls_left}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted import scripted_metadata
 
-from eagle3.runner.contract import LOGITS_VERSION, Metadata, MissingMetadata, format_version
+from eagle3.runner.contract import SPECULATE_VERSION, Metadata, MissingMetadata, format_version
 
 PLAIN = replace(scripted_metadata(eos_ids=(1, 5)), manifest={"format_version": 1})
 
@@ -41,12 +41,13 @@ def test_with_forward_lengths_are_named_as_executorchs_runner_names_them():
 
 
 def test_what_a_runner_must_know_has_a_version_and_a_later_one_is_refused():
-    assert format_version(proposals=1, has_logits=False, has_forward=False) == 1
-    assert format_version(proposals=3, has_logits=False, has_forward=False) == 2
-    assert format_version(proposals=1, has_logits=True, has_forward=False) == 3
-    assert format_version(proposals=1, has_logits=False, has_forward=True) == 3
-    later = replace(PLAIN, manifest={"format_version": LOGITS_VERSION + 1})
-    with pytest.raises(ValueError, match="has format version 4, this runner reads 1 to 3: export it again"):
+    plain = {"proposals": 1, "has_logits": False, "has_forward": False, "has_speculate": False}
+    assert format_version(**plain) == 1
+    assert format_version(**plain | {"proposals": 3}) == 2
+    assert format_version(**plain | {"has_logits": True}) == format_version(**plain | {"has_forward": True}) == 3
+    assert format_version(**plain | {"has_speculate": True}) == 4
+    later = replace(PLAIN, manifest={"format_version": SPECULATE_VERSION + 1})
+    with pytest.raises(ValueError, match="has format version 5, this runner reads 1 to 4: export it again"):
         read(later.constant_methods())
 
 

@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
+import subprocess
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
-from eagle3.runner.contract import METHODS, MODEL_FILE
+from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY
+from eagle3.runner.hosts.torch_host import read_methods
 from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE, read_ptd_index
+from eagle3.runner.inspect.program import read_pte
 from eagle3.targets.attention import EagerAttention
 
 ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
@@ -31,6 +35,7 @@ def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_dequan
     linears = {name: method["linears"] for name, method in found["methods"].items()}
     # Six layers of 4 products (queries, keys and values; output; gate and up; down), and the head.
     assert linears["target_verify"] == {"small_m": 25, "dequantize": 0}
+    assert linears["speculate"] == linears["target_verify"]
     assert linears["prefill"] == {"small_m": 1, "dequantize": 24}
     assert linears["draft_decode"] == {"small_m": 0, "dequantize": 0}  # a draft in bfloat16
     assert found["metadata"]["get_min_prefill_chunk"] == 9
@@ -50,6 +55,28 @@ def test_the_manifest_says_for_what_and_how_kernels_were_made(found):
 def test_the_artifact_is_complete_and_as_recorded(found):
     assert {MODEL_FILE, WEIGHTS_FILE, "tokenizer.json"} <= {entry["name"] for entry in found["files"]}
     assert all(entry["matches_record"] is not False for entry in found["files"])
+
+
+HARMLESS = {"aoti_torch_empty_strided", "aoti_torch_warn", "aoti_torch_clone_preserve_strides", "_Unwind_Resume"}
+"""Memory is PyTorch's; the clone is of an input that is not aligned."""
+
+
+def output_of(*command) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_no_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
+    """By what its compiled code calls: so that a round can be captured as a CUDA graph."""
+    launches = {}
+    for method in read_methods(read_pte(cuda_artifact / MODEL_FILE)):
+        library = tmp_path / f"{method.name}.so"
+        library.write_bytes(method.library)
+        run_impl = re.search(r"\S+AOTInductorModel8run_impl\S+", output_of("nm", "-D", "--defined-only", library))
+        code = output_of("objdump", "-d", f"--disassemble={run_impl[0]}", library)
+        called = re.findall(r"call\s+[0-9a-f]+ <([^>@]+)", code)
+        assert {name for name in called if not name.startswith("_Z")} <= HARMLESS, method.name
+        launches[method.name] = sum("call_" in name for name in called)
+    assert launches[SPECULATE] > launches[TARGET_VERIFY] + launches[DRAFT_DECODE] > 100
 
 
 def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact):

@@ -6,10 +6,12 @@ import json
 import pytest
 import torch
 from commands import run_command
-from family_exports import DRAFTS, EXPERTS, WITHOUT_LOGITS, family_model, family_plan
+from family_exports import DRAFTS, EXPERTS, WITH_SPECULATE, WITHOUT_LOGITS, family_model, family_plan
+from scripted import ThreeMethods
 
 from eagle3.export.pipeline import load_speculator
 from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.contract import SPECULATE
 from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
@@ -33,7 +35,12 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
         expected = list(prompt)
         for _ in range(24):
             expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
-        assert complete(session, prompt, max_new_tokens=24, stop_ids=[]).token_ids == expected[length:]
+        whole, three = (
+            complete(each, prompt, max_new_tokens=24, stop_ids=[]) for each in (session, ThreeMethods(session))
+        )
+        assert whole.token_ids == three.token_ids == expected[length:]
+        assert whole.stats.counts() == three.stats.counts()
+        assert (SPECULATE in whole.stats.method_calls) == (name in WITH_SPECULATE)
 
 
 @pytest.mark.parametrize("name", DRAFTS)

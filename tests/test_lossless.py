@@ -9,7 +9,7 @@ import torch
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
 from eagle3.runner.cache import CachedTokens
-from eagle3.runner.contract import DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.divergence import rounding, ways
 from eagle3.runner.loop import complete
 from eagle3.runner.lossless import lines, replay
@@ -116,6 +116,31 @@ def test_a_near_tie_is_named_with_the_methods_that_round_otherwise():
     ]
 
 
+class WholeRounds(Rounding):
+    """It rounds otherwise within ``speculate`` alone, which gives no logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_speculate = True
+
+    def speculate(self, tokens, input_pos):
+        self.odd = FOUR
+        try:
+            return super().speculate(tokens, input_pos)
+        finally:
+            self.odd = ()
+
+
+def test_a_near_tie_of_whole_rounds_is_named_with_them():
+    found = checked(WholeRounds())
+    divergence, own = found.divergence, found.divergence.said[-1]
+    assert divergence.near_tie is divergence.reproduced is True and divergence.position == AT
+    assert (own.method, own.speculated, own.token, own.moved) == (SPECULATE, True, divergence.token, None)
+    assert divergence.moved == pytest.approx(divergence.relative_margin)  # no other method says how far it moved
+    said = f"  {divergence.token}: speculate of 4 rows (row {own.row + 1}) over speculation's caches"
+    assert said in lines(found)
+
+
 def test_speculation_is_run_again_with_the_chain_length_that_it_had():
     session = Rounding(((TARGET_VERIFY, 2),))
     said = complete(session, PROMPT, max_new_tokens=30, chain=1).token_ids
@@ -209,6 +234,8 @@ def test_no_method_finds_before_its_rows_what_another_wrote():
 
 class Seeded:
     """The artifact's choice, or the one beside it, by a seed and the position alone."""
+
+    greedy = False
 
     def __init__(self, seed):
         self._seed, self._position = seed, len(PROMPT)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.int4_tensor import concatenated, laid_out
+from eagle3.export.joining import joined
+from eagle3.export.lowering.cuda.int4_tensor import laid_out
 from eagle3.export.lowering.cuda.kernels import int4 as kernel4
 from eagle3.export.lowering.cuda.kernels import small_m, sums
 
@@ -169,9 +170,9 @@ def test_int4_is_executorchs_own_weight_laid_out_anew(n, k, group):
     torch.testing.assert_close(int4_reference(torch.eye(k), *weight).T, tensor.dequantize(torch.float32))
 
 
-def test_several_int4_weights_of_one_input_make_one():
+def test_several_int4_weights_of_one_input_make_one(tmp_path):
     weights = [int4_weight(n, 512) for n in (128, 40, 100)]
-    both = concatenated([laid_out(coalesced(weight)) for weight in weights])
+    both = joined([laid_out(coalesced(weight)) for weight in weights], tmp_path)
     assert torch.equal(both.dequantize(), torch.cat([coalesced(weight).dequantize() for weight in weights]))
     assert [each.data_ptr() for each in both.parts[0]] == [weight[0].data_ptr() for weight in weights]
     for m in (5, 9):  # ExecuTorch's own op for up to 4 rows is CUDA's alone
@@ -181,9 +182,7 @@ def test_several_int4_weights_of_one_input_make_one():
         each = [F.linear(x, coalesced(weight)) for weight in weights]
         assert torch.equal(F.linear(x, both), torch.cat(each, 1))
     with pytest.raises(ValueError, match="4 weights: one launch takes 3"):
-        concatenated([both, laid_out(coalesced(weights[0]))])
-    with pytest.raises(ValueError, match=r"\[\(256, 8\), \(512, 8\)\] make no single one"):
-        concatenated([laid_out(coalesced(int4_weight(8, k))) for k in (512, 256)])
+        joined([both, laid_out(coalesced(weights[0]))], tmp_path)
 
 
 def test_int8_is_torchaos_own_weight():

@@ -1,11 +1,14 @@
 """PyTorch as the host of a CUDA artifact: the whole of it on the CPU, everything up to the launch for CUDA."""
 
 import json
+import logging
 import re
 import shutil
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from eagle3.runner import artifact as opening
 from eagle3.runner.artifact import choose_runtime, open_artifact, open_session
 from eagle3.runner.bench.cli import main as bench_main
 from eagle3.runner.cli import main as run_main
-from eagle3.runner.contract import METHODS, MODEL_FILE
+from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts import torch_host, torch_host_checks
+from eagle3.runner.hosts.cuda_graph import WARM_UP, SingleThreaded
 from eagle3.runner.hosts.torch_host import TorchSession
 from eagle3.runner.inspect.cuda import Library
 from eagle3.runner.inspect.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
@@ -127,7 +131,7 @@ def test_a_storage_is_placed_once_for_all_methods(host_artifact):
     )
     users = Counter(key for method in methods for key in method.table.storages())
     caches = {weight.storage_key for method in methods for weight in method.table.weights if "cache" in weight.name}
-    assert sum(count == 2 for key, count in users.items() if key in caches) >= 12  # keys and values of six layers
+    assert sum(count == 3 for key, count in users.items() if key in caches) >= 12  # keys and values of six layers
     assert len({storage.data_ptr() for storage in placed.values()}) == len(placed) == len(users)
 
 
@@ -151,6 +155,116 @@ def test_the_commands_take_it(host_artifact, hosted, tmp_path):
         run_command(bench_main, host_artifact, "--prompts", prompts, "--max-new-tokens", 8, "--json").stdout
     )
     assert report["ways"][1]["stats"]["generation_tokens"] == 3 * 8 and "target_verify" in report["step_ms"]
+
+
+# --- CUDA graphs, all but capture and replay
+
+
+class OrderOfCalls:
+    """Stands for a ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay,
+    whose outputs lie where those of the capture lay."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    def capture(self, body, _device):
+        self.calls.append("capture")
+        body()
+        self._body = body
+        return self
+
+    def replay(self):
+        self.calls.append("replay")
+        graphed = self._body.__self__
+        captured = graphed._outputs
+        self._body()
+        for kept, made in zip(captured, graphed._outputs, strict=True):
+            kept.copy_(made)
+        graphed._outputs = captured
+
+    def reset(self):
+        self.calls.append("reset")
+
+
+def test_the_entry_that_can_be_captured_gives_what_the_container_gives(hosted):
+    tokens, at = torch.tensor([prompt_of(64)]), hosted.positions
+    feature = hosted.prefill(tokens, at[:64]).feature
+    for name, method in hosted._methods.items():
+        rows = hosted._rows[name][0]
+        values = [tokens[:, :rows], *([feature[:, :rows]] if name == DRAFT_DECODE else []), at[:rows]]
+        run, free = method.capturable()
+        inputs = [hosted._fitting(value) for value in values]
+        expected = method(inputs)
+        for _ in range(2):  # it reads the caches that the container wrote, and those that it wrote itself
+            assert all(torch.equal(one, other) for one, other in zip(run(inputs), expected, strict=True))
+        free()
+
+
+def test_what_the_library_refuses_is_said(hosted):
+    method = hosted._methods[SPECULATE]
+    with pytest.raises(RuntimeError, match="UpdateUserManagedConstantBufferPairs failed"):
+        SingleThreaded(method._library, torch.device("cpu"), {})
+    with pytest.raises(ValueError, match="its library has no AOTInductorModelContainerCreateWithDevice"):
+        SingleThreaded(SimpleNamespace(), torch.device("cpu"), {})
+
+
+@pytest.fixture
+def graphed(host_artifact):
+    """Whose methods are its own."""
+    with closing(open_session(open_artifact(host_artifact))) as session:
+        yield session
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rounds_are_replayed_once_they_are_warm_and_graphs_go_before_the_memory(whole, graphed, hosted):
+    graphed.has_speculate, graphs = whole, []
+    graphed.replay_graphs(lambda *given: graphs.append(OrderOfCalls()) or graphs[-1].capture(*given))
+    assert set(graphed._graphs) == {(SPECULATE, 4)} if whole else {(TARGET_VERIFY, 4), (DRAFT_DECODE, 1)}
+    options = {"max_new_tokens": 40, "stop_ids": []}
+    for length in (20, 70):
+        result = complete(graphed, prompt_of(length), **options)
+        assert result.token_ids == complete(hosted, prompt_of(length), **options).token_ids
+    for graph in graphs:
+        assert graph.calls[:2] == ["capture", "replay"] and set(graph.calls[1:]) == {"replay"}
+    rounds = result.stats.num_drafts
+    assert sum(graph.calls.count("replay") for graph in graphs) > (rounds if whole else 3 * rounds)
+    graphed._free = lambda: graphs[0].calls.append("memory")
+    graphed.close()
+    assert graphs[0].calls[-2:] == ["reset", "memory"] and graphs[-1].calls.count("reset") == 1
+
+
+def test_what_a_round_is_given_stays_on_the_device(graphed):
+    """The host reads each round's ids, and feeds nothing but the first."""
+    graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
+    given, real = [], graphed._graphs[SPECULATE, 4]
+    graphed._graphs[SPECULATE, 4] = lambda inputs: given.append(inputs) or real(inputs)
+    complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
+    graphed._graphs[SPECULATE, 4], static = real, real._inputs
+    assert all(inputs[0] is static[0] and inputs[1] is static[1] for inputs in given[WARM_UP + 1 :]) and len(given) > 6
+
+
+WINDOWS = [[5, 6, 7, 8], [900, 1000, 1100, 1200], [5, 6, 7, 8]]
+
+
+def test_what_a_replay_gave_outlives_the_next(graphed):
+    graphed.has_speculate = False
+    graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
+    complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
+    one, other, again = (graphed.target_verify(torch.tensor([window]), graphed.positions[:4]) for window in WINDOWS)
+    for kept, between, same in zip(one[1:], other[1:], again[1:], strict=True):  # ids: the host has a copy of its own
+        assert torch.equal(kept, same) and not torch.equal(kept, between)
+
+
+def test_what_capture_refuses_runs_as_it_did_and_is_said_once(graphed, hosted, caplog):
+    def refuse(_body, _device):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    graphed.replay_graphs(refuse)
+    expected = complete(hosted, prompt_of(20), max_new_tokens=40).token_ids
+    with caplog.at_level(logging.WARNING):  # commands disable it unless --verbose is given
+        assert complete(graphed, prompt_of(20), max_new_tokens=40).token_ids == expected
+    said = "no CUDA graph of speculate, it runs without: operation not permitted when stream is capturing"
+    assert caplog.messages == [said]
 
 
 # --- which runtime
@@ -259,7 +373,7 @@ def cuda_methods(cuda_artifact):
 
 
 def test_the_methods_of_a_cuda_artifact_are_read_with_the_order_of_their_inputs(cuda_methods):
-    assert [method.name for method in cuda_methods] == list(METHODS)
+    assert [method.name for method in cuda_methods] == [*METHODS, SPECULATE]
     for method in cuda_methods:
         assert sorted(method.inputs) == list(range(3 if method.name == "draft_decode" else 2))
         assert sorted(method.outputs) == [0, 1, 2]

@@ -16,7 +16,7 @@ from executorch.extension.llm.export.load import load_checkpoint
 from torch import Tensor, nn
 
 from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
-from eagle3.export.draft.layers import DraftLayer, RMSNorm, rotary_table
+from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, attention_mask, ring_window
@@ -101,7 +101,9 @@ class DraftHead(nn.Module):
         states = torch.cat(taps, dim=-1)
         return self.fc(states if self.input_norm is None else self.input_norm(states))
 
-    def forward(self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run draft slots ``input_pos`` and write their keys and values.
 
         Args:
@@ -109,6 +111,7 @@ class DraftHead(nn.Module):
             feature: [1, T, H], from ``fuse`` or a recurrent feature
             input_pos: int64 [T], consecutive, at most one past the last slot written
             last: give the last row alone, and a P-EAGLE's mask rows
+            accepted: int64 [1], give this row as if it were the last, whatever stands behind it
 
         Returns:
             draft logits [1, T + K - 1 or K, draft_vocab_size] and the recurrent features, likewise
@@ -120,6 +123,8 @@ class DraftHead(nn.Module):
             self._check_positions(input_pos)
         if self.proposals > 1:
             tokens, feature, input_pos = self._with_mask_rows(tokens, feature, input_pos)
+            if accepted is not None:
+                tokens, feature = self._masked_behind(tokens, feature, accepted)
         embedded = self.embed_tokens(tokens)
         if self.embed_norm is not None:
             embedded = self.embed_norm(embedded)
@@ -129,8 +134,8 @@ class DraftHead(nn.Module):
             if window not in rows:
                 mask = attention_mask(input_pos, self.slots, window)
                 rows[window] = layer.self_attn.kv_attention.rows(input_pos, mask)
-            kept = self.proposals if last and index == len(self.layers) - 1 else 0
-            state = layer(embedded, state, kept, position_embeddings=rotary, attention_mask=rows[window])
+            keep = self._kept(last, accepted) if index == len(self.layers) - 1 else None
+            state = layer(embedded, state, keep, position_embeddings=rotary, attention_mask=rows[window])
         normed = state if self.norm is None else self.norm(state)
         return self.lm_head(normed), normed if self.feeds_normed else state
 
@@ -140,6 +145,19 @@ class DraftHead(nn.Module):
         positions = input_pos[-1:] + torch.arange(1, rows + 1, device=input_pos.device)
         features = self.mask_feature.expand(1, rows, -1)
         return torch.cat((tokens, masks), 1), torch.cat((feature, features), 1), torch.cat((input_pos, positions))
+
+    def _masked_behind(self, tokens: Tensor, feature: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask rows in the place of those behind row ``accepted``: the first of them are what it proposes by."""
+        behind = torch.arange(tokens.shape[1], device=tokens.device) > accepted
+        tokens = torch.where(behind, self.mask_token, tokens)
+        return tokens, torch.where(behind[None, :, None], self.mask_feature, feature)
+
+    def _kept(self, last: bool, accepted: Tensor | None) -> Keep | None:
+        """The rows that are wanted of the last layer; None: all."""
+        if accepted is not None:
+            rows = (accepted + torch.arange(self.proposals, device=accepted.device))[None, :, None]
+            return lambda x: x.gather(1, rows.expand(-1, -1, x.shape[-1]))
+        return (lambda x: x[:, -self.proposals :]) if last else None
 
     def target_ids(self, logits: Tensor) -> Tensor:
         """Greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""

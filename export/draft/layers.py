@@ -7,6 +7,7 @@ later layers:                    x = f + attention(input_layernorm(f)), SGLang's
 all:                             g = x + mlp(post_attention_layernorm(x))
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
@@ -19,6 +20,9 @@ from eagle3.export.draft.description import EAGLE, DraftDescription
 from eagle3.targets.attention import HF_ATTENTION
 
 RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's and GLM's are the same
+
+Keep = Callable[[Tensor], Tensor]
+"""Picks rows: [1, T, ...] -> [1, R, ...]."""
 
 
 class DraftLayer(nn.Module):
@@ -44,17 +48,17 @@ class DraftLayer(nn.Module):
                 inputs = width if name in ("q_proj", "k_proj", "v_proj") else linear.in_features
                 setattr(owner, name, nn.Linear(inputs, linear.out_features, bias=bias))
 
-    def forward(self, embedding: Tensor, feature: Tensor, last: int, **attention) -> Tensor:
-        """Embedding of the tokens (the first layer's alone) and feature, each [1, T, H] -> [1, T, H], or of the
-        ``last`` rows where that is not 0: only their keys and values outlive the others."""
+    def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention) -> Tensor:
+        """Embedding of the tokens (the first layer's alone) and feature, each [1, T, H] -> [1, T, H], or the
+        rows that ``keep`` picks: only keys and values outlive the others."""
         if self.joins:
             normed, embedding = _normed(self.hidden_norm, feature), _normed(self.input_layernorm, embedding)
             residual, x = normed if self.norm_before_residual else feature, torch.cat((embedding, normed), dim=-1)
         else:
             residual, x = feature, _normed(self.input_layernorm or self.hidden_norm, feature)
         attended, _ = self.self_attn(x, **attention)
-        if last:
-            residual, attended = residual[:, -last:], attended[:, -last:]
+        if keep:
+            residual, attended = keep(residual), keep(attended)
         x = residual + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 

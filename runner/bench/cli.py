@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, runtime_option
+from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option
 from eagle3.runner.flags import chain_length, options_from, text_flags
 from eagle3.runner.options import AUTO
 
@@ -56,12 +56,25 @@ def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) 
     "--checkpoint", type=click.Path(path_type=Path), help="The target's folder: compare with transformers too."
 )
 @runtime_option
+@cuda_graph_option
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Acceptance and speed as a picture.")
 @click.option("--markdown", is_flag=True, help="Print tables to paste.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.version_option(package_name="eagle3-export")
 def main(
-    artifact, prompts, chat, lengths, repeats, compare, checkpoint, runtime, plot, markdown, as_json, **given
+    artifact,
+    prompts,
+    chat,
+    lengths,
+    repeats,
+    compare,
+    checkpoint,
+    runtime,
+    cuda_graph,
+    plot,
+    markdown,
+    as_json,
+    **given,
 ) -> None:
     """Measure an artifact of eagle3-export.
 
@@ -82,10 +95,10 @@ def main(
     from eagle3.runner import load
 
     with ExitStack() as stack:
-        models = {str(artifact): stack.enter_context(load(artifact, runtime, defer=True))}
+        models = {str(artifact): stack.enter_context(load(artifact, runtime, defer=True, cuda_graph=cuda_graph))}
         if compare:
             name = f"{compare} again" if compare == artifact else str(compare)
-            models[name] = stack.enter_context(load(compare, runtime, defer=True))
+            models[name] = stack.enter_context(load(compare, runtime, defer=True, cuda_graph=cuda_graph))
         report = measured(models, prompts, options, chat, lengths, repeats, checkpoint)
     if as_json:
         click.echo(json.dumps(report))

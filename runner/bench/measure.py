@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle3.runner.bench.ways import Way, Workload
-from eagle3.runner.contract import DECODE, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.model import Result
 from eagle3.runner.prompts import Prompt
 from eagle3.runner.session import Session
@@ -94,11 +94,13 @@ def step_position(max_seq_len: int) -> int:
 
 
 def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
-    """A step: ``target_verify`` of a whole window, ``decode`` where it is there."""
+    """A step: ``target_verify`` of a whole window, ``decode`` and ``speculate`` where they are there."""
     position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
     steps = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
         token = tokens[:, :1].contiguous()
         steps[DECODE] = lambda: session.decode(token, input_pos[:1])
+    if session.has_speculate and position + 2 * rows <= session.metadata.max_seq_len:
+        steps[SPECULATE] = lambda: session.speculate(tokens, input_pos)
     return steps

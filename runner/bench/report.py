@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.runner.contract import TARGET_VERIFY
+from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
 
 Cells = list[dict[str, str]]
 """Rows: column name to cell, the same columns in each."""
@@ -147,7 +147,7 @@ def machine_line(report: dict[str, Any]) -> str:
 
 
 def step_lines(report: dict[str, Any]) -> list[str]:
-    rows = {TARGET_VERIFY: f" of {report['artifacts'][0]['chain_len'] + 1} rows"}
+    rows = dict.fromkeys((TARGET_VERIFY, SPECULATE), f" of {report['artifacts'][0]['chain_len'] + 1} rows")
     times = [f"{name}{rows.get(name, '')}: {spread_text(ms, 3)} ms" for name, ms in report["step_ms"].items()]
     return times + [f"{name}: {spread_text(ratio, 2)}" for name, ratio in report["step_ratios"].items()]
 

@@ -12,6 +12,8 @@ method              inputs                                         outputs
 ``draft_decode``    tokens [1,T], feature [1,T,H], input_pos [T]   proposed target ids [1,K], recurrent [1,1,H],
                                                                    logits [1,K,V_draft]
 ``decode``          as ``prefill`` with T = 1                      as ``prefill``
+``speculate``       tokens [1,C], input_pos [C]                    greedy ids and next window [2,C], that window
+                                                                   [1,C], its positions [C]
 ``forward``         tokens [1,T], input_pos [T], T from 1          logits [1,1,V] of the last row, and nothing else
 ==================  =============================================  ================================================
 
@@ -20,6 +22,11 @@ says K in ``get_proposals``. Logits are float32 and the last output, where ``get
 the draft's are over its own vocabulary. Where its ids differ from the target's, ``get_draft_ids`` maps them: it comes
 with the logits, since proposals are mapped already. Each of these additions has a format version, so that a runner
 which does not know it refuses in a line.
+
+``speculate`` is a whole greedy round at the artifact's own chain length, C its window: verify ``tokens``, seed the
+draft with the accepted ones, chain the next window. It gives that twice: once beside the ids, for the host to read in
+one copy, and once as its own next inputs, which can stay on the device. Target slots are written up to the window's
+last, draft slots up to ``chain_len - 1`` behind that: both must be in the context.
 
 ``forward`` is for ExecuTorch's own runner (``extension/llm/runner``), which decodes plainly, over the same cache; ours
 does not call it. That runner names lengths in its own way, see ``Metadata.forward_len``. Where there is a method
@@ -37,17 +44,19 @@ if TYPE_CHECKING:
 PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode"
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact has these."""
-DECODE, FORWARD = "decode", "forward"
-"""There only with ``--with-decode``, ``--with-forward``."""
+DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
+"""There only with ``--with-decode``, ``--with-forward``, and with ``--speculate``, the default of CUDA."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 LAUNCHES = "launches"
 """In the record of a CUDA artifact: what each method launches."""
-FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION = 1, 2, 3
+FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION = 1, 2, 3, 4
 
 
-def format_version(proposals: int, has_logits: bool, has_forward: bool) -> int:
+def format_version(proposals: int, has_logits: bool, has_forward: bool, has_speculate: bool) -> int:
     """The lowest version whose runners can take such an artifact: those of logits know ``get_max_context_len`` too."""
+    if has_speculate:
+        return SPECULATE_VERSION
     if has_logits or has_forward:
         return LOGITS_VERSION
     return FORMAT_VERSION if proposals == 1 else PARALLEL_VERSION
@@ -58,6 +67,10 @@ NEAR_TIE = 1e-3
 
 RUNTIMES = ("executorch", "torch", "auto")
 """What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
+
+
+CUDA_GRAPHS = ("auto", "off")
+"""Whether the PyTorch host captures rounds as CUDA graphs, where it can."""
 
 
 class MissingMetadata(Exception):
@@ -131,9 +144,9 @@ class Metadata:
             values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version not in range(FORMAT_VERSION, LOGITS_VERSION + 1):
+        if version not in range(FORMAT_VERSION, SPECULATE_VERSION + 1):
             raise ValueError(
                 f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} to "
-                f"{LOGITS_VERSION}: export it again, or install the eagle3-export that made it"
+                f"{SPECULATE_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)

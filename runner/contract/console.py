@@ -16,7 +16,7 @@ from typing import TextIO
 
 import click
 
-from eagle3.runner.contract import RUNTIMES
+from eagle3.runner.contract import CUDA_GRAPHS, RUNTIMES
 
 LONGEST_LINE = 600  # characters of a message; a library's can be pages
 
@@ -26,6 +26,15 @@ runtime_option = click.option(
     default="auto",
     show_default=True,
     help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
+)
+
+
+cuda_graph_option = click.option(
+    "--cuda-graph",
+    type=click.Choice(CUDA_GRAPHS),
+    default="auto",
+    show_default=True,
+    help="auto: where PyTorch runs the methods on a GPU, replay rounds as CUDA graphs; --verbose says what cannot be.",
 )
 
 

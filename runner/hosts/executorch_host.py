@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, METHODS, Metadata
+from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.session import TimedSession, missing_method
 
@@ -60,9 +60,9 @@ class ExecuTorchSession(TimedSession):
 
     def __init__(self, program, metadata: Metadata):
         super().__init__(metadata)
-        names = [name for name in (*METHODS, DECODE) if name in program.method_names]
+        names = [name for name in (*METHODS, SPECULATE, DECODE) if name in program.method_names]
         self._methods = {name: program.load_method(name) for name in names}
-        self.has_decode = DECODE in names
+        self.has_decode, self.has_speculate = DECODE in names, SPECULATE in names
 
     def _call(self, name, *inputs):
         try:

@@ -4,7 +4,7 @@
 2. Weights: the ``.ptd`` is memory-mapped and each storage goes to the device once, so a cache is one tensor to all
    methods that name it.
 3. Libraries: each is loaded through ``torch._C._aoti``, its constants are views of those storages.
-4. The session that runs them.
+4. The session that runs them, by CUDA graphs where it can (``cuda_graph.py``).
 
 Nothing here knows the device but by its name; what a GPU must bring is asked in ``torch_host_checks.py``.
 """
@@ -14,7 +14,7 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, METHODS, Metadata
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts import torch_host_checks as checks
+from eagle3.runner.hosts.cuda_graph import Body, Graph, Graphed, Run, SingleThreaded, capture
 from eagle3.runner.inspect.cuda import Library, read_library
 from eagle3.runner.inspect.cuda_weights import (
     CudaWeight,
@@ -37,9 +38,9 @@ from eagle3.runner.inspect.program import CUDA_BACKEND, Pte, read_pte, row_bound
 from eagle3.runner.session import TimedSession, missing_method
 
 
-def open_torch_session(model: Path, stored: Path, metadata: Metadata) -> "TorchSession":
-    """Load the methods of a ``.pte`` whose weights the ``.ptd`` file ``stored`` holds: on the current GPU, or on the
-    CPU if they are made for it.
+def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bool = True) -> "TorchSession":
+    """Load the methods of a ``.pte`` whose weights the ``.ptd`` file ``stored`` holds: on the current GPU, by CUDA
+    graphs if ``graphs``, or on the CPU if they are made for it.
 
     Raises ValueError, one line each, for what cannot run here; before anything loads where that can be known.
     """
@@ -60,7 +61,10 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata) -> "TorchS
         checks.check_memory(on_device, *torch.cuda.mem_get_info(device))
     placed = place_storages(stored, index, needed, device)
     loaded = {method.name: load_method(method, placed, device) for method in methods}
-    return TorchSession(loaded, row_bounds(metadata), device, metadata, lambda: free(placed.values()))
+    session = TorchSession(loaded, row_bounds(metadata), device, metadata, lambda: free(placed.values()))
+    if graphs and device.type == "cuda":
+        session.replay_graphs()
+    return session
 
 
 # --- 1. Methods
@@ -84,7 +88,7 @@ def read_methods(pte: Pte) -> list[HostMethod]:
     named = {item.key: item.segment_index for item in pte.program.named_data or ()}
     plans = {plan.name: plan for plan in pte.program.execution_plan}
     try:
-        return [_method(pte, plans[name], named) for name in (*METHODS, DECODE) if name in plans]
+        return [_method(pte, plans[name], named) for name in (*METHODS, SPECULATE, DECODE) if name in plans]
     except LookupError as error:
         raise ValueError(f"{pte.path} is damaged (it points outside itself: {error}): export it again") from error
     except ValueError as error:
@@ -177,35 +181,54 @@ def free(placed: Iterable[Tensor]) -> None:
 # --- 3. Libraries
 
 
-def load_method(
-    method: HostMethod, placed: dict[str, Tensor], device: torch.device
-) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A method as a function of its inputs on the device. Raises ValueError where the library does not load, or needs a
-    constant that the table lacks."""
+class LoadedMethod:
+    """A method as a function of its inputs on the device, by PyTorch's container."""
+
+    def __init__(self, method: HostMethod, path: Path, device: torch.device):
+        """``path``: of its library, which may go once it is loaded. Raises OSError or RuntimeError."""
+        # The library looks into itself before it looks into PyTorch: both have instances of libstdc++'s templates,
+        # std::regex among them, and another compiler's do not mix. PyTorch's own loading finds it loaded.
+        self._library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
+        self._container = _container(str(path), device)
+        self._method, self._device = method, device
+
+    def give(self, constants: Mapping[str, Tensor]) -> None:
+        """``constants`` by the table's names. Raises ValueError for one that it lacks."""
+        names = self._container.get_constant_names_to_original_fqns()
+        lacking = sorted(name for name in names.values() if name and name not in constants)
+        if lacking:
+            raise ValueError(
+                f"the library of {self._method.name} needs {lacking[0]!r}, the table lacks it: export it again"
+            )
+        self._constants = {name: constants[original] for name, original in names.items() if original}
+        self._container.update_constant_buffer(self._constants, False, True, True)  # active, all of them, ours to keep
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._wired(self._container.run, inputs)
+
+    def capturable(self) -> tuple[Run, Callable[[], None]]:
+        """The same in a form that a CUDA graph can capture, and what frees it. Raises as ``SingleThreaded``."""
+        single = SingleThreaded(self._library, self._device, self._constants)
+        return lambda inputs: self._wired(single, inputs), single.close
+
+    def _wired(self, run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+        results = run([inputs[place] for place in self._method.inputs])
+        return [results[place] for place in self._method.outputs]
+
+
+def load_method(method: HostMethod, placed: dict[str, Tensor], device: torch.device) -> LoadedMethod:
+    """Raises ValueError where the library does not load, or needs a constant that the table lacks."""
     constants = {weight.name: view(placed[weight.storage_key], weight) for weight in method.table.weights}
     with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:  # the loader needs a path, the library loaded none
         path = Path(folder) / f"{method.name}.so"
         path.write_bytes(method.library)
         try:
-            # The library looks into itself before it looks into PyTorch: both have instances of libstdc++'s templates,
-            # std::regex among them, and another compiler's do not mix. PyTorch's own loading finds it loaded.
-            ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
-            container = _container(str(path), device)
+            loaded = LoadedMethod(method, path, device)
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"the library of {method.name} does not load ({reason}): export it again") from error
-    names = container.get_constant_names_to_original_fqns()
-    lacking = sorted(name for name in names.values() if name and name not in constants)
-    if lacking:
-        raise ValueError(f"the library of {method.name} needs {lacking[0]!r}, the table lacks it: export it again")
-    given = {name: constants[original] for name, original in names.items() if original}
-    container.update_constant_buffer(given, False, True, True)  # active buffer, all of them, ours to keep
-
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        results = container.run([inputs[place] for place in method.inputs])
-        return [results[place] for place in method.outputs]
-
-    return run
+    loaded.give(constants)
+    return loaded
 
 
 def _container(path: str, device: torch.device) -> Any:
@@ -240,7 +263,7 @@ class TorchSession(TimedSession):
 
     def __init__(
         self,
-        methods: Mapping[str, Callable[[list[Tensor]], list[Tensor]]],
+        methods: Mapping[str, LoadedMethod],
         rows: Mapping[str, tuple[int, int]],
         device: torch.device,
         metadata: Metadata,
@@ -250,7 +273,18 @@ class TorchSession(TimedSession):
         gives back the memory of the weights."""
         super().__init__(metadata)
         self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
-        self.has_decode = DECODE in methods
+        self._graphs: dict[tuple[str, int], Graphed] = {}
+        self.has_decode, self.has_speculate = DECODE in methods, SPECULATE in methods
+
+    def replay_graphs(self, capture: Callable[[Body, torch.device], Graph] = capture) -> None:
+        """Play rounds by CUDA graphs: whole ones, or the verification of a window and each draft step."""
+        window, whole = self.metadata.chain_len + 1, {1: 0, 2: 1}  # the next window and its positions are fed back
+        wanted = (
+            {(SPECULATE, window): whole} if self.has_speculate else {(TARGET_VERIFY, window): {}, (DRAFT_DECODE, 1): {}}
+        )
+        for (name, rows), fed_back in wanted.items():
+            method = self._methods[name]
+            self._graphs[name, rows] = Graphed(name, method, method.capturable, fed_back, capture)
 
     def _call(self, name, *inputs):
         if name not in self._methods:
@@ -259,7 +293,8 @@ class TorchSession(TimedSession):
         if not least <= rows <= most:
             raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")
         try:
-            ids, *others = self._methods[name]([self._fitting(value) for value in inputs])
+            run = self._graphs.get((name, rows), self._methods[name])
+            ids, *others = run([self._fitting(value) for value in inputs])
             return ids.cpu(), *others
         except RuntimeError as error:
             reason = " ".join(str(error).split())
@@ -272,5 +307,8 @@ class TorchSession(TimedSession):
 
     def close(self) -> None:
         if self._methods:
+            for graph in self._graphs.values():
+                graph.close()
+            self._graphs.clear()
             self._methods.clear()
             self._free()

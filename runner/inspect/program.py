@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, METHODS, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, METHODS, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.inspect import cuda as cuda_inspection
 from eagle3.runner.inspect.cuda_weights import (
@@ -33,7 +33,7 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     pte = read_pte(model)
     constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
-    plans = {name: plans.pop(name) for name in (*METHODS, DECODE, FORWARD) if name in plans} | plans
+    plans = {name: plans.pop(name) for name in (*METHODS, SPECULATE, DECODE, FORWARD) if name in plans} | plans
     rows = row_bounds(metadata)
     linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
     try:
@@ -115,6 +115,7 @@ def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
         PREFILL: (metadata.min_prefill, metadata.max_prefill),
         TARGET_VERIFY: (2, window),
         DRAFT_DECODE: (1, max(metadata.max_prefill, window)),
+        SPECULATE: (window, window),
         DECODE: (1, 1),
         **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),
     }

@@ -28,6 +28,8 @@ class TokenLogprobs:
 class Logprobs:
     """A ``Choice`` that is another's, and keeps in ``tokens`` how likely each accepted token was."""
 
+    greedy = False
+
     def __init__(self, choice: Choice, count: int):
         """``count``: of the likeliest tokens to keep with each"""
         self._choice, self._count = choice, count

@@ -151,8 +151,14 @@ def lower(
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
-    recorded, forms = recorded_launches(rows), (analyzed_once(), argmax_over_blocks(), counters_unchanged())
-    with for_gpu, inductor.patch(OPTIONS), *forms, recorded as launches:
+    with (
+        for_gpu,
+        inductor.patch(OPTIONS),
+        counters_unchanged(),
+        analyzed_once(),
+        argmax_over_blocks(),
+        recorded_launches(rows) as launches,
+    ):
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=partitioners,

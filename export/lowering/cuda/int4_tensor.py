@@ -5,7 +5,7 @@ here and takes no more than it did: for each tile of 128 outputs and block of 25
 scale and zero point side by side (``kernels/int4.py``). The last tile is filled up with zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what linears of many rows take)
 import torch
@@ -55,6 +55,17 @@ class TiledInt4Tensor(TorchAOBaseTensor):
             first = last
         return found
 
+    @staticmethod
+    def join(weights: Sequence["TiledInt4Tensor"], rows: Callable[[Sequence[Tensor]], Tensor]) -> "TiledInt4Tensor":
+        """See ``joined``. The codes stay where they are. Raises ValueError for more weights than the kernel takes."""
+        qdata = [each for weight in weights for each in weight.parts[0]]
+        if len(qdata) > MOST:
+            raise ValueError(f"{len(qdata)} weights: one launch takes {MOST}")
+        codes, steps = (rows([getattr(weight, part) for weight in weights]) for part in ("codes", "steps"))
+        shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
+        more = dict(zip(TiledInt4Tensor.optional_tensor_data_names, qdata[1:], strict=False))
+        return TiledInt4Tensor(qdata[0], codes, steps, shape, **more)
+
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Exact in float32, rounded once otherwise."""
         return torch.cat([weight.dequantize(dtype) for weight in self.coalesced()])
@@ -84,21 +95,3 @@ def lay_out_int4(module: nn.Module) -> None:
     weight = getattr(module, "weight", None)
     if isinstance(weight, CudaCoalescedInt4Tensor):
         module.weight = nn.Parameter(laid_out(weight), requires_grad=False)
-
-
-def concatenated(weights: Sequence[TiledInt4Tensor]) -> TiledInt4Tensor:
-    """One weight whose outputs are those of ``weights``, one after the other: one product for several of one input.
-
-    The codes stay where they are. Raises ValueError for weights of several widths or group sizes, and for more of them
-    than the kernel takes.
-    """
-    kinds = {(weight.shape[1], weight.codes.shape[2]) for weight in weights}
-    if len(kinds) > 1:
-        raise ValueError(f"weights of (K, groups in {BLOCK}) {sorted(kinds)} make no single one: they must agree")
-    qdata = [each for weight in weights for each in weight.parts[0]]
-    if len(qdata) > MOST:
-        raise ValueError(f"{len(qdata)} weights: one launch takes {MOST}")
-    codes, steps = (torch.cat([getattr(weight, part) for weight in weights]) for part in ("codes", "steps"))
-    shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
-    more = dict(zip(TiledInt4Tensor.optional_tensor_data_names, qdata[1:], strict=False))
-    return TiledInt4Tensor(qdata[0], codes, steps, shape, **more)

@@ -1,0 +1,192 @@
+"""A method as a CUDA graph: captured once, then replayed by one launch instead of hundreds.
+
+1. PyTorch's container asks an event whether its last run is over, which capture refuses. Every library has another
+   entry that asks nothing; PyTorch gives Python no way to it, so it is called here by ctypes.
+2. What is captured reads its inputs from where they lay and writes its outputs there again.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+"""A method: its inputs on the device to its outputs there, in the contract's order."""
+
+_size = ctypes.c_size_t
+_PREFIX = "AOTInductorModelContainer"
+NEEDED = tuple(
+    _PREFIX + name
+    for name in (
+        "CreateWithDevice",
+        "UpdateUserManagedConstantBufferPairs",
+        "GetNumOutputs",
+        "RunSingleThreaded",
+        "Delete",
+    )
+)
+log = logging.getLogger(__name__)
+
+
+class ConstantEntry(ctypes.Structure):
+    """``AOTInductorConstantMapEntry``"""
+
+    _fields_ = [("name", ctypes.c_char_p), ("handle", ctypes.c_void_p)]
+
+
+class SingleThreaded:
+    """A library's methods without PyTorch's container around them: no event, no lock, no check of the inputs."""
+
+    def __init__(self, library: ctypes.CDLL, device: torch.device, constants: Mapping[str, Tensor]):
+        """``constants`` by the library's own names; they stay the caller's. Raises ValueError for a library that lacks
+        one of NEEDED (made by a PyTorch before 2.13), RuntimeError for what a call refuses."""
+        lacking = [name for name in NEEDED if not hasattr(library, name)]
+        if lacking:
+            raise ValueError(f"its library has no {lacking[0]}: an earlier PyTorch made it")
+        self._library, self._device = library, device
+        self._container = ctypes.c_void_p()
+        self._call("CreateWithDevice", ctypes.byref(self._container), _size(1), str(device).encode(), b"")
+        handles = _handles(constants.values())
+        entries = (ConstantEntry(name.encode(), handle) for name, handle in zip(constants, handles, strict=True))
+        active, whole = ctypes.c_bool(False), ctypes.c_bool(True)  # not the inactive buffer; no constant may be lacking
+        given = (ConstantEntry * len(handles))(*entries)
+        self._call("UpdateUserManagedConstantBufferPairs", self._container, given, _size(len(handles)), active, whole)
+        _tensors(handles)  # the container has made handles of its own
+        count = _size()
+        self._call("GetNumOutputs", self._container, ctypes.byref(count))
+        self._outputs = count.value
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs and outputs in the library's order, on the current stream."""
+        given, made = (ctypes.c_void_p * len(inputs))(*_handles(inputs)), (ctypes.c_void_p * self._outputs)()
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
+        arrays = given, _size(len(inputs)), made, _size(self._outputs)
+        self._call("RunSingleThreaded", self._container, *arrays, ctypes.c_void_p(stream), None)
+        return _tensors(made)
+
+    def close(self) -> None:
+        if self._container:
+            self._call("Delete", self._container)
+            self._container = None
+
+    def _call(self, name: str, *arguments) -> None:
+        if getattr(self._library, _PREFIX + name)(*arguments):
+            raise RuntimeError(f"{_PREFIX}{name} failed{self._reason()}")
+
+    def _reason(self) -> str:
+        said = ctypes.c_char_p()
+        if hasattr(self._library, "AOTInductorGetLastError"):
+            self._library.AOTInductorGetLastError(ctypes.byref(said))
+        return f" ({' '.join(said.value.decode(errors='replace').split())})" if said.value else ""
+
+
+def _handles(tensors: Iterable[Tensor]) -> list[int]:
+    """An ``AtenTensorHandle`` of each, whose taker frees it."""
+    capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return [pointer(capsule, None) for capsule in capsules]
+
+
+def _tensors(handles: Sequence[int]) -> list[Tensor]:
+    """The tensors of handles that are ours; each is freed with its tensor."""
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([capsule(handle, None, None) for handle in handles])
+
+
+class Graph(Protocol):
+    """Of ``torch.cuda.CUDAGraph``"""
+
+    def replay(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+Body = Callable[[], None]
+
+
+def capture(body: Body, device: torch.device) -> Graph:
+    """What ``body`` launches on ``device``, as a graph. Raises RuntimeError for what cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        body()
+    return graph
+
+
+WARM_UP = 2
+"""Calls before the capture: kernels load and workspaces are made at the first."""
+
+
+class Graphed:
+    """A method at one number of rows. Where capture refuses it, it runs as it did, and the log says why."""
+
+    def __init__(
+        self,
+        name: str,
+        plain: Run,
+        make_capturable: Callable[[], tuple[Run, Callable[[], None]]],
+        fed_back: Mapping[int, int],
+        capture: Callable[[Body, torch.device], Graph] = capture,
+    ):
+        """
+        Args:
+            plain: the method as it runs without a graph
+            make_capturable: the method as it can be captured, and what frees it
+            fed_back: outputs that are the next call's inputs: place of the output to that of the input; they are
+                handed out as those inputs, so that nothing is copied where they come back
+            capture: a fake's, where there is no GPU
+        """
+        self._name, self._plain, self._make_capturable = name, plain, make_capturable
+        self._fed_back, self._capture = fed_back, capture
+        self._wanted, self._warm = True, 0
+        self._run: Run | None = None
+        self._free: Callable[[], None] | None = None
+        self._graph: Graph | None = None
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The first output is to be read before the next call."""
+        if self._graph is None and self._wanted:
+            try:
+                if self._warm < WARM_UP:
+                    return self._warm_up(inputs)
+                self._inputs = [value.clone() for value in inputs]
+                self._graph = self._capture(self._body, self._inputs[0].device)
+            except (RuntimeError, ValueError) as error:
+                log.warning("no CUDA graph of %s, it runs without: %s", self._name, " ".join(str(error).split()))
+                self.close()
+        return self._plain(inputs) if self._graph is None else self._replay(inputs)
+
+    def _warm_up(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if self._run is None:
+            self._run, self._free = self._make_capturable()
+        outputs = self._run(inputs)
+        self._warm += 1
+        return outputs
+
+    def _replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for static, given in zip(self._inputs, inputs, strict=True):
+            if given is not static:
+                static.copy_(given)
+        self._graph.replay()
+        first, *others = self._outputs
+        return [first, *(out if at in self._fed_back else out.clone() for at, out in enumerate(others, 1))]
+
+    def _body(self) -> None:
+        self._outputs = self._run(self._inputs)
+        for output, place in self._fed_back.items():
+            self._inputs[place].copy_(self._outputs[output])
+            self._outputs[output] = self._inputs[place]
+
+    def close(self) -> None:
+        """Run without a graph from here on. It goes before what it reads and writes."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._wanted, self._graph, self._run, self._inputs, self._outputs = False, None, None, [], []
+        if self._free is not None:
+            self._free()
+            self._free = None
