@@ -17,11 +17,12 @@ from eagle3.export.lowering.cuda.kernels import small_m
 from eagle3.export.lowering.cuda.launches import products
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS as NAMED
-from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, TARGET_VERIFY
+from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, TARGET_VERIFY
 from eagle3.runner.contract.gpus import GPUS
 from eagle3.runner.inspect import cost as cost_module
 from eagle3.runner.inspect.cli import main
 from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, WHOLE_ROUND, cost, main_loop, resident
+from eagle3.runner.inspect.cuda import kind_of
 from eagle3.runner.inspect.program import cuda_kernels
 from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
 
@@ -242,27 +243,27 @@ def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
 # Bars: what is reached is not lost. Lower them with what lowers it.
 
 LAUNCHES_AT_MOST = {TARGET_VERIFY: 111, DRAFT_DECODE: 20}
-INSTRUCTIONS_PER_WEIGHT_AT_MOST = {("int4", 8): 3.2, ("int4", 16): 4.1, ("int8", 8): 5.1, ("int8", 16): 6.5}
+INSTRUCTIONS_PER_WEIGHT_AT_MOST = {("int4", 8): 3.2, ("int4", 16): 4.0, ("int8", 8): 5.0, ("int8", 16): 6.4}
 
 
-@pytest.fixture(scope="module")
-def of_artifact(cuda_artifact):
+def test_a_round_launches_no_more_kernels_than_it_did(cuda_artifact):
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES]
-    round_alone = {name: recorded[name] for name in LAUNCHES_AT_MOST}
-    kernels = {name: code for name, code in cuda_kernels(cuda_artifact).items() if name in round_alone}
-    return cost(round_alone, kernels, [GPUS["H200"]], steps=3)["methods"]
-
-
-def test_a_round_launches_no_more_kernels_than_it_did(of_artifact):
     for name, most in LAUNCHES_AT_MOST.items():
-        assert of_artifact[name]["launches"]["all"] <= most, (name, of_artifact[name]["launches"])
+        counts = {entry["kernel"]: entry["count"] for entry in recorded[name]["launches"]}
+        assert sum(entry["count"] for entry in recorded[name]["launches"]) <= most, counts
 
 
-def test_no_kernel_of_a_round_spills(of_artifact):
-    spilled = {
-        kernel["kernel"]: kernel["spill_bytes"] for name in of_artifact for kernel in of_artifact[name]["kernels"]
+def test_no_kernel_with_products_spills_in_a_round(cuda_artifact):
+    """The fused ones, whose disassembly takes as long and which hardly could, are left to ``--cost``."""
+    kernels = cuda_kernels(cuda_artifact / MODEL_FILE)
+    fatbins = {
+        (method, name): fatbin
+        for method in LAUNCHES_AT_MOST
+        for name, fatbin in kernels[method].items()
+        if kind_of(name) != "fused"
     }
-    assert spilled == dict.fromkeys(spilled, 0)
+    codes = read_codes(fatbins.values())
+    assert {name: codes[fatbin].spill_bytes for name, fatbin in fatbins.items()} == dict.fromkeys(fatbins, 0)
 
 
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
