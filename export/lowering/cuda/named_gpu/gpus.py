@@ -6,6 +6,9 @@ multiprocessors is that of the card named. Shared memory is in bytes, the most t
 
 from dataclasses import dataclass
 
+REGISTERS = 65536
+"""Of a multiprocessor, of any."""
+
 
 @dataclass(frozen=True)
 class Gpu:
