@@ -64,7 +64,7 @@ class EagerAttention(nn.Module):
 
         Args:
             input_pos: int64 [T], consecutive
-            mask: bool [1, 1, T, slots], true where a row attends
+            mask: bool [1, 1, T, slots], true where a row attends: to a run of positions up to its own
         """
         return input_pos, mask
 

@@ -93,7 +93,7 @@ def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with
 @pytest.mark.parametrize("window", [0, WINDOW])
 def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window):
     eager, ours = (Attend(kind, window) for kind in (EagerAttention, CudaAttention))
-    for first, rows in ((0, 90), (90, 20)):
+    for first, rows in ((0, 60), (60, 50)):
         given_now = inputs(first, rows)
         expected = eager(*given_now)
         torch.testing.assert_close(ours(*given_now), expected)  # the op on the host
@@ -101,7 +101,7 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window):
         begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
         cache = ours.attention.kv_cache
         rest = cache.k_cache, cache.v_cache, begins, last, 0.25, window or SLOTS
-        for divided in (0, 1, 16):
+        for divided in (0, 16):
             assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None), expected)
 
 
@@ -138,7 +138,7 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last):
     first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
     rest = keys, values, first, at, 0.25, window or slots, 16, 0.0, None
     parts, stats, out = split(16, query, *rest)
-    for rows in (1, 2, 5, 8, 15):
+    for rows in (1, 8, 15):
         for found, expected in zip(split(rows, query, *rest), (parts, stats, out), strict=True):
             assert torch.equal(found, expected[..., -rows:, :, :]), f"{rows} rows"
 

@@ -28,6 +28,8 @@ class Gpu:
         return self.capability[0] * 10 + self.capability[1]
 
 
+REGISTERS = 65536
+"""Of a multiprocessor, of any."""
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, TARGET_VERIFY
-from eagle3.runner.contract.gpus import Gpu
+from eagle3.runner.contract.gpus import REGISTERS, Gpu
 from eagle3.runner.inspect.cuda import KERNEL_KINDS, kind_of
 from eagle3.runner.inspect.sass import Code, Loop, read_codes
 
@@ -27,7 +27,7 @@ LATENCY_SECONDS = 0.5e-6
 """From a load of a busy GPU to its data."""
 WHOLE_ROUND = "speculate"
 """The method that does a round in one call, where an artifact has it."""
-WARP, SCHEDULERS, REGISTERS = 32, 4, 65536
+WARP, SCHEDULERS = 32, 4
 RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes of each block
 
 

@@ -31,7 +31,9 @@ def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -
 def argmax_over_blocks() -> Iterator[None]:
     """Within it, Inductor takes ``argmax_of_blocks``."""
     table: dict[Any, Any] = decomposition.decompositions
-    with patch.dict(table, {torch.ops.aten.argmax.default: argmax_of_blocks}):
-        decomposition.fast_random_decomps.cache_clear()
-        yield
     decomposition.fast_random_decomps.cache_clear()
+    try:
+        with patch.dict(table, {torch.ops.aten.argmax.default: argmax_of_blocks}):
+            yield
+    finally:
+        decomposition.fast_random_decomps.cache_clear()

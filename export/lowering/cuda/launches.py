@@ -97,6 +97,8 @@ def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows
     counted: Counter[Launch] = Counter()
     for kernel, arguments in calls:
         launch, weights = _launch(kernel, arguments, sources.get(kernel, ""), rows)
+        if not all(launch.grid):
+            continue  # AOTInductor's code skips it: kernels for other numbers of rows
         counted[launch] += 1
         for name, size in weights.items():
             read[name] = max(size, read.get(name, 0))

@@ -8,7 +8,8 @@ which find the keys in L2.
 A few rows fill a GPU only when the positions are divided: among programs of ``chunk`` positions each, counted from
 position 0. Each leaves its maximum, sum and weighted values in float32, at its number modulo the programs; a second
 kernel adds them. So neither what is added nor its order depends on the other rows of a call, and positions that a row
-does not attend to add exact zeros: a row has the same bits with any number of rows up to ``FEW``.
+does not attend to add exact zeros: as compiled for a method, the kernel gives a row the same bits with any number of
+rows up to ``FEW``.
 
 Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for the product with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -122,11 +123,14 @@ def _attention_sum_kernel(
     tl.store(OUT + at.to(tl.int64) * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
 
 
-CONFIGS = [
-    triton.Config({"BLOCK_N": keys}, num_warps=4, num_stages=stages)
-    for keys, stages in ((64, 3), (32, 4), (64, 2), (32, 3), (32, 2), (16, 3), (16, 2))
-] + [triton.Config({"BLOCK_N": keys}, num_warps=8, num_stages=2) for keys in (64, 32)]
-_attention_tuned = triton.autotune(CONFIGS, key=["SLOTS", "D", "GROUPS", "BLOCK_M", "DIRECT"])(_attention_kernel)
+def _tuned(*configs: tuple[int, int, int]) -> Any:
+    """The kernel with configurations of keys a block, stages and warps."""
+    listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
+    return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
+
+
+_chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
+_divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
 
 
 def parts_of(longest: int, slots: int, groups: int) -> tuple[int, int]:
@@ -218,7 +222,8 @@ def attention(
         ValueError: (on CUDA) another dtype, a cache that is not contiguous
     """
     given = query, keys, values, first, last, scale, longest, divided_rows, softcap, sinks
-    return _launch(wrap_triton(_attention_tuned), wrap_triton(_attention_sum_kernel), *given)
+    kernel = _divided_kernel if divided_rows else _chunk_kernel
+    return _launch(wrap_triton(kernel), wrap_triton(_attention_sum_kernel), *given)
 
 
 @attention.register_kernel("cpu")

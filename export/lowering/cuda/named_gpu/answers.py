@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch._dynamo.device_interface import CudaInterface
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
 
 CACHING = (
     "torch.utils._triton",
@@ -30,7 +30,7 @@ class DeviceProperties:
         self.shared_memory_per_block = 48 << 10
         self.shared_memory_per_block_optin = gpu.shared_memory_per_block
         self.shared_memory_per_multiprocessor = gpu.shared_memory_per_multiprocessor
-        self.regs_per_multiprocessor = 65536
+        self.regs_per_multiprocessor = REGISTERS
         self.max_threads_per_multi_processor = gpu.threads_per_multiprocessor
         self.max_threads_per_block = 1024
         self.warp_size = 32

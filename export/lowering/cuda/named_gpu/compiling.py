@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.named_gpu.configurations import best
-from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
 
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 
@@ -38,7 +38,7 @@ class NamedDriver:
             "max_shared_mem": gpu.shared_memory_per_block,
             "multiprocessor_count": gpu.multiprocessors,
             "warpSize": 32,
-            "max_num_regs": 65536,
+            "max_num_regs": REGISTERS,
         }
         self.target = GPUTarget("cuda", gpu.arch, 32)
         self.utils = type("utils", (), {"get_device_properties": staticmethod(lambda device: properties)})

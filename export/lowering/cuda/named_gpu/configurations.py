@@ -19,9 +19,8 @@ from typing import Any
 import triton
 from triton import Config
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
 
-REGISTERS = 65536  # of a multiprocessor
 WARPS, STAGES = (4, 8), (2, 1)
 
 

@@ -13,13 +13,12 @@ from typing import Any
 from torch._inductor.template_heuristics.triton import GemmConfig
 from torch._inductor.virtualized import V
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
+from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
 
 LATENCY = 800.0  # ns, of a load from memory that others load from too
 BYTES, FLOPS = 36.0, 3500.0  # a nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
 START = 3000.0  # ns, of a kernel
 BARRIER = 50.0  # ns, of a step
-REGISTERS = 65536  # of a multiprocessor
 OTHER_REGISTERS = 64  # of a thread, beside its sums
 MORE = [
     GemmConfig(16, 32, 128, 4, 2),
