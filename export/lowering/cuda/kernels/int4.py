@@ -1,7 +1,7 @@
 """Linear layers of few rows over INT4 weights that read each weight byte once for 16 rows, in Triton.
 
 The codes are ExecuTorch's (``CudaCoalescedInt4Tensor``) where they lie in a checkpoint, two a byte; scales and zero
-points are laid out for the kernel (``int4_layout.py``). ExecuTorch's own kernel serves up to 4 rows, for a time that
+points are laid out for the kernel (``int4_tensor.py``). ExecuTorch's own kernel serves up to 4 rows, for a time that
 grows with each (pytorch/executorch PR 21456).
 
 Bytes: a weight is 4 bits, two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear of
