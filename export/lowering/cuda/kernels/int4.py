@@ -170,7 +170,7 @@ def _launch_int4(
             SPLITS=count, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, run)
+    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, arrived, run)
 
 
 def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
