@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
-from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor, concatenated
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
 
@@ -162,3 +162,17 @@ def test_unquantized_bfloat16_goes_the_same_two_ways():
         tokens = torch.arange(5)[None]
         torch.testing.assert_close(traced(model, 1, 8).module()(tokens), model(tokens))
     assert products(traced(model, 1, 8)) == ["aten.linear.default"] * 2
+
+
+def test_several_int4_weights_of_one_input_take_one_product():
+    model = packed()
+    head = concatenated([model.proj.weight, model.lm_head.weight])
+    model.lm_head.weight = nn.Parameter(head, requires_grad=False)
+    with small_m_dispatch(8):
+        verify, prefill = traced(model, 2, 8), traced(model, 9, 64)
+    assert [str(node.target) for node in verify.graph.nodes].count("eagle3.int4_small_m.default") == 2
+    for program, rows in ((verify, 5), (prefill, 20)):
+        tokens = torch.arange(rows)[None]
+        x = F.linear(model.embed_tokens.weight.dequantize()[tokens], model.proj.weight.dequantize(), model.proj.bias)
+        expected = F.linear(x, head.dequantize())
+        torch.testing.assert_close(program.module()(tokens), expected, rtol=0.03, atol=0.03)

@@ -82,7 +82,7 @@ def _launch_bf16(kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, count:
             BLOCK_M=rows, STAGES=STAGES[rows], num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), run)
+    return launch(x, n, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), arrived, run)
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})

@@ -1,7 +1,7 @@
 """Linear layers of few rows over INT4 weights that read each weight byte once for 16 rows, in Triton.
 
 The codes are ExecuTorch's (``CudaCoalescedInt4Tensor``) where they lie in a checkpoint, two a byte; scales and zero
-points are laid out for the kernel (``int4_layout.py``). ExecuTorch's own kernel serves up to 4 rows, for a time that
+points are laid out for the kernel (``int4_tensor.py``). ExecuTorch's own kernel serves up to 4 rows, for a time that
 grows with each (pytorch/executorch PR 21456).
 
 Bytes: a weight is 4 bits, two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear of
@@ -170,7 +170,7 @@ def _launch_int4(
             SPLITS=count, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, run)
+    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, arrived, run)
 
 
 def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
@@ -245,12 +245,13 @@ def tiled(scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) ->
     [N, K / 256]."""
     n, blocks = scale_step.shape
 
-    def in_tiles(each: Tensor) -> Tensor:  # [N, blocks * groups, 2] -> [tiles, blocks, groups, TILE, 2]
-        filled = torch.nn.functional.pad(each, (0, 0, 0, 0, 0, -n % TILE))
-        return filled.view(-1, TILE, blocks, each.shape[1] // blocks, 2).permute(0, 2, 3, 1, 4).contiguous()
+    def in_tiles(a: Tensor, b: Tensor, pair: torch.dtype) -> Tensor:
+        """Two of [N, blocks * groups] -> [tiles, blocks, groups, TILE, 2]; pairs are moved as numbers, for time."""
+        both = torch.nn.functional.pad(torch.stack([a, b], dim=-1).view(pair).squeeze(-1), (0, 0, 0, -n % TILE))
+        both = both.view(-1, TILE, blocks, a.shape[1] // blocks).permute(0, 2, 3, 1).contiguous()
+        return both.view(a.dtype).unflatten(-1, (TILE, 2))
 
-    codes = in_tiles(torch.stack([scale, zero], dim=-1))
-    return codes, in_tiles(torch.stack([scale_step, zero_step], dim=-1)).squeeze(2)
+    return in_tiles(scale, zero, torch.int16), in_tiles(scale_step, zero_step, torch.int32).squeeze(2)
 
 
 def untiled(codes: Tensor, steps: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

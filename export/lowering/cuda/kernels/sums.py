@@ -59,13 +59,19 @@ def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
 
 
 def launch(
-    x: Tensor, n: int, tiles: int, count: int, sizes: Sequence[int], run: Callable[[tuple, int, Tensor, Tensor], None]
+    x: Tensor,
+    n: int,
+    tiles: int,
+    count: int,
+    sizes: Sequence[int],
+    arrived: Tensor,
+    run: Callable[[tuple, int, Tensor, Tensor], None],
 ) -> Tensor:
     """bfloat16 [M, N]: what ``run(grid, rows of a tile, out, parts)`` writes, called once for each size that is needed.
 
     The grid is tiles of rows, ``tiles`` of outputs and ``count`` programs along K; ``parts`` is float32
-    [count, M, N], or ``x`` where one program has all of K. Raises ValueError for another dtype of ``x``, and for more
-    tiles than there are counters.
+    [count, M, N], or ``arrived`` where one program has all of K. Raises ValueError for another dtype of ``x``, and for
+    more tiles than there are counters.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
@@ -76,7 +82,7 @@ def launch(
     if count > 1 and not statically_known_true(tiles * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
         most = COUNTERS // tiles * sizes[-1]
         raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows of them, or split them")
-    parts = x if count == 1 else torch.empty(count, m, n, dtype=torch.float32, device=x.device)
+    parts = arrived if count == 1 else torch.empty(count, m, n, dtype=torch.float32, device=x.device)
     for rows, row_count in row_tiles(m, sizes):
         run((row_count, tiles, count), rows, out, parts)
     return out
