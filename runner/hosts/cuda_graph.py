@@ -111,8 +111,10 @@ Body = Callable[[], None]
 def capture(body: Body, device: torch.device) -> Graph:
     """What ``body`` launches on ``device``, as a graph. Raises RuntimeError for what cannot be captured."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        body()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # PyTorch's own belongs to the device of its first capture
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # others may work meanwhile
+            body()
     return graph
 
 
