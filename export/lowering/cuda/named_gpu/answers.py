@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch._dynamo.device_interface import CudaInterface
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
+from eagle3.runner.contract.gpus import REGISTERS, Gpu
 
 CACHING = (
     "torch.utils._triton",

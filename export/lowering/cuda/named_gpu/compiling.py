@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.named_gpu.configurations import best
-from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
+from eagle3.runner.contract.gpus import REGISTERS, Gpu
 
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 

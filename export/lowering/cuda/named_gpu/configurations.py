@@ -19,7 +19,7 @@ from typing import Any
 import triton
 from triton import Config
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import REGISTERS, Gpu
+from eagle3.runner.contract.gpus import REGISTERS, Gpu
 
 WARPS, STAGES = (4, 8), (2, 1)
 
