@@ -47,6 +47,7 @@ POINTERS = {
     torch.float32: "fp32",
     torch.uint8: "u8",
     torch.int8: "i8",
+    torch.int32: "i32",
 }
 
 
@@ -207,11 +208,12 @@ def test_a_kernel_of_another_export_is_named(counted, monkeypatch):
 
 def test_products_of_kernels_by_their_constants():
     tile = {"N": 100, "K": 1024, "BLOCK_N": 64}
-    int4 = products("_int4_small_m_kernel", tile | {"SPLITS": 4}, 2 * 4, 8)
-    assert (int4.weights, int4.multiply_adds, int4.iterations) == (64 * 256, 64 * 256 * 8, 2 * 4)
-    assert products("_int4_small_m_kernel", tile | {"SPLITS": 4}, 2 * 4 * 3, 40).iterations == 3 * int4.iterations
-    int8 = products("_int8_small_m_kernel", tile | {"CHUNK": 32}, 2, 9)
-    assert (int8.weights, int8.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
+    pair = {"N0": 256, "N1": 100, "K": 1024, "SPLITS": 4}  # two tiles of 128 outputs, and one
+    one = products("_int4_small_m_kernel", pair, 3 * 4, 8)
+    assert (one.weights, one.multiply_adds, one.iterations) == (128 * 256, 128 * 256 * 8, 3 * 4)
+    assert products("_int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
+    eight = products("_int8_small_m_kernel", tile | {"CHUNK": 32}, 2, 9)
+    assert (eight.weights, eight.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
     template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
     assert (template.weights, template.iterations) == (64 * 32, 2 * 32)
     assert products("triton_poi_fused_add_0", {"XBLOCK": 128}, 2, 1) is None
