@@ -167,7 +167,7 @@ def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
 
 
 def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
-    """Of a small-M kernel or a template, by the function's name and constants; None where it is neither.
+    """Of a kernel of quantized weights or a template, by the function's name and constants; None where it is neither.
 
     A kernel that names its run of K ``BLOCK_K`` needs nothing more here.
     """
@@ -177,8 +177,10 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     if None in (run_of_k, k, block_n) or not outputs:
         return None
     tiles = sum(math.ceil(n / block_n) for n in outputs)
-    row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
+    row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
+    if "DIVIDED" in constants:  # by how much depends on the rows
+        row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k
     dots = 2 if kernel.startswith("_int8") else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
