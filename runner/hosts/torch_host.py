@@ -44,6 +44,7 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
 
     Raises ValueError, one line each, for what cannot run here; before anything loads where that can be known.
     """
+    checks.check_torch()
     methods = read_methods(read_pte(model))
     device = torch.device("cpu" if made_for_cpu(methods) else "cuda")
     if device.type == "cuda":

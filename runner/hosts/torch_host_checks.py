@@ -14,6 +14,20 @@ import torch
 from eagle3.runner.inspect.cuda import Library, fatbin_entries
 
 GIB = 1 << 30
+HOSTS = (2, 11), (2, 13)
+"""The first and the last PyTorch whose container is known to take its arguments as they are given."""
+
+
+def check_torch() -> None:
+    """The container is called by functions that PyTorch keeps to itself, some by ctypes, where a changed argument would
+    end the process."""
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not HOSTS[0] <= found <= HOSTS[1]:
+        first, last = (".".join(map(str, version)) for version in HOSTS)
+        raise ValueError(
+            f"PyTorch {torch.__version__} hosts no CUDA artifact, {first} to {last} do: type pip install "
+            f"'torch=={last}.*', or run with ExecuTorch's CUDA build (--runtime executorch)"
+        )
 
 
 def check_gpu(manifest: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from eagle3.runner.contract import EXPORT_RECORD, Metadata
-from eagle3.runner.contract.console import OneLineFailures, tell
+from eagle3.runner.contract.console import OneLineFailures, tell, version_option
 from eagle3.runner.contract.gpus import GPUS, gpus_of
 from eagle3.runner.inspect.tables import show_tables, table
 from eagle3.runner.record import Comparison, compare
@@ -32,7 +32,7 @@ Examples:
     "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="For --cost: on which GPU; may repeat."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.version_option(package_name="eagle3-export")
+@version_option
 def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], as_json: bool) -> None:
     """Show what an artifact of eagle3-export holds: its folder or its model.pte.
 

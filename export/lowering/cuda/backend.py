@@ -4,7 +4,6 @@ With a GPU at hand kernels are timed on it; without one the GPU is named (``name
 between the methods by qualified name, and go into a file of their own.
 """
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -49,6 +48,7 @@ from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LAUNCHES
+from eagle3.runner.contract.versions import version_of
 
 DTYPE = torch.bfloat16
 EAGER_ON_HOST = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
@@ -131,7 +131,7 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
         "cuda_arch": local or plan.config.cuda_arch,
         "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
         "linears": {name: check_linears(name, program) for name, program in programs.items()},
-        "toolchain": {"triton": importlib.metadata.version("triton"), "nvcc": nvcc_version()},
+        "toolchain": {"triton": version_of("triton"), "nvcc": nvcc_version()},
     }
 
 
@@ -150,6 +150,7 @@ def lower(
     }
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
+    longest = {method.name: method.max_len for method in plan.methods}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
     with (
         for_gpu,
@@ -157,7 +158,7 @@ def lower(
         counters_unchanged(),
         analyzed_once(),
         argmax_over_blocks(),
-        recorded_launches(rows) as launches,
+        recorded_launches(rows, longest) as launches,
     ):
         lowered = to_edge_transform_and_lower(
             dict(programs),

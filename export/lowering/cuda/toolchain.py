@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 
 def cuda_home() -> Path:
-    """The folder that holds ``bin/nvcc``. Raises FileNotFoundError saying what to install."""
+    """The folder that holds ``bin/nvcc`` and ``include/cuda.h``. Raises FileNotFoundError saying what to install."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) / "cu13" for place in (spec.submodule_search_locations if spec else ())]
     folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -25,12 +25,21 @@ def cuda_home() -> Path:
     folders += [Path(on_path).resolve().parent.parent] if on_path else []
     folders.append(Path("/usr/local/cuda"))
     for folder in folders:
-        if (folder / "bin" / "nvcc").is_file():
-            return folder
+        if (nvcc := folder / "bin" / "nvcc").is_file():
+            for home in (folder, _toolkit_of(nvcc)):
+                if (home / "bin" / "nvcc").is_file() and (home / "include" / "cuda.h").is_file():
+                    return home
     raise FileNotFoundError(
-        "nvcc is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
+        "nvcc with CUDA's headers is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
         "type pip install 'eagle3-export[cuda]'"
     )
+
+
+def _toolkit_of(nvcc: Path) -> Path:
+    """What an nvcc that may be a script around the real one says of the toolkit that it takes."""
+    said = subprocess.run([nvcc, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return Path(top[1]).resolve() if top else nvcc.parent.parent
 
 
 def cpp_compiler() -> str:
