@@ -112,6 +112,7 @@ def show(found: dict[str, Any]) -> None:
         _methods_table(found["methods"]),
         _delegates_table(found["methods"]),
         *_cuda_tables(found["methods"]),
+        *([_gpu_memory_table(found["gpu_memory"])] if "gpu_memory" in found else []),
         _memory_table(found["methods"]),
         _operators_table(found["methods"]),
         _buffers_table(found["mutable_buffers"]),
@@ -214,6 +215,12 @@ def _cuda_weights_table(cuda: dict[str, dict[str, Any]]):
         )
     )
     return table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
+
+
+def _gpu_memory_table(parts: dict[str, int | None]):
+    words = {"workspace": "workspace of the longest calls", "context": "CUDA and PyTorch, about"}
+    rows = ((words.get(part, part), "not recorded" if size is None else size) for part, size in parts.items())
+    return table("GPU memory that a run takes", ("part", "bytes"), rows, numbers=("bytes",))
 
 
 def _symbols_table(cuda: dict[str, dict[str, Any]]):

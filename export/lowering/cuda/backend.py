@@ -32,6 +32,7 @@ from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
+from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
@@ -59,6 +60,7 @@ OPTIONS = {
 
 
 attention = CudaAttention
+footprint = gpu_memory
 
 
 def local_arch() -> str | None:
