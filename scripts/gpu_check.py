@@ -134,6 +134,7 @@ def export_layers(check: Check) -> Facts:
 
 
 def run_layers(facts: Facts, check: Check) -> None:
+    from eagle3.runner.inspect.program import inspect_program
     from eagle3.runner.loop import complete
 
     with opened(check.wide / "artifact", "auto", facts) as session:
@@ -144,6 +145,8 @@ def run_layers(facts: Facts, check: Check) -> None:
         result = complete(session, prompt, max_new_tokens=128)
         facts["tokens/s"] = round(len(result.token_ids) / (time.perf_counter() - start), 1)
         facts["GPU memory GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        found = inspect_program(made(check.wide / "artifact") / "model.pte", session.metadata)["gpu_memory"]
+        facts["counted GiB"] = round((found["total"] - found["context"]) / GIB, 2)
 
 
 # --- kernels

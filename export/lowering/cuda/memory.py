@@ -65,15 +65,16 @@ def int4_bytes(group: int) -> float:
 
 
 def module_bytes(model: nn.Module, recipe: QuantRecipe | None) -> int:
-    """Of a model on the meta device; what two names share is there once, unless the recipe stores the two apart."""
+    """Of the parameters of a model on the meta device. What two names share is there once, unless the recipe stores
+    the two apart."""
     matrices = {f"{name}.weight" for name, m in _modules(model).items() if isinstance(m, nn.Linear | nn.Embedding)}
     total, counted = 0.0, set()
-    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+    for name, value in model.named_parameters(remove_duplicate=False):
         config = recipe.get_config(name) if recipe and name in matrices else None
         if (id(value), config and config.bits) in counted:
             continue
         counted.add((id(value), config and config.bits))
-        total += value.numel() * _bytes_each(config, value.dtype)
+        total += value.numel() * _bytes_each(config)
     return round(total)
 
 
@@ -81,9 +82,9 @@ def _modules(model: nn.Module) -> Mapping[str, nn.Module]:
     return dict(model.named_modules(remove_duplicate=False))
 
 
-def _bytes_each(config: QuantConfig | None, dtype: torch.dtype) -> float:
+def _bytes_each(config: QuantConfig | None) -> float:
     if config is None:
-        return BFLOAT16 if dtype.is_floating_point else dtype.itemsize
+        return BFLOAT16
     return int4_bytes(config.group_size) if config.bits == 4 else 1 + (BFLOAT16 + 1) / config.group_size
 
 
