@@ -16,12 +16,14 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
+from eagle3.export.lowering.cuda.experts import is_fused
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
 from eagle3.export.lowering.cuda.quantization import fitted_recipe
 from eagle3.export.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
-from eagle3.export.plan import Plan, plan_methods, small_m_limit
+from eagle3.export.plan import Plan, draft_rows, plan_methods, small_m_limit
 from eagle3.export.tensors import is_read
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
+from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Skeleton
 
 BFLOAT16 = torch.bfloat16.itemsize
@@ -89,13 +91,21 @@ def _bytes_each(config: QuantConfig | None) -> float:
 
 
 def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
-    layers = [m for name, m in _modules(skeleton.model).items() if isinstance(m, nn.Linear) and "lm_head" not in name]
+    layers = _layer_linears(skeleton.model)
     prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
     if plan.qlinear != "none":
         prefill += BFLOAT16 * max(m.in_features * m.out_features for m in layers)
-    own = [m for name, m in _modules(draft).items() if isinstance(m, nn.Linear) and name != "lm_head"]
+    own = _layer_linears(draft)
     reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
     return max(prefill, reseed)
+
+
+def _layer_linears(model: nn.Module) -> list[nn.Linear]:
+    """Those that every row goes through: not the head, nor experts whose kernels take the weights as they are."""
+    modules = _modules(model)
+    fused = {id(linear) for m in modules.values() if isinstance(m, Experts) and is_fused(m) for linear in m.children()}
+    linears = ((name, m) for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) not in fused)
+    return [linear for name, linear in linears if not name.endswith("lm_head")]
 
 
 def _row_bytes(linears: list[nn.Linear]) -> int:
@@ -139,5 +149,6 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _with_lengths(plan: Plan, max_seq_len: int, max_prefill: int) -> Plan:
     config = replace(plan.config, max_prefill=max_prefill)
-    methods = plan_methods(config, plan.spec, plan.target_config, plan.chain_len, max_seq_len, whole=plan.speculates)
+    longest = draft_rows(plan.draft, plan.chain_len)
+    methods = plan_methods(config, plan.spec, plan.target_config, plan.chain_len, max_seq_len, longest, plan.speculates)
     return replace(plan, config=config, max_seq_len=max_seq_len, methods=methods)
