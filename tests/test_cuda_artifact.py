@@ -98,7 +98,7 @@ def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact):
             extent = index[prefix + name]
             assert stored[extent.offset : extent.offset + extent.size] == value.view(torch.uint8).numpy().tobytes()
             compared += 1
-    assert compared > 200
+    assert compared > 170
 
 
 def fails(tmp_path, *args) -> tuple[int, str]:

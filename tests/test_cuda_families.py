@@ -42,6 +42,7 @@ def plan(request, tmp_path_factory):
         draft_qlinear="default",
         max_seq_len=64,
         with_forward=True,
+        speculate=request.param in DRAFTS,  # a trace of twice the length: for each kind of head but EAGLE-3's
     )
     return make_plan(given)
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from transformers import LlamaConfig
 
+from eagle3.export.joining import joined
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph_check import check_linears, quantized_uses
-from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor, concatenated
+from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor, laid_out
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
 
@@ -164,9 +165,9 @@ def test_unquantized_bfloat16_goes_the_same_two_ways():
     assert products(traced(model, 1, 8)) == ["aten.linear.default"] * 2
 
 
-def test_several_int4_weights_of_one_input_take_one_product():
+def test_several_int4_weights_of_one_input_take_one_product(tmp_path):
     model = packed()
-    head = concatenated([model.proj.weight, model.lm_head.weight])
+    head = joined([model.proj.weight.data, model.lm_head.weight.data], tmp_path)
     model.lm_head.weight = nn.Parameter(head, requires_grad=False)
     with small_m_dispatch(8):
         verify, prefill = traced(model, 2, 8), traced(model, 9, 64)

@@ -17,6 +17,7 @@ from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
 from executorch.exir.tensor import scalar_type_enum
 from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
+from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY
 from eagle3.runner.inspect.cli import main
 from eagle3.runner.inspect.cuda import cuda_details, fatbin_entries, read_library
@@ -370,7 +371,7 @@ def test_verification_has_the_small_m_kernels_and_no_method_a_plain_product(cuda
 def test_prefill_and_verification_share_their_weights(cuda):
     for name, other in ((PREFILL, TARGET_VERIFY), (TARGET_VERIFY, PREFILL)):
         shared, own = cuda[name]["shared_weights"][other], cuda[name]["weights"]
-        assert shared["bytes"] > 0.99 * own["bytes"]
+        assert shared["bytes"] > 0.99 * (own["bytes"] - 4 * COUNTERS)  # each library has counters of its own
         assert shared == cuda[other]["shared_weights"][name]
 
 

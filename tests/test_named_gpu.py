@@ -82,6 +82,21 @@ def _copy(x, y, n: triton.language.constexpr):
     triton.language.store(y + place, triton.language.load(x + place))
 
 
+@triton.jit
+def _maximum(x, y, n: triton.language.constexpr):
+    triton.language.store(y, triton.language.max(triton.language.load(x + triton.language.arange(0, n)), 0))
+
+
+@without_gpu
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_a_maximum_over_a_warp_is_compiled_for_any_architecture(arch):
+    """As Triton comes LLVM ends the process for sm_100."""
+    source = triton.compiler.ASTSource(_maximum, {"x": "*fp32", "y": "*fp32", "n": "constexpr"}, {"n": 256})
+    with compiling(GPUS[arch]):
+        compiled = triton.compile(source, target=driver.active.get_current_target())
+    assert f".target {arch}\n" in compiled.asm["ptx"]
+
+
 def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: HeuristicType) -> SimpleNamespace:
     """An autotuner whose configurations take ``compiled``, by what they say: shared memory and stack, in bytes."""
 

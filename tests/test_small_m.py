@@ -331,7 +331,7 @@ def test_int4_takes_2_7_instructions_a_weight_and_two_programs_fit(arch, tmp_pat
     assert found.stack == 0
     assert found.a_weight(kernel4.TILE * kernel4.BLOCK, small_m.WARPS) <= 2.7
     assert found.loop.count("BAR") == 2
-    assert "LDG" not in found.loop or found.loop.count("LDG") == 2  # codes and steps, 4 bytes or more a thread
+    assert found.loop.count("LDG") == 2  # codes and steps; the rest is copied ahead
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])

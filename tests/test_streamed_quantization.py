@@ -5,13 +5,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from random_checkpoints import random_model
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda import weights
-from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
@@ -70,7 +69,7 @@ def test_weights_are_bit_for_bit_those_of_a_model_quantized_whole(name, monkeypa
     given, config = checkpoint(name)
     whole = loaded(name, given, config)
     quantize(whole, fitted_recipe("default", config))
-    convert_quantized_tensors_for_cuda(whole)
+    lay_out(whole)
     monkeypatch.setattr(weights, "ELEMENTS", 7 * 256)  # a few rows at a time
     streamed = loaded(name, given, config, conversion(name, config)).state_dict()
     quantized = 0

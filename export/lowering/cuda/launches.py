@@ -29,6 +29,7 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
+from eagle3.export.lowering.cuda.kernels import int4
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
@@ -202,11 +203,11 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     A kernel that names its run of K ``BLOCK_K`` needs nothing more here.
     """
     run_of_k = RUNS_OF_K.get(kernel, lambda constants: constants.get("BLOCK_K"))(constants)
-    sizes = [constants.get(name) for name in ("N", "K", "BLOCK_N")]
-    if run_of_k is None or None in sizes:
+    outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
+    k, block_n = constants.get("K"), constants.get("BLOCK_N", BLOCKS_OF_N.get(kernel))
+    if None in (run_of_k, k, block_n) or not outputs:
         return None
-    n, k, block_n = sizes
-    tiles = math.ceil(n / block_n)
+    tiles = sum(math.ceil(n / block_n) for n in outputs)
     row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
     weights = block_n * run_of_k
@@ -215,7 +216,8 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
 
 
 RUNS_OF_K = {
-    "_int4_small_m_kernel": lambda constants: 256,
+    "_int4_small_m_kernel": lambda constants: int4.BLOCK,
     "_int8_small_m_kernel": lambda constants: 8 * constants["CHUNK"],
-    "_k_quant_kernel": lambda constants: 256,
+    "_k_quant_small_m_kernel": lambda constants: 256,
 }
+BLOCKS_OF_N = {"_int4_small_m_kernel": int4.TILE}

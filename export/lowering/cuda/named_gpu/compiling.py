@@ -2,7 +2,9 @@
 
 Code is kept to what later architectures run as well. Triton would compile for sm_90a, whose PTX is for that one
 architecture (NVIDIA's PTX ISA, ".target"); here it compiles for sm_90, with the matrix instructions of sm_89: for wgmma
-and tcgen05 LLVM would end the process. A configuration that still needs more is passed over for the next one.
+and tcgen05 LLVM would end the process. So it would for a warp's maximum of floats in one instruction, which Triton
+takes for sm_100 and only sm_100a has: there it lowers to LLVM as for sm_90. A configuration that still needs more is
+passed over for the next one.
 """
 
 import os
@@ -70,7 +72,10 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     """Within it, each kernel is compiled with one of its configurations that fits ``gpu``, and kept: the first of those
     that Inductor proposes, and of a kernel written by hand the one that ``configurations`` takes."""
 
-    make_ttgir = compiler.CUDABackend.make_ttgir
+    make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
+
+    def make_plain_llir(self, src, metadata, options, capability):
+        return make_llir(self, src, metadata, options, 90 if capability // 10 == 10 else capability)
 
     def make_plain_ttgir(mod, metadata, opt, capability):
         return make_ttgir(mod, metadata, opt, min(capability, LAST_PLAIN))
@@ -120,6 +125,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             patch.dict(os.environ, {"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
             patch.object(compiler, "sm_arch_from_capability", lambda capability: f"sm_{capability}"),
             patch.object(compiler.CUDABackend, "make_ttgir", staticmethod(make_plain_ttgir)),
+            patch.object(compiler.CUDABackend, "make_llir", make_plain_llir),
             patch.object(compile_utils, "_nvcc_arch_as_compile_option", lambda: str(gpu.arch)),
             patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
             patch.object(CachingAutotuner, "_precompile_worker", compile_one),
