@@ -26,13 +26,17 @@ def cuda_home() -> Path:
     folders.append(Path("/usr/local/cuda"))
     for folder in folders:
         if (nvcc := folder / "bin" / "nvcc").is_file():
-            for home in (folder, _toolkit_of(nvcc)):
-                if (home / "bin" / "nvcc").is_file() and (home / "include" / "cuda.h").is_file():
-                    return home
+            home = folder if _has_headers(folder) else _toolkit_of(nvcc)
+            if _has_headers(home):
+                return home
     raise FileNotFoundError(
         "nvcc with CUDA's headers is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
         "type pip install 'eagle3-export[cuda]'"
     )
+
+
+def _has_headers(toolkit: Path) -> bool:
+    return (toolkit / "include" / "cuda.h").is_file()
 
 
 def _toolkit_of(nvcc: Path) -> Path:
