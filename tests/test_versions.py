@@ -48,9 +48,12 @@ def test_a_script_around_nvcc_leads_to_the_toolkit(monkeypatch, tmp_path):
     script.chmod(0o755)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert cuda_home() == toolkit.resolve()
+    for variable, value in {"CUDA_HOME": tmp_path, "PATH": f"{script.parent}:{os.environ['PATH']}"}.items():
+        with monkeypatch.context() as context:
+            context.setenv(variable, str(value))
+            assert cuda_home() == toolkit.resolve()
     script.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", os.path.dirname(shutil.which("sh")))
     if not os.path.exists("/usr/local/cuda"):
         with pytest.raises(FileNotFoundError, match="nvcc with CUDA's headers is neither among"):

@@ -21,14 +21,14 @@ def cuda_home() -> Path:
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) / "cu13" for place in (spec.submodule_search_locations if spec else ())]
     folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    on_path = shutil.which("nvcc")
-    folders += [Path(on_path).resolve().parent.parent] if on_path else []
-    folders.append(Path("/usr/local/cuda"))
-    for folder in folders:
-        if (nvcc := folder / "bin" / "nvcc").is_file():
-            home = folder if _has_headers(folder) else _toolkit_of(nvcc)
-            if _has_headers(home):
-                return home
+    places = [folder / "bin" / "nvcc" for folder in folders]
+    places += [Path(found).resolve() for found in [shutil.which("nvcc")] if found]
+    places.append(Path("/usr/local/cuda/bin/nvcc"))
+    for nvcc in filter(Path.is_file, places):
+        home = nvcc.parent.parent
+        home = home if _has_headers(home) else _toolkit_of(nvcc)
+        if _has_headers(home):
+            return home
     raise FileNotFoundError(
         "nvcc with CUDA's headers is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
         "type pip install 'eagle3-export[cuda]'"
