@@ -32,13 +32,13 @@ def found(cuda_artifact):
     return json.loads(run_command(inspect_main, cuda_artifact, "--json", "--verify").stdout)
 
 
-def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_dequantizes(found):
+def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_decodes_it_as_it_goes(found):
     linears = {name: method["linears"] for name, method in found["methods"].items()}
     # Six layers of 4 products (queries, keys and values; output; gate and up; down), and the head.
-    assert linears["target_verify"] == {"small_m": 25, "dequantize": 0}
+    assert linears["target_verify"] == {"small_m": 25, "large_m": 0, "dequantize": 0}
     assert linears["speculate"] == linears["target_verify"]
-    assert linears["prefill"] == {"small_m": 1, "dequantize": 24}
-    assert linears["draft_decode"] == {"small_m": 0, "dequantize": 0}  # a draft in bfloat16
+    assert linears["prefill"] == {"small_m": 1, "large_m": 24, "dequantize": 0}
+    assert linears["draft_decode"] == {"small_m": 0, "large_m": 0, "dequantize": 0}  # a draft in bfloat16
     assert found["metadata"]["get_min_prefill_chunk"] == 9
 
 
