@@ -74,6 +74,25 @@ def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
     assert int4_matmul.parts_of_k(1, 42, 84) == 6 and int4_matmul.parts_of_k(1, 8, 3) == 3
 
 
+def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
+    """As compiled for a dynamic number of rows, of which many leave nothing to divide."""
+    kept = torch.full((1,), 7.0)
+
+    class Dividing:
+        def __getitem__(self, programs):
+            def run(*args, **options) -> None:
+                args = (*args[:-3], kept, *args[-2:])  # before OUT and M
+                int4_matmul._int4_matmul_kernel[programs](*args, **options | {"DIVIDED": True})
+
+            return run
+
+    x, weight, arrived = activations(130, 512), parts(int4_weight(33, 512)), sums.counters()
+    with interpreted(sums, int4_matmul):
+        found = int4_matmul._launch_matmul(Dividing(), x, *weight, arrived, count=1)
+    assert_right(found, x, weight)
+    assert kept.item() == 7 and not arrived.any()
+
+
 class Linear(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -105,10 +124,13 @@ def test_bad_arguments_are_named():
 TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
-def test_two_programs_fit_and_keep_everything_in_registers(arch, tmp_path):
+@pytest.mark.parametrize(
+    ("arch", "divided"), [(80, True), (86, False), (89, True), (90, True), (90, False), (100, True), (120, True)]
+)
+def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_path):
     constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": int4_matmul.ROWS}
     constants |= {"BLOCK_N": int4.TILE, "BLOCK_K": int4_matmul.BLOCK_K, "STAGES": int4_matmul.STAGES}
+    constants["DIVIDED"] = divided
     found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, int4_matmul.WARPS)
     assert found.stack == 0 and found.registers <= 255
     assert 2 * (found.shared + 1024) <= SHARED

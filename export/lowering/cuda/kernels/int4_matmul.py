@@ -71,7 +71,7 @@ def _decoded(words, terms, shift, mask, power):
 def _int4_matmul_kernel(
     X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     TILES0: tl.constexpr = (N0 + 127) // 128
     TILES1: tl.constexpr = (N1 + 127) // 128
@@ -120,10 +120,12 @@ def _int4_matmul_kernel(
         acc = tl.dot(_decoded(words1, _terms(code1, step), shift, mask, power), tl.trans(x1), acc)
         code0, code1, step = code0_after, code1_after, step_after
 
-    n_there = n0 + n < outputs
-    n_at = before + n0 + n
-    if parts == 1:
-        _store(OUT, acc, M, m0 + m, n_at, n_there, N0 + N1 + N2)
+    there = n0 + n < outputs
+    at = before + n0 + n
+    if not DIVIDED:  # noqa: SIM114  (of the two conditions one is the compiler's)
+        _store(OUT, acc, M, m0 + m, at, there, N0 + N1 + N2)
+    elif parts == 1:
+        _store(OUT, acc, M, m0 + m, at, there, N0 + N1 + N2)
     else:
         tiles = tl.num_programs(0) * tl.num_programs(1)
         own = tile * tl.num_programs(0) + tl.program_id(0)
@@ -134,7 +136,7 @@ def _int4_matmul_kernel(
             acc = tl.full((128, BLOCK_M), 0, tl.float32)
             for part in range(parts):
                 acc += tl.load(sums + part * tiles * (128 * BLOCK_M), cache_modifier=".cg")
-            _store(OUT, acc, M, m0 + m, n_at, n_there, N0 + N1 + N2)
+            _store(OUT, acc, M, m0 + m, at, there, N0 + N1 + N2)
             tl.store(ARRIVED + own, 0)
 
 
@@ -163,7 +165,7 @@ def _launch_matmul(
     parts = torch.empty(SLOTS * ROWS * TILE, dtype=torch.float32, device=x.device) if divided else arrived
     kernel[(row_tiles, tiles, count)](
         x, q0, q1, q2, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
-        BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=WARPS,
+        BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
     )  # fmt: skip
     return out
 
