@@ -1,13 +1,13 @@
 """What an artifact holds beside its program: the tokenizer's files and ``export.json``, the record of its making."""
 
 import hashlib
-import importlib.metadata
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+from eagle3.runner.contract.versions import version_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,7 +33,7 @@ def sha256(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {name: version_of(name) for name in PACKAGES}
 
 
 def program_digest(model: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ The module is imported only when it is used and has, in the order of an export,
 
 - ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
 - ``memory(plan) -> (bytes, whose)``: of what will run the artifact, or of this machine;
+- ``footprint(plan) -> GpuMemory``, None for a CPU, where weights are mapped; ``cure(plan, bytes)``: the flags with
+  which a run takes no more than that, None where none do;
 - ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
 - ``conversion(plan)``: called with name and value of each of the target's tensors as it is read, it returns what the
   model is to hold; its ``record()`` is what the manifest says of that;

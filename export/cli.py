@@ -9,7 +9,7 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.config import RECIPES, ExportConfig
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.contract.console import OneLineFailures, version_option
 from eagle3.targets import TARGETS
 
 EPILOG = """
@@ -105,7 +105,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--list-targets", is_flag=True, is_eager=True, expose_value=False, callback=_list_targets)
-@click.version_option(package_name="eagle3-export")
+@version_option
 def main(dry_run: bool, as_json: bool, **flags) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
 

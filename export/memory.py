@@ -1,13 +1,36 @@
-"""How much memory the KV caches of an artifact take, known from configurations alone."""
+"""How much memory the KV caches of an artifact take, known from configurations alone, and what a run is made of."""
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from eagle3.export.draft.description import DraftDescription
+from eagle3.runner.contract.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import KVCacheShape, ring_window
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes that a run takes of a GPU's memory, by what takes them."""
+
+    target: int
+    draft: int
+    caches: int
+    workspace: int
+    context: int = CONTEXT_BYTES
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in asdict(self).items())
+        return f"{self.total / GIB:.2f} GiB of GPU memory ({parts})"
 
 
 def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.memory import draft_cache_bytes, target_cache_bytes
+from eagle3.export.memory import GIB, draft_cache_bytes, target_cache_bytes
 from eagle3.export.plan import Plan
 from eagle3.export.progress import Progress
 
@@ -20,6 +20,7 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     backend = BACKENDS[plan.config.backend].load()
     backend.check(plan)
     check_memory(plan, backend)
+    check_footprint(plan, backend, progress)
     with progress.stage("twin check"), _one_thread():
         return {
             "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
@@ -48,3 +49,18 @@ def check_memory(plan: Plan, backend: Any) -> None:
             f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, {whose} has "
             f"{has / 1e9:,.1f} GB: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
         )
+
+
+def check_footprint(plan: Plan, backend: Any, progress: Progress) -> None:
+    """Raise ValueError where the GPU at hand does not hold a run; of one that is named, say it: its architecture may
+    have larger ones."""
+    takes = backend.footprint(plan)
+    has, whose = backend.memory(plan)
+    if takes is None or takes.total <= has:
+        return
+    flags = backend.cure(plan, has)
+    advice = f"type {flags}, or take a larger GPU" if flags else "take a larger GPU"
+    line = f"a run takes {takes}, {whose} has {has / GIB:.2f}, {(takes.total - has) / GIB:.2f} too few: {advice}"
+    if backend.runs_here():
+        raise ValueError(line)
+    progress.say(f"Warning: {line}")

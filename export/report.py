@@ -1,13 +1,15 @@
 """What ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
 
+from dataclasses import asdict
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
+from eagle3.export.memory import GpuMemory
 from eagle3.export.plan import Plan
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    draft, target = plan.draft, plan.target_headers
+    draft, target, memory = plan.draft, plan.target_headers, _gpu_memory(plan)
     return {
         "target": plan.config.target_model,
         "backend": plan.config.backend,
@@ -24,6 +26,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
+        "gpu_memory": memory and asdict(memory) | {"total": memory.total},
     }
 
 
@@ -39,12 +42,18 @@ def plan_text(plan: Plan) -> str:
         f"taps     {plan.chosen_taps}",
         f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
     ]
+    if memory := _gpu_memory(plan):
+        lines.append(f"memory   a run takes {memory}")
     if plan.qlinear == "checkpoint":
         lines.insert(1, quantized_text(plan))
     for method in plan.methods:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
         lines.append(f"method   {method.name:<14} {span} rows")
     return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def _gpu_memory(plan: Plan) -> GpuMemory | None:
+    return BACKENDS[plan.config.backend].load().footprint(plan)
 
 
 def draft_text(plan: Plan) -> str:

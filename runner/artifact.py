@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3.runner.contract import METHODS, MODEL_FILE, RUNTIMES, Metadata
 from eagle3.runner.contract.console import calm_stderr
-from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
+from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
 from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE
 from eagle3.runner.inspect.program import CUDA_BACKEND
 from eagle3.runner.record import compare, silent
@@ -102,6 +102,8 @@ def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO
             program = artifact.program
             if is_cuda(artifact):
                 program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
+            else:
+                load_llm_ops(load_runtime())
             return ExecuTorchSession(program, artifact.metadata)
         except RuntimeError as error:
             reason = " ".join(str(error).split())

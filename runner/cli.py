@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option, tell
+from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option, tell, version_option
 from eagle3.runner.flags import generation_flags, options_from, token_ids
 from eagle3.runner.text_input import argument_text, read_text
 
@@ -62,7 +62,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @cuda_graph_option
 @click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
-@click.version_option(package_name="eagle3-export")
+@version_option
 def main(
     artifact,
     prompt,

@@ -229,7 +229,7 @@ def parts_of(n: int, k: int, choice: small_m.Blocks) -> int:
     return choice.parts or sums.splits(n, -(-k // 256), choice.n)
 
 
-def time_linear(name: str, bandwidth: float) -> Timing:
+def time_linear(name: str, bandwidth: float, dequantizing: bool = True) -> Timing:
     n, k = LINEARS[name]
     weight = made(name)
     check(name, weight, k)
@@ -241,7 +241,8 @@ def time_linear(name: str, bandwidth: float) -> Timing:
         timing.us[m] = time_rows(x, weights)
         moved = size + 2 * m * (n + k)
         timing.copy_share[m] = moved / (1e-6 * timing.us[m]) / bandwidth
-    timing.dequantize_us = dequantized(torch.randn(8, k, device="cuda").bfloat16(), weights)
+    if dequantizing:
+        timing.dequantize_us = dequantized(torch.randn(8, k, device="cuda").bfloat16(), weights)
     return timing
 
 

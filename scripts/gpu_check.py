@@ -1,283 +1,386 @@
-"""Checks on an NVIDIA GPU what cannot be seen without one, and measures it: one command, under 8 minutes.
+"""Checks on an NVIDIA GPU what cannot be seen without one, and measures it, in stages of 8 minutes at most.
 
-    python scripts/gpu_check.py --json gpu_check.json
+    python scripts/gpu_check.py                                # all of them
+    python scripts/gpu_check.py --only wide --only round       # what round and prefill run on is made by wide
+    python scripts/gpu_check.py --only tiny --elsewhere out    # with gemma4-tiny's artifact made on another machine
 
-1. The small-M kernels against their reference, and their time on one linear (scripts/bench_small_m.py has them all).
-2. gemma4-tiny exported with this GPU, and once more without using it (or ``--elsewhere FOLDER``, exported on a machine
-   that has none): each runs through PyTorch and is held against eager greedy decoding by the same weights, token for
-   token, with the first divergence and the margin of the two best logits there.
-3. A few full-width layers of Gemma 4 31B with synthetic INT4 weights: time of each method, tokens per second, the share
-   of the machine's copy bandwidth at which the weights are read, memory on the GPU.
+tiny      gemma4-tiny against eager greedy decoding by the same weights, token for token, with the first divergence and
+          the margin of the two best logits there: made elsewhere, or here without using the GPU, and made with the GPU;
+          each by CUDA graphs and without
+wide      a few full-width layers of Gemma 4 31B with synthetic INT4 weights, exported with this GPU
+kernels   the kernels of few rows, right and at 1 to 16 rows against copy bandwidth, on every linear of that model
+round     a round of the full-width layers, by CUDA graphs and without, against the memory's limit and against what
+          ``eagle3-inspect --cost`` counts
+prefill   chunks of several lengths through those layers
 
-A step that fails or finds no time left is reported as such and the others go on; the exit code is 1 if any failed.
-Without a GPU it says so, runs nothing and exits with 0. Owed: its table from a real GPU; it has run on none so far.
+Steps end as ok, failed, or not run with the reason: no GPU, no time left, what this PyTorch or this machine lacks. The
+JSON is written after each, so that a run that is cut off loses nothing; the log of every export lies beside it. The
+exit code is 1 if a step failed. Owed: its tables from a real GPU; it has run on none so far.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import bench_export
-import bench_small_m
 import click
 import torch
-import triton
-from torch import Tensor, nn
-from torchao.utils import TorchAOBaseTensor
+from gpu_steps import Facts, NotRun, Report, met
 
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend as cuda
-from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
-from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import Plan, make_plan
-from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.bench.measure import step_milliseconds
-from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, TARGET_VERIFY
-from eagle3.runner.hosts.torch_host import TorchSession, read_methods
-from eagle3.runner.inspect.program import read_pte
-from eagle3.runner.loop import complete
-from eagle3.runner.text import Text
-from eagle3.targets.attention import EagerAttention
-
-BUDGET = 8 * 60  # seconds
-NEW_TOKENS = 64
+GIB = 1 << 30
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-NEAR_TIE = 0.25
-"""A margin of two steps of bfloat16 at the size of the largest logits (16 to 30): kernels that round differently may
-choose either token."""
+PREFILL_ROWS = (32, 64, 128, 256, 512, 1024)
+GRAPHS = {"auto": "by CUDA graphs", "off": "without graphs"}
 
 
-class NotRun(Exception):
-    """Why a step was not run."""
+@dataclass(frozen=True)
+class Check:
+    """``work``: of checkpoints and artifacts, which later stages find there."""
+
+    report: Report
+    work: Path
+    elsewhere: Path | None
+    layers: int
+
+    @cached_property
+    def copied(self) -> float:
+        """Bytes a second that a copy reads and writes."""
+        import bench_small_m
+
+        return bench_small_m.copy_bandwidth()
+
+    @property
+    def wide(self) -> Path:
+        return self.work / f"wide-{self.layers}"
 
 
-@dataclass
-class Step:
-    name: str
-    status: str = "ok"
-    seconds: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
+# --- tiny
 
 
-class Report:
-    """The steps so far, and the seconds that are left for more."""
+def tiny(check: Check) -> None:
+    native, other = check.work / "tiny-native", check.elsewhere or check.work / "tiny-named"
+    if check.elsewhere is None:
+        check.report.step("export without the GPU", lambda facts: export_named(check, other))
+    _run_tiny(check, "made without the GPU", other)
+    check.report.step("export with the GPU", lambda facts: facts.update(export(check, native, *TINY)))
+    _run_tiny(check, "made with the GPU", native)
+
+
+TINY = ("--target-model", "gemma4-tiny")
+
+
+def export_named(check: Check, output: Path) -> None:
+    from eagle3.export.lowering.cuda.backend import local_arch
+    from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
+
+    try:
+        check_versions()
+    except ValueError as error:
+        raise NotRun(error) from error
+    export(check, output, *TINY, "--cuda-arch", local_arch(), hidden=True)
+
+
+def _run_tiny(check: Check, made: str, folder: Path) -> None:
+    for graphs, how in GRAPHS.items():
+        check.report.step(f"{made}, {how}", lambda facts, graphs=graphs: run_tiny(facts, folder, graphs))
+
+
+def run_tiny(facts: Facts, folder: Path, graphs: str) -> None:
+    with opened(folder, graphs, facts) as session:
+        from gpu_greedy import EagerGreedy, compare
+
+        from eagle3.runner.text import Text
+
+        text = Text(folder)
+        prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[:8]]
+        facts |= compare(session, EagerGreedy(), [text.encode(prompt) for prompt in prompts])
+
+
+# --- wide
+
+
+def wide(check: Check) -> None:
+    check.report.step(f"checkpoint of {check.layers} full-width layers", lambda facts: write_layers(check))
+    check.report.step("export with the GPU", lambda facts: facts.update(export_layers(check)))
+    check.report.step("runs", lambda facts: run_layers(facts, check))
+
+
+def write_layers(check: Check) -> None:
+    import bench_export
+
+    target, draft = (check.wide / name for name in ("target", "draft"))
+    if (draft / "config.json").is_file():
+        raise NotRun(f"it is there, in {check.wide}")
+    for folder in (target, draft):
+        folder.mkdir(parents=True, exist_ok=True)
+    config = bench_export.gemma4_config(check.layers)
+    bench_export.save_target(target, config)
+    bench_export.save_draft(draft, config, [1, check.layers // 2, check.layers - 1])
+
+
+def export_layers(check: Check) -> Facts:
+    target, draft = (str(check.wide / name) for name in ("target", "draft"))
+    flags = ("--target-model", "gemma4-31B", "--checkpoint", target, "--draft", draft)
+    return export(check, check.wide / "artifact", *flags)
+
+
+def run_layers(facts: Facts, check: Check) -> None:
+    from eagle3.runner.inspect.program import inspect_program
+    from eagle3.runner.loop import complete
+
+    with opened(check.wide / "artifact", "auto", facts) as session:
+        torch.cuda.reset_peak_memory_stats()
+        prompt = torch.randint(3, session.metadata.vocab_size, (256,)).tolist()
+        complete(session, prompt, max_new_tokens=16)  # kernels load, graphs are captured
+        start = time.perf_counter()
+        result = complete(session, prompt, max_new_tokens=128)
+        facts["tokens/s"] = round(len(result.token_ids) / (time.perf_counter() - start), 1)
+        facts["GPU memory GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        found = inspect_program(made(check.wide / "artifact") / "model.pte", session.metadata)["gpu_memory"]
+        facts["counted GiB"] = round((found["total"] - found["context"]) / GIB, 2)
+
+
+# --- kernels
+
+
+def kernels(check: Check) -> None:
+    import bench_small_m
+
+    names = dict.fromkeys((bench_small_m.GOAL_LINEAR, *bench_small_m.LINEARS))
+    for name in names:
+        check.report.step(name, lambda facts, name=name: facts.update(time_kernel(name, check.copied)))
+
+
+def time_kernel(name: str, copied: float) -> Facts:
+    import bench_small_m as bench
+
+    timing = bench.time_linear(name, copied, dequantizing=False)
+    torch.cuda.empty_cache()
+    share, growth = timing.copy_share[8], timing.growth
+    goals = (
+        (f"{bench.GOAL_SHARE:.0%} of copy bandwidth", share >= bench.GOAL_SHARE),
+        (f"8 rows in {bench.GOAL_GROWTH} x the time of 1", growth <= bench.GOAL_GROWTH),
+    )
+    return {
+        "copy, TB/s": round(copied / 1e12, 3),
+        "us at 1 to 16 rows": [round(timing.us[rows], 1) for rows in sorted(timing.us)],
+        "of copy bandwidth at 8": round(share, 3),
+        "8 rows / 1 row": round(growth, 3),
+        "goals": met(goals),
+    }
+
+
+# --- round
+
+
+def whole_round(check: Check) -> None:
+    check.report.step("counted", lambda facts: facts.update(counted_round(check)))
+    for graphs, how in GRAPHS.items():
+        check.report.step(how, lambda facts, graphs=graphs: measure_round(facts, check, graphs))
+
+
+def counted_round(check: Check) -> Facts:
+    """What no round can beat, in milliseconds: each weight read once; kernel after kernel, with and without launches.
+
+    Raises NotRun where the GPU is not in the table.
+    """
+    from eagle3.runner.artifact import find_model, load_artifact
+    from eagle3.runner.contract.gpus import GPUS
+    from eagle3.runner.inspect.cli import counted
+
+    model = find_model(made(check.wide / "artifact"))
+    here = torch.cuda.get_device_name()
+    names = tuple(name for name in GPUS if name in here)
+    if not names:
+        raise NotRun(f"{here} is not in the table of GPUs")
+    found = counted(model, load_artifact(model, True).metadata, names)["round"]
+    bound = found["bounds"][names[0]]
+    times = {key: round(1000 * bound[key], 3) for key in ("limit", "bound", "bound_with_launches")}
+    return {"launches": found["launches"], "ms": times}
+
+
+def measure_round(facts: Facts, check: Check, graphs: str) -> None:
+    """Each method of a round at one place of the context, and its weights' share of copy bandwidth."""
+    from eagle3.runner.bench.measure import session_steps, step_milliseconds
+    from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
+
+    with opened(check.wide / "artifact", graphs, facts) as session:
+        chain_len, rows = session.metadata.chain_len, session.metadata.min_prefill
+        prompt = torch.arange(1, rows + 1)[None]
+        feature = session.prefill(prompt, session.positions[:rows]).feature[:, :1]
+        calls: dict[str, Callable[[], Any]] = session_steps(session)
+        calls[DRAFT_DECODE] = lambda: session.draft_decode(prompt[:, :1], feature, session.positions[:1])
+        step_milliseconds(calls, repeats=10)
+        milliseconds = step_milliseconds(calls, repeats=50)
+    facts["ms"] = {name: round(value, 3) for name, value in milliseconds.items()}
+    launches = recorded(check.wide / "artifact")
+    weights = {name: launches[name]["weight_bytes"] for name in (TARGET_VERIFY, DRAFT_DECODE)}
+    apart = milliseconds[TARGET_VERIFY] + chain_len * milliseconds[DRAFT_DECODE]
+    read = weights[TARGET_VERIFY] + chain_len * weights[DRAFT_DECODE]
+    facts["a round, ms"] = round(milliseconds.get(SPECULATE, apart), 3)
+    facts["of copy bandwidth"] = round(read / (1e-3 * milliseconds.get(SPECULATE, apart)) / check.copied, 3)
+
+
+# --- prefill
+
+
+def prefill(check: Check) -> None:
+    for rows in PREFILL_ROWS:
+        check.report.step(f"{rows} tokens", lambda facts, rows=rows: measure_prefill(facts, check, rows))
+
+
+def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
+    from eagle3.runner.bench.measure import step_milliseconds
+    from eagle3.runner.contract import PREFILL
+
+    with opened(check.wide / "artifact", "off", facts) as session:
+        metadata = session.metadata
+        if not metadata.min_prefill <= rows <= metadata.max_prefill:
+            raise NotRun(f"its chunks are of {metadata.min_prefill} to {metadata.max_prefill} tokens")
+        prompt = torch.randint(3, metadata.vocab_size, (1, rows))
+        calls = {PREFILL: lambda: session.prefill(prompt, session.positions[:rows])}
+        step_milliseconds(calls, repeats=3)
+        torch.cuda.reset_peak_memory_stats()
+        taken = step_milliseconds(calls, repeats=20)[PREFILL]
+        facts["GPU memory GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+    facts |= {"ms": round(taken, 3), "tokens/s": round(1000 * rows / taken)}
+    read = recorded(check.wide / "artifact")[PREFILL]["weight_bytes"]
+    facts["of copy bandwidth, weights read once"] = round(read / (1e-3 * taken) / check.copied, 3)
+
+
+# --- of all stages
+
+
+def export(check: Check, output: Path, *args: str, hidden: bool = False) -> Facts:
+    """Run eagle3-export in a process of its own, ``hidden`` from the GPU; the seconds of its stages.
+
+    Its log is ``<folder>-export.log`` beside the JSON. Raises NotRun for what this machine lacks to compile,
+    RuntimeError with the log's last line where the export fails or is not over in time.
+    """
+    from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home
+
+    try:
+        cuda_home(), cpp_compiler()
+    except FileNotFoundError as error:
+        raise NotRun(error) from error
+    command = [sys.executable, "-m", "eagle3.export.cli", "--verbose", "--overwrite", "--output-dir", str(output)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+    log = check.report.folder / f"{'-'.join(output.relative_to(check.work).parts)}-export.log"
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                [*command, *args], env=environment, stdout=file, stderr=file, timeout=max(check.report.left - 30, 1)
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = "no end in time"
+    if code:
+        said = log.read_text().strip().splitlines() or ["no output"]
+        raise RuntimeError(f"{code}, see {log.name}: {said[-1]}")
+    stages = json.loads((output / "export.json").read_text())["stages"]
+    return {stage["stage"]: stage["seconds"] for stage in stages}
+
+
+def made(folder: Path) -> Path:
+    """Raises NotRun where nothing was exported."""
+    if not (folder / "model.pte").is_file():
+        raise NotRun(f"there is no artifact in {folder}")
+    return folder
+
+
+@contextmanager
+def opened(folder: Path, graphs: str, facts: Facts) -> Iterator[Any]:
+    """A session by PyTorch, closed at the end; the facts say what was not captured as a graph, and why."""
+    folder = made(folder)
+    from eagle3.runner.artifact import open_artifact, open_session
+    from eagle3.runner.hosts import cuda_graph
+
+    refused = _Lines()
+    cuda_graph.log.addHandler(refused)
+    try:
+        session = open_session(open_artifact(folder), "torch", graphs)
+        try:
+            yield session
+        finally:
+            session.close()
+    finally:
+        cuda_graph.log.removeHandler(refused)
+        if graphs == "auto":
+            facts["graphs"] = "; ".join(refused.lines) or "captured"
+
+
+class _Lines(logging.Handler):
+    """What is logged while it is there."""
 
     def __init__(self):
-        self.start, self.steps = time.monotonic(), []
+        super().__init__()
+        self.lines: list[str] = []
 
-    @property
-    def left(self) -> float:
-        return BUDGET - (time.monotonic() - self.start)
-
-    def step(self, name: str, run: Callable[[dict[str, Any]], None]) -> None:
-        """Run a step, which fills in its facts, and print what came of it."""
-        step, start = Step(name), time.monotonic()
-        try:
-            if self.left < 20:
-                raise NotRun("no time left")
-            run(step.facts)
-        except NotRun as reason:
-            step.status = f"not run: {reason}"
-        except Exception as error:
-            step.status = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        step.seconds = round(time.monotonic() - start, 1)
-        self.steps.append(step)
-        facts = "  ".join(f"{key} {value}" for key, value in step.facts.items())
-        click.echo(f"{name:<34} {step.seconds:>6.1f} s  {step.status}  {facts}")
-
-    @property
-    def failed(self) -> bool:
-        return any(step.status.startswith("FAILED") for step in self.steps)
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
-def export(report: Report, output: Path, *args: str, visible: bool = True) -> dict[str, Any]:
-    """Run eagle3-export in a process of its own; what ``export.json`` says. Raises with the command's last line."""
-    command = [sys.executable, "-m", "eagle3.export.cli", "--output-dir", str(output), *args]
-    environment = os.environ if visible else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=max(report.left - 30, 1))
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
-    return json.loads((output / "export.json").read_text())
+def recorded(folder: Path) -> dict[str, Any]:
+    """The launches of each method, as ``export.json`` has them."""
+    from eagle3.runner.inspect.cost import launches_of
+
+    return launches_of(json.loads((folder / "export.json").read_text()), str(folder))
 
 
-def placed(module: nn.Module, device: str) -> nn.Module:
-    """Move a module, the parts of its quantized weights one by one."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, TorchAOBaseTensor):
-            return tensor.to(device)
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: getattr(tensor, name).to(device) for name in names}
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
-
-    for part in module.modules():
-        for name, value in part._parameters.items():
-            part._parameters[name] = None if value is None else nn.Parameter(moved(value.data), requires_grad=False)
-        for name, value in part._buffers.items():
-            part._buffers[name] = None if value is None else moved(value)
-    return module
+STAGES: dict[str, Callable[[Check], None]] = {
+    "tiny": tiny,
+    "wide": wide,
+    "kernels": kernels,
+    "round": whole_round,
+    "prefill": prefill,
+}
 
 
-class EagerGreedy:
-    """Greedy decoding of gemma4-tiny by its packed weights in eager PyTorch, a token a forward."""
-
-    def __init__(self, device: str = "cuda", arch: str | None = None):
-        self.device = device
-        self.plan: Plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
-        self.speculator = load_speculator(self.plan, EagerAttention, cuda.DTYPE, cuda.conversion(self.plan))
-        cuda.prepare(self.speculator, self.plan)
-        self.target = placed(self.speculator, device).target
-
-    @torch.no_grad()
-    def __call__(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        """The continuation, and at each token the margin by which it was the best."""
-        ids, margins, fed, start = [], [], prompt, 0
-        with small_m_dispatch(self.plan.small_m_limit):
-            while len(ids) < count and not (ids and ids[-1] in self.plan.eos_ids):
-                input_pos = torch.arange(start, start + len(fed), device=self.device)
-                state, _ = self.target(torch.tensor([fed], device=self.device), input_pos, ())
-                best = self.target.logits(state[:, -1:]).float().flatten().topk(2)
-                ids.append(int(best.indices[0]))
-                margins.append(float(best.values[0] - best.values[1]))
-                fed, start = ids[-1:], start + len(fed)
-        return ids, margins
-
-
-def compare(session: TorchSession, greedy: EagerGreedy, prompts: list[list[int]]) -> dict[str, Any]:
-    """Raises where a token differs by more than a near-tie."""
-    rounds, tokens, divergences = 0, 0, []
-    for number, prompt in enumerate(prompts):
-        result = complete(session, prompt, max_new_tokens=NEW_TOKENS)
-        expected, margins = greedy(prompt, NEW_TOKENS)
-        rounds, tokens = rounds + result.stats.num_drafts, tokens + len(result.token_ids)
-        for place, (ours, theirs) in enumerate(zip(result.token_ids, expected, strict=False)):
-            if ours != theirs:
-                divergences.append((number, place, round(margins[place], 4)))
-                break
-    for prompt, place, margin in divergences:
-        if margin > NEAR_TIE:
-            raise RuntimeError(f"prompt {prompt} parts from eager greedy at token {place}, by a margin of {margin}")
-    same = f"{len(prompts) - len(divergences)} of {len(prompts)} prompts"
-    return {
-        "identical to eager greedy": same,
-        "first divergence (prompt, token, margin)": divergences[0] if divergences else None,
-        "tokens a round": round(tokens / max(rounds, 1), 2),
-    }
-
-
-def measure_layers(session: TorchSession, model: Path, copy_bandwidth: float) -> dict[str, Any]:
-    """Times of a session's methods; ``copy_bandwidth`` in bytes a second, read and written."""
-    metadata = session.metadata
-    window, longest = metadata.chain_len + 1, metadata.max_prefill
-    prompt = torch.randint(3, metadata.vocab_size, (1, longest))
-    feature = session.prefill(prompt, session.positions[:longest]).feature
-    calls: dict[str, Callable[[], Any]] = {
-        PREFILL: lambda: session.prefill(prompt, session.positions[:longest]),
-        TARGET_VERIFY: lambda: session.target_verify(prompt[:, :window], session.positions[longest : longest + window]),
-        DRAFT_DECODE: lambda: session.draft_decode(prompt[:, :1], feature[:, :1], session.positions[:1]),
-    }
-    milliseconds = step_milliseconds(calls, repeats=20)
-    tables = {method.name: method.table for method in read_methods(read_pte(model))}
-    facts: dict[str, Any] = {}
-    for name in METHODS:
-        read = sum(w.storage_bytes for w in tables[name].storages().values() if "cache" not in w.name)
-        share = read / (1e-3 * milliseconds[name]) / copy_bandwidth
-        facts[name] = f"{milliseconds[name]:.3f} ms, {share:.0%} of copy bandwidth"
-    start = time.perf_counter()
-    result = complete(session, prompt[0, :256].tolist(), max_new_tokens=128)
-    facts["tokens/s"] = round(len(result.token_ids) / (time.perf_counter() - start), 1)
-    facts["GPU memory GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    return facts
-
-
-@click.command(epilog="Example: python scripts/gpu_check.py --layers 6 --json gpu_check.json")
+@click.command(epilog="Example: python scripts/gpu_check.py --only wide --only round --layers 6")
+@click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="This stage; may be repeated. [all]")
 @click.option("--layers", default=4, show_default=True, help="Full-width layers of Gemma 4 31B.")
 @click.option("--elsewhere", type=click.Path(path_type=Path, exists=True), help="gemma4-tiny exported without a GPU.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
-def main(layers: int, elsewhere: Path | None, json_file: Path | None) -> None:
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path, file_okay=False), default="gpu_check", show_default=True,
+    help="Of gpu_check.json and the exports' logs.",
+)  # fmt: skip
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Keep checkpoints and artifacts here.")
+def main(only: tuple[str, ...], layers: int, elsewhere: Path | None, output_dir: Path, work: Path | None) -> None:
     """Check and measure on this machine's GPU what cannot be seen without one."""
-    if not torch.cuda.is_available():
-        click.echo("This needs an NVIDIA GPU and PyTorch's CUDA build, and found none; nothing was run.")
-        return
-    report, arch = Report(), cuda.local_arch()
-    machine = {"gpu": torch.cuda.get_device_name(), "arch": arch}
-    machine |= {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
+    here, unable = torch.cuda.is_available(), None
+    if not here:
+        unable = "this needs an NVIDIA GPU and PyTorch's CUDA build, and found none"
+        click.echo(unable)
+    machine = this_machine(here)
     click.echo("  ".join(f"{key} {value}" for key, value in machine.items()))
-    bandwidth = bench_small_m.copy_bandwidth()
-    report.step("kernels against the reference", check_kernels)
-    report.step("small-M kernel, 5376 x 21504", lambda facts: time_kernel(facts, bandwidth))
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        check_tiny(report, place, arch, elsewhere)
-        report.step(f"export of {layers} full-width layers", lambda facts: export_layers(facts, report, place, layers))
-        report.step(f"{layers} full-width layers", lambda facts: run_layers(facts, place / "wide", bandwidth))
-    found = {"machine": machine, "copy_bytes_per_s": bandwidth, "steps": [asdict(step) for step in report.steps]}
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    work = work or Path(tempfile.gettempdir()) / "eagle3-gpu-check"
+    work.mkdir(parents=True, exist_ok=True)
+    report = Report(output_dir, machine, unable)
+    check = Check(report, work.resolve(), elsewhere, layers)
+    for name, run in STAGES.items():
+        if not only or name in only:
+            report.stage(name, lambda run=run: run(check))
     sys.exit(1 if report.failed else 0)
 
 
-def check_kernels(facts: dict[str, Any]) -> None:
-    for name, (_, k) in bench_small_m.LINEARS.items():
-        bench_small_m.check(name, bench_small_m.made(name), k)
-    facts["linears"] = len(bench_small_m.LINEARS)
+def this_machine(with_gpu: bool) -> Facts:
+    machine = {"gpu": torch.cuda.get_device_name()} if with_gpu else {"gpu": None}
+    machine |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    try:
+        import triton
 
-
-def time_kernel(facts: dict[str, Any], bandwidth: float) -> None:
-    timing = bench_small_m.time_linear(bench_small_m.GOAL_LINEAR, bandwidth)
-    facts |= {"us at 8 rows": round(timing.us[8], 1), "of copy bandwidth": round(timing.copy_share[8], 3)}
-    facts["8 rows / 1 row"] = round(timing.growth, 3)
-
-
-def check_tiny(report: Report, place: Path, arch: str, elsewhere: Path | None) -> None:
-    """Both ways to make gemma4-tiny's artifact, each held against eager greedy decoding."""
-    tiny = ("--target-model", "gemma4-tiny")
-    report.step("gemma4-tiny, exported with the GPU", lambda facts: export(report, place / "native", *tiny))
-    if elsewhere is None:
-        named = (*tiny, "--cuda-arch", arch)
-        without = place / "named"
-        report.step("gemma4-tiny, exported without it", lambda facts: export(report, without, *named, visible=False))
-    prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[:8]]
-    made = [("with", place / "native"), ("without", elsewhere or place / "named")]
-    for name, folder in made:
-        report.step(f"runs, exported {name} the GPU", lambda facts, folder=folder: run_tiny(facts, folder, prompts))
-
-
-def run_tiny(facts: dict[str, Any], folder: Path, prompts: list[str]) -> None:
-    session, text = opened(folder), Text(folder)
-    facts |= compare(session, EagerGreedy(), [text.encode(prompt) for prompt in prompts])
-    session.close()
-
-
-def opened(folder: Path) -> TorchSession:
-    if not folder.is_dir():
-        raise NotRun("there is no export")
-    return open_session(open_artifact(folder), "torch")
-
-
-def export_layers(facts: dict[str, Any], report: Report, place: Path, layers: int) -> None:
-    target, draft = place / "target", place / "draft"
-    for folder in (target, draft):
-        folder.mkdir()
-    config = bench_export.gemma4_config(layers)
-    bench_export.save_target(target, config)
-    bench_export.save_draft(draft, config, [1, layers // 2, layers - 1])
-    flags = ("--target-model", "gemma4-31B", "--checkpoint", str(target), "--draft", str(draft))
-    facts |= {stage["stage"]: stage["seconds"] for stage in export(report, place / "wide", *flags)["stages"]}
-
-
-def run_layers(facts: dict[str, Any], folder: Path, bandwidth: float) -> None:
-    session = opened(folder)
-    torch.cuda.reset_peak_memory_stats()
-    facts |= measure_layers(session, folder / MODEL_FILE, bandwidth)
-    session.close()
+        machine["triton"] = triton.__version__
+    except ImportError:
+        machine["triton"] = None
+    return machine
 
 
 if __name__ == "__main__":

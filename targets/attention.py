@@ -52,6 +52,7 @@ class EagerAttention(nn.Module):
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
+        self.shape = shape
         if shape.window:
             self.kv_cache = RingKVCache(1, shape.window, shape.kv_heads, shape.head_dim).to(shape.dtype)
         else:
@@ -59,14 +60,14 @@ class EagerAttention(nn.Module):
                 1, shape.max_seq_len, shape.kv_heads, shape.head_dim, shape.dtype, use_index_copy=True
             )
 
-    def rows(self, input_pos: Tensor, mask: Tensor) -> Any:
+    def rows(self, input_pos: Tensor, chunked: bool = False) -> Any:
         """What the layers of one kind (sliding or full) share in a forward: opaque to all but ``forward``.
 
         Args:
-            input_pos: int64 [T], consecutive
-            mask: bool [1, 1, T, slots], true where a row attends: to a run of positions up to its own
+            input_pos: int64 [T], consecutive: each row attends to the positions up to its own, as far as a window goes
+            chunked: windows begin at multiples of themselves
         """
-        return input_pos, mask
+        return input_pos, attention_mask(input_pos, self.shape, chunked)
 
     def forward(
         self,
@@ -144,9 +145,9 @@ def ring_window(window: int, max_seq_len: int) -> int:
     return window if window < max_seq_len else 0
 
 
-def attention_mask(input_pos: Tensor, max_seq_len: int, ring: int, chunked: bool = False) -> Tensor:
-    """Of rows at ``input_pos`` [T] over the slots of a layer with this ``ring_window``: bool [1, 1, T, slots]."""
-    return ring_mask(input_pos, ring, chunked) if ring else causal_mask(input_pos, max_seq_len)
+def attention_mask(input_pos: Tensor, shape: KVCacheShape, chunked: bool = False) -> Tensor:
+    """Where rows at ``input_pos`` [T] attend: bool [1, 1, T, slots]."""
+    return ring_mask(input_pos, shape.window, chunked) if shape.window else causal_mask(input_pos, shape.slots)
 
 
 def causal_mask(input_pos: Tensor, slots: int) -> Tensor:

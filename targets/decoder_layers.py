@@ -20,7 +20,6 @@ from eagle3.targets.attention import (
     AttentionFactory,
     ForwardRows,
     KVCacheShape,
-    attention_mask,
     has_sinks,
     ring_window,
 )
@@ -100,9 +99,7 @@ class DecoderLayersTarget(nn.Module):
         for attn in (layer.self_attn for layer in self.layers):
             window = attn.kv_window
             if window not in rows:
-                ring = ring_window(window.tokens, self.slots)
-                mask = attention_mask(input_pos, self.slots, ring, window.chunked)
-                rows[window] = attn.kv_attention.rows(input_pos, mask)
+                rows[window] = attn.kv_attention.rows(input_pos, window.chunked)
         return rows
 
 

@@ -113,11 +113,8 @@ class Gemma4TapTarget(nn.Module):
 
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = self.model.embed_tokens(tokens) * self.model.embed_normalizer
-        sliding_mask, full_mask = self.model._build_masks(input_pos)
         kinds = {layer.is_sliding: layer.self_attn for layer in self.model.layers}
-        rows = {
-            kind: self._rows(attn, input_pos, sliding_mask if kind else full_mask, x) for kind, attn in kinds.items()
-        }
+        rows = {kind: self._rows(attn, input_pos, x) for kind, attn in kinds.items()}
         states = [x]
         for layer in self.model.layers:
             states.append(layer(states[-1], input_pos, rows.get(True), rows.get(False)))
@@ -134,13 +131,13 @@ class Gemma4TapTarget(nn.Module):
         return self.capped(self.scores(state))
 
     @staticmethod
-    def _rows(attn: Gemma4Attention, input_pos: Tensor, mask: Tensor, x: Tensor) -> Rows:
+    def _rows(attn: Gemma4Attention, input_pos: Tensor, x: Tensor) -> Rows:
         angles = torch.outer(input_pos.float(), attn.inv_freq)
         angles = torch.cat((angles, angles), dim=-1)[None]
         cos, sin = angles.cos(), angles.sin()
         if attn.rope_scale != 1:
             cos, sin = cos * attn.rope_scale, sin * attn.rope_scale
-        return Rows(attn.kv_attention.rows(input_pos, mask), cos.to(x.dtype), sin.to(x.dtype))
+        return Rows(attn.kv_attention.rows(input_pos), cos.to(x.dtype), sin.to(x.dtype))
 
 
 Target = Gemma4TapTarget

@@ -20,7 +20,7 @@ from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.targets.attention import EagerAttention, KVCacheShape, attention_mask
+from eagle3.targets.attention import EagerAttention, KVCacheShape
 
 SLOTS, WINDOW, DIM = 300, 100, 16
 
@@ -42,8 +42,7 @@ class Attend(nn.Module):
         self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None))
 
     def forward(self, query, key, value, input_pos):
-        mask = attention_mask(input_pos, self.slots, self.window, self.chunked)
-        rows = self.attention.rows(input_pos, mask)
+        rows = self.attention.rows(input_pos, self.chunked)
         return self.attention(query, key, value, rows, 0.25, softcap=self.softcap, sinks=self.sinks)
 
 

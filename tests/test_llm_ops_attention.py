@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept
-from eagle3.targets.attention import EagerAttention, KVCacheShape, attention_mask
+from eagle3.targets.attention import EagerAttention, KVCacheShape
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 16, 48
 SCALE = 0.3
@@ -24,8 +24,7 @@ class Layer(nn.Module):
         self.sinks = nn.Parameter(torch.tensor([0.5, -2.0, 3.0, 1.0]), requires_grad=False) if sinks else None
 
     def forward(self, query, key, value, input_pos):
-        mask = attention_mask(input_pos, SLOTS, self.window, self.chunked)
-        rows = self.attention.rows(input_pos, mask)
+        rows = self.attention.rows(input_pos, self.chunked)
         return self.attention(query, key, value, rows, SCALE, softcap=self.softcap, sinks=self.sinks)
 
 

@@ -19,7 +19,7 @@ from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
 from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
 from eagle3.targets import TapTarget
-from eagle3.targets.attention import AttentionFactory, KVCacheShape, attention_mask, ring_window
+from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
 
 
 class DraftHead(nn.Module):
@@ -132,8 +132,7 @@ class DraftHead(nn.Module):
         rows, rotary = {}, self.rotary_emb(feature, input_pos[None])
         for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
             if window not in rows:
-                mask = attention_mask(input_pos, self.slots, window)
-                rows[window] = layer.self_attn.kv_attention.rows(input_pos, mask)
+                rows[window] = layer.self_attn.kv_attention.rows(input_pos)
             keep = self._kept(last, accepted) if index == len(self.layers) - 1 else None
             state = layer(embedded, state, keep, position_embeddings=rotary, attention_mask=rows[window])
         normed = state if self.norm is None else self.norm(state)

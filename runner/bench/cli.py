@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option
+from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option, version_option
 from eagle3.runner.flags import chain_length, options_from, text_flags
 from eagle3.runner.options import AUTO
 
@@ -60,7 +60,7 @@ def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Acceptance and speed as a picture.")
 @click.option("--markdown", is_flag=True, help="Print tables to paste.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.version_option(package_name="eagle3-export")
+@version_option
 def main(
     artifact,
     prompts,

@@ -2,8 +2,9 @@
 
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
+
+from eagle3.runner.contract.versions import version_of
 
 PACKAGES = "eagle3-export", "executorch", "torch"
 
@@ -32,4 +33,4 @@ def gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    return {"Python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}

@@ -50,6 +50,8 @@ DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 LAUNCHES = "launches"
 """In the record of a CUDA artifact: what each method launches."""
+WORKSPACE = "workspace_bytes"
+"""In the same place, by method: what its intermediate tensors hold on the GPU at a time, of its longest call."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION = 1, 2, 3, 4
 
 

@@ -38,6 +38,19 @@ cuda_graph_option = click.option(
 )
 
 
+def _say_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from eagle3.runner.contract.versions import version_of
+
+        click.echo(f"{ctx.find_root().info_name}, version {version_of('eagle3-export')}")
+        ctx.exit()
+
+
+version_option = click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_say_version, help="Show the version."
+)
+
+
 class OneLineFailures(click.Command):
     """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1."""
 

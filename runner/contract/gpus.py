@@ -31,6 +31,8 @@ class Gpu:
 REGISTERS = 65536
 """Of a multiprocessor, of any."""
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+CONTEXT_BYTES = 512 * MB
+"""Of a GPU's memory, what CUDA, PyTorch and loaded kernels take beside tensors: commonly 300 to 600 MB."""
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (  # of an architecture first what is compiled for

@@ -15,23 +15,36 @@ from eagle3.runner.session import TimedSession, missing_method
 
 
 def load_runtime():
-    """The ``Runtime`` singleton, with ``llama::custom_sdpa`` and the cache updates registered.
+    """The ``Runtime`` singleton."""
+    with calm_stderr():
+        import executorch
 
-    Importing ``executorch.extension.llm.custom_ops`` would register them too, and import all of Inductor (2 s) on the
-    way; loading its library does the same.
+        with _without_compiler(Path(executorch.__path__[0])):
+            from executorch.runtime import Runtime
+        return Runtime.get()
+
+
+def load_llm_ops(runtime) -> None:
+    """Register ``llama::custom_sdpa`` and the cache updates, which artifacts for the CPU call and no others.
+
+    Importing ``executorch.extension.llm.custom_ops`` would do so too, and import all of Inductor (2 s) on the way;
+    loading its library does the same. Raises ValueError where that is made for another PyTorch.
     """
     with calm_stderr():
         import executorch
         import torch
 
-        with _without_compiler(Path(executorch.__path__[0])):
-            from executorch.runtime import Runtime
-        runtime = Runtime.get()
-        if "llama::custom_sdpa.out" not in runtime.operator_registry.operator_names:
-            folder = Path(executorch.__path__[0]) / "extension" / "llm" / "custom_ops"
+        if "llama::custom_sdpa.out" in runtime.operator_registry.operator_names:
+            return
+        folder = Path(executorch.__path__[0]) / "extension" / "llm" / "custom_ops"
+        try:
             for library in folder.glob("*custom_ops_aot_lib.*"):
                 torch.ops.load_library(library)
-        return runtime
+        except OSError as error:
+            raise ValueError(
+                f"ExecuTorch's custom ops, which artifacts for the CPU call, do not load with PyTorch "
+                f"{torch.__version__} ({' '.join(str(error).split())}): type pip install 'torch==2.13.*'"
+            ) from error
 
 
 @contextmanager

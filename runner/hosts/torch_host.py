@@ -34,6 +34,7 @@ from eagle3.runner.inspect.cuda_weights import (
     decode_weight_table,
     read_ptd_index,
 )
+from eagle3.runner.inspect.gpu_memory import workspace_of
 from eagle3.runner.inspect.program import CUDA_BACKEND, Pte, read_pte, row_bounds
 from eagle3.runner.session import TimedSession, missing_method
 
@@ -44,6 +45,7 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
 
     Raises ValueError, one line each, for what cannot run here; before anything loads where that can be known.
     """
+    checks.check_torch()
     methods = read_methods(read_pte(model))
     device = torch.device("cpu" if made_for_cpu(methods) else "cuda")
     if device.type == "cuda":
@@ -58,7 +60,7 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
     check_stored([method.table for method in methods], index)
     if device.type == "cuda":
         on_device = sum(weight.storage_bytes for weight in needed.values() if weight.device == device.type)
-        checks.check_memory(on_device, *torch.cuda.mem_get_info(device))
+        checks.check_memory(on_device, workspace_of(model) or 0, *torch.cuda.mem_get_info(device))
     placed = place_storages(stored, index, needed, device)
     loaded = {method.name: load_method(method, placed, device) for method in methods}
     session = TorchSession(loaded, row_bounds(metadata), device, metadata, lambda: free(placed.values()))

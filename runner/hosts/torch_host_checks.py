@@ -14,6 +14,20 @@ import torch
 from eagle3.runner.inspect.cuda import Library, fatbin_entries
 
 GIB = 1 << 30
+HOSTS = (2, 11), (2, 13)
+"""The first and the last PyTorch whose container is known to take its arguments as they are given."""
+
+
+def check_torch() -> None:
+    """The container is called by functions that PyTorch keeps to itself, some by ctypes, where a changed argument would
+    end the process."""
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not HOSTS[0] <= found <= HOSTS[1]:
+        first, last = (".".join(map(str, version)) for version in HOSTS)
+        raise ValueError(
+            f"PyTorch {torch.__version__} hosts no CUDA artifact, {first} to {last} do: type pip install "
+            f"'torch=={last}.*', or run with ExecuTorch's CUDA build (--runtime executorch)"
+        )
 
 
 def check_gpu(manifest: dict[str, Any]) -> None:
@@ -108,10 +122,12 @@ def missing_symbols(names: Iterable[str]) -> list[str]:
     return sorted({name for name in names if not hasattr(process, name)})
 
 
-def check_memory(needed: int, available: int, total: int) -> None:
-    """Bytes of weights and caches against those of the GPU."""
-    if needed > available:
+def check_memory(kept: int, workspace: int, available: int, total: int) -> None:
+    """Bytes of weights and caches, and of what methods make beside them, against those of the GPU."""
+    lacking = kept + workspace - available
+    if lacking > 0:
         raise ValueError(
-            f"too little GPU memory: weights and caches take {needed / GIB:.2f} GiB, {available / GIB:.2f} of "
-            f"{total / GIB:.2f} GiB are free: free some, take a larger GPU, or export with a smaller --max-seq-len"
+            f"too little GPU memory: weights and caches take {kept / GIB:.2f} GiB, a run {workspace / GIB:.2f} more, "
+            f"{available / GIB:.2f} of {total / GIB:.2f} GiB are free, {lacking / GIB:.2f} too few: free some, take a "
+            "larger GPU, or export with --draft-qlinear default, a smaller --max-prefill or a smaller --max-seq-len"
         )

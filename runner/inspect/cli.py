@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from eagle3.runner.contract import EXPORT_RECORD, Metadata
-from eagle3.runner.contract.console import OneLineFailures, tell
+from eagle3.runner.contract.console import OneLineFailures, tell, version_option
 from eagle3.runner.contract.gpus import GPUS, gpus_of
 from eagle3.runner.inspect.tables import show_tables, table
 from eagle3.runner.record import Comparison, compare
@@ -32,7 +32,7 @@ Examples:
     "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="For --cost: on which GPU; may repeat."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.version_option(package_name="eagle3-export")
+@version_option
 def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], as_json: bool) -> None:
     """Show what an artifact of eagle3-export holds: its folder or its model.pte.
 
@@ -112,6 +112,7 @@ def show(found: dict[str, Any]) -> None:
         _methods_table(found["methods"]),
         _delegates_table(found["methods"]),
         *_cuda_tables(found["methods"]),
+        *([_gpu_memory_table(found["gpu_memory"])] if "gpu_memory" in found else []),
         _memory_table(found["methods"]),
         _operators_table(found["methods"]),
         _buffers_table(found["mutable_buffers"]),
@@ -214,6 +215,12 @@ def _cuda_weights_table(cuda: dict[str, dict[str, Any]]):
         )
     )
     return table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
+
+
+def _gpu_memory_table(parts: dict[str, int | None]):
+    words = {"workspace": "workspace of the longest calls", "context": "CUDA and PyTorch, about"}
+    rows = ((words.get(part, part), "not recorded" if size is None else size) for part, size in parts.items())
+    return table("GPU memory that a run takes", ("part", "bytes"), rows, numbers=("bytes",))
 
 
 def _symbols_table(cuda: dict[str, dict[str, Any]]):

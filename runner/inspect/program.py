@@ -23,10 +23,11 @@ from eagle3.runner.inspect.cuda_weights import (
     decode_weight_table,
     read_ptd_index,
 )
+from eagle3.runner.inspect.gpu_memory import gpu_memory
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
-    """The sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``.
+    """The sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``, of a CUDA artifact ``gpu_memory``.
 
     Raises ValueError for a file that is damaged in a way that the runtime does not see.
     """
@@ -37,6 +38,7 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     rows = row_bounds(metadata)
     linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
     try:
+        tables = [table for found in _weight_tables(pte).values() for table in found]
         return {
             "metadata": {name: _plain(value) for name, value in constants.items()},
             "methods": {
@@ -44,6 +46,7 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
             },
             "mutable_buffers": mutable_buffers(plans.values()),
             "weights": weights(pte),
+            **({"gpu_memory": gpu_memory(model, tables)} if tables else {}),
         }
     except LookupError as error:  # the runtime checks a file's form, not where its indices point
         raise ValueError(f"{model} is damaged (its program points outside itself: {error}): export it again") from error

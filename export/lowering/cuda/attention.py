@@ -16,9 +16,16 @@ class CudaAttention(EagerAttention):
         super().__init__(shape)
         self.longest = shape.window or shape.slots
 
-    def rows(self, input_pos: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last position that each row attends to, [T] each: what ``mask`` says, which is a run."""
-        return input_pos - mask[0, 0].sum(-1) + 1, input_pos
+    def rows(self, input_pos: Tensor, chunked: bool = False) -> tuple[Tensor, Tensor]:
+        """The first and the last position that each row attends to, [T] each."""
+        window = self.shape.window
+        if not window:
+            first = torch.zeros_like(input_pos)
+        elif chunked:
+            first = input_pos - input_pos % window
+        else:
+            first = (input_pos - window + 1).clamp_min(0)
+        return first, input_pos
 
     def forward(
         self,

@@ -4,7 +4,6 @@ With a GPU at hand kernels are timed on it; without one the GPU is named (``name
 between the methods by qualified name, and go into a file of their own.
 """
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,6 +32,7 @@ from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
+from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
@@ -49,6 +49,7 @@ from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LAUNCHES
+from eagle3.runner.contract.versions import version_of
 
 DTYPE = torch.bfloat16
 EAGER_ON_HOST = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
@@ -59,6 +60,7 @@ OPTIONS = {
 
 
 attention = CudaAttention
+footprint = gpu_memory
 
 
 def local_arch() -> str | None:
@@ -131,7 +133,7 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
         "cuda_arch": local or plan.config.cuda_arch,
         "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
         "linears": {name: check_linears(name, program) for name, program in programs.items()},
-        "toolchain": {"triton": importlib.metadata.version("triton"), "nvcc": nvcc_version()},
+        "toolchain": {"triton": version_of("triton"), "nvcc": nvcc_version()},
     }
 
 
@@ -150,6 +152,7 @@ def lower(
     }
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
+    longest = {method.name: method.max_len for method in plan.methods}
     for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
     with (
         for_gpu,
@@ -157,7 +160,7 @@ def lower(
         counters_unchanged(),
         analyzed_once(),
         argmax_over_blocks(),
-        recorded_launches(rows) as launches,
+        recorded_launches(rows, longest) as launches,
     ):
         lowered = to_edge_transform_and_lower(
             dict(programs),

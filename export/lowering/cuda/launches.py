@@ -9,7 +9,7 @@ which ExecuTorch's backend does without, would not be seen.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,11 +19,18 @@ import sympy
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from torch._inductor.codecache import CudaKernelParamCache
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
-from torch._inductor.codegen.wrapper import SymbolicCallArg
+from torch._inductor.codegen.wrapper import (
+    AllocateLine,
+    FreeIfNotReusedLine,
+    FreeLine,
+    ReuseLine,
+    SymbolicCallArg,
+)
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
 from eagle3.export.lowering.cuda.kernels import int4
+from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
 
@@ -54,11 +61,11 @@ class Launch:
 
 
 @contextmanager
-def recorded_launches(rows: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
+def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
     """Within it, what ExecuTorch's CUDA backend compiles is recorded by method, as ``export.json`` has it.
 
     ``rows`` has the number of rows by method for which grids and bytes are counted: what every dynamic size of the
-    method is. One whose sizes are all static may be left out.
+    method is; ``longest`` that for which the workspace is. One whose sizes are all static may be left out.
     """
     recorded: dict[str, dict[str, Any]] = {}
     compiling: list[str] = []
@@ -82,6 +89,7 @@ def recorded_launches(rows: Mapping[str, int]) -> Iterator[dict[str, dict[str, A
         finish(self)  # by now every kernel is compiled
         (method,) = compiling
         recorded[method] = _method(calls, self._kernel_name_to_body, rows.get(method, 1))
+        recorded[method][WORKSPACE] = workspace(self.lines, longest.get(method, 1))
 
     with ExitStack() as stack:
         for owner, name, value in (
@@ -140,6 +148,29 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         products(known["mangled_name"], constants, math.prod(grid), values.get("M", rows)),
     )
     return launch, weights
+
+
+def workspace(lines: Iterable[Any], rows: int) -> int:
+    """The most bytes on the GPU that the intermediate tensors of a method hold at a time, of ``rows`` rows: as its code
+    makes, reuses and frees them."""
+    held: dict[str, int] = {}
+    now = most = 0
+    for line in lines:
+        if isinstance(line, AllocateLine):
+            now += _hold(held, line.node, rows)
+        elif isinstance(line, ReuseLine):
+            held[line.reused_as.get_name()] = held.pop(line.node.get_name(), 0)
+        elif isinstance(line, FreeLine) or isinstance(line, FreeIfNotReusedLine) and not line.is_reused:
+            now -= held.pop(line.node.get_name(), 0)
+        most = max(most, now)
+    return most
+
+
+def _hold(held: dict[str, int], node: Any, rows: int) -> int:
+    on_gpu = node.get_device().type == "cuda"
+    size = _bytes([_number(extent, rows) for extent in node.get_size()], node.get_dtype(), None) if on_gpu else 0
+    held[node.get_name()] = size
+    return size
 
 
 def _number(argument: Any, rows: int) -> int | None:

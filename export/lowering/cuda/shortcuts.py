@@ -17,11 +17,17 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.ir import TensorBox
 from torch.utils._ordered_set import OrderedSet
 
+ANALYSIS = "identify_accessed_tensors"
+"""PyTorch's analysis of a kernel: what it reads and writes. That of 2.11 has another name and gives what is written."""
+if not hasattr(triton_kernel_wrap, ANALYSIS):
+    ANALYSIS = "identify_mutated_tensors"
+COUNTERS = "ARRIVED"
+
 
 @contextmanager
 def analyzed_once() -> Iterator[None]:
     """Within it, calls of one kernel that differ in nothing but tensors of the same dtypes are analyzed once."""
-    analyze = triton_kernel_wrap.identify_accessed_tensors
+    analyze = getattr(triton_kernel_wrap, ANALYSIS)
     known: dict[Any, Any] = {}
 
     def analyze_once(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any]) -> Any:
@@ -32,21 +38,23 @@ def analyzed_once() -> Iterator[None]:
             known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
         return known[key]
 
-    with patch.object(triton_kernel_wrap, "identify_accessed_tensors", analyze_once):
+    with patch.object(triton_kernel_wrap, ANALYSIS, analyze_once):
         yield
 
 
 @contextmanager
 def counters_unchanged() -> Iterator[None]:
     """Within it, kernels only read the counters of products (``kernels/sums.py``): they are zeros before and after."""
-    analyze = triton_kernel_wrap.identify_accessed_tensors
+    analyze = getattr(triton_kernel_wrap, ANALYSIS)
 
     def analyze_without(*args: Any) -> Any:
         found = analyze(*args)
-        writes = OrderedSet(dep for dep in found.read_writes.writes if dep.name != "ARRIVED")
+        if isinstance(found, list):
+            return [name for name in found if name != COUNTERS]
+        writes = OrderedSet(dep for dep in found.read_writes.writes if dep.name != COUNTERS)
         return replace(found, read_writes=replace(found.read_writes, writes=writes))
 
-    with patch.object(triton_kernel_wrap, "identify_accessed_tensors", analyze_without):
+    with patch.object(triton_kernel_wrap, ANALYSIS, analyze_without):
         yield
 
 

@@ -17,20 +17,33 @@ from unittest.mock import patch
 
 
 def cuda_home() -> Path:
-    """The folder that holds ``bin/nvcc``. Raises FileNotFoundError saying what to install."""
+    """The folder that holds ``bin/nvcc`` and ``include/cuda.h``. Raises FileNotFoundError saying what to install."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) / "cu13" for place in (spec.submodule_search_locations if spec else ())]
     folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    on_path = shutil.which("nvcc")
-    folders += [Path(on_path).resolve().parent.parent] if on_path else []
-    folders.append(Path("/usr/local/cuda"))
-    for folder in folders:
-        if (folder / "bin" / "nvcc").is_file():
-            return folder
+    places = [folder / "bin" / "nvcc" for folder in folders]
+    places += [Path(found).resolve() for found in [shutil.which("nvcc")] if found]
+    places.append(Path("/usr/local/cuda/bin/nvcc"))
+    for nvcc in filter(Path.is_file, places):
+        home = nvcc.parent.parent
+        home = home if _has_headers(home) else _toolkit_of(nvcc)
+        if _has_headers(home):
+            return home
     raise FileNotFoundError(
-        "nvcc is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
+        "nvcc with CUDA's headers is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
         "type pip install 'eagle3-export[cuda]'"
     )
+
+
+def _has_headers(toolkit: Path) -> bool:
+    return (toolkit / "include" / "cuda.h").is_file()
+
+
+def _toolkit_of(nvcc: Path) -> Path:
+    """What an nvcc that may be a script around the real one says of the toolkit that it takes."""
+    said = subprocess.run([nvcc, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return Path(top[1]).resolve() if top else nvcc.parent.parent
 
 
 def cpp_compiler() -> str:

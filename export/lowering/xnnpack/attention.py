@@ -12,7 +12,7 @@ import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers 
 import torch
 from torch import Tensor, nn
 
-from eagle3.targets.attention import KVCacheShape, attend
+from eagle3.targets.attention import KVCacheShape, attend, attention_mask
 from eagle3.targets.sinks import (
     after_the_sink,
     mask_with_sink,
@@ -39,6 +39,7 @@ class LlmOpsAttention(nn.Module):
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
+        self.shape = shape
         self.window, self.slots, self.head_dim, self.sinks = shape.window, shape.slots, shape.head_dim, shape.sinks
         width = shape.head_dim + (SINK_COLUMNS if shape.sinks else 0)
         for name in ("k_cache", "v_cache"):
@@ -49,7 +50,8 @@ class LlmOpsAttention(nn.Module):
             self.register_buffer("sink_key", key, persistent=False)
             self.register_buffer("sink_value", value, persistent=False)
 
-    def rows(self, input_pos: Tensor, mask: Tensor) -> Rows:
+    def rows(self, input_pos: Tensor, chunked: bool = False) -> Rows:
+        mask = attention_mask(input_pos, self.shape, chunked)
         if self.window:
             slots, seen = input_pos % self.slots, mask
             if self.sinks:

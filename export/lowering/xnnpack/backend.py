@@ -44,6 +44,10 @@ def memory(plan: Plan) -> tuple[int, str]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 
 
+def footprint(plan: Plan) -> None:
+    return None
+
+
 def conversion(plan: Plan) -> Dequantized:
     return Dequantized()
 

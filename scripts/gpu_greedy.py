@@ -1,0 +1,86 @@
+"""What a session on a GPU is held against: greedy decoding of gemma4-tiny by its packed weights in eager PyTorch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.config import ExportConfig
+from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.plan import Plan, make_plan
+from eagle3.runner.loop import complete
+from eagle3.runner.session import Session
+from eagle3.targets.attention import EagerAttention
+
+NEW_TOKENS = 64
+NEAR_TIE = 0.25
+"""A margin of two steps of bfloat16 at the size of the largest logits (16 to 30): kernels that round differently may
+choose either token."""
+
+
+def placed(module: nn.Module, device: str) -> nn.Module:
+    """Move a module, the parts of its quantized weights one by one."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, TorchAOBaseTensor):
+            return tensor.to(device)
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name).to(device) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+
+    for part in module.modules():
+        for name, value in part._parameters.items():
+            part._parameters[name] = None if value is None else nn.Parameter(moved(value.data), requires_grad=False)
+        for name, value in part._buffers.items():
+            part._buffers[name] = None if value is None else moved(value)
+    return module
+
+
+class EagerGreedy:
+    """Greedy decoding, a token a forward."""
+
+    def __init__(self, device: str = "cuda", arch: str | None = None):
+        self.device = device
+        self.plan: Plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
+        self.speculator = load_speculator(self.plan, EagerAttention, cuda.DTYPE, cuda.conversion(self.plan))
+        cuda.prepare(self.speculator, self.plan)
+        self.target = placed(self.speculator, device).target
+
+    @torch.no_grad()
+    def __call__(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        """The continuation, and at each token the margin by which it was the best."""
+        ids, margins, fed, start = [], [], prompt, 0
+        with small_m_dispatch(self.plan.small_m_limit):
+            while len(ids) < count and not (ids and ids[-1] in self.plan.eos_ids):
+                input_pos = torch.arange(start, start + len(fed), device=self.device)
+                state, _ = self.target(torch.tensor([fed], device=self.device), input_pos, ())
+                best = self.target.logits(state[:, -1:]).float().flatten().topk(2)
+                ids.append(int(best.indices[0]))
+                margins.append(float(best.values[0] - best.values[1]))
+                fed, start = ids[-1:], start + len(fed)
+        return ids, margins
+
+
+def compare(session: Session, greedy: EagerGreedy, prompts: list[list[int]]) -> dict[str, Any]:
+    """Raises RuntimeError where a token differs by more than a near-tie."""
+    rounds, tokens, divergences = 0, 0, []
+    for number, prompt in enumerate(prompts):
+        result = complete(session, prompt, max_new_tokens=NEW_TOKENS)
+        expected, margins = greedy(prompt, NEW_TOKENS)
+        rounds, tokens = rounds + result.stats.num_drafts, tokens + len(result.token_ids)
+        for place, (ours, theirs) in enumerate(zip(result.token_ids, expected, strict=False)):
+            if ours != theirs:
+                divergences.append((number, place, round(margins[place], 4)))
+                break
+    for prompt, place, margin in divergences:
+        if margin > NEAR_TIE:
+            raise RuntimeError(f"prompt {prompt} parts from eager greedy at token {place}, by a margin of {margin}")
+    same = f"{len(prompts) - len(divergences)} of {len(prompts)} prompts"
+    return {
+        "identical to eager greedy": same,
+        "first divergence (prompt, token, margin)": divergences[0] if divergences else None,
+        "tokens a round": round(tokens / max(rounds, 1), 2),
+    }

@@ -1,0 +1,99 @@
+"""What a run takes of a GPU's memory: estimated before an export, and read from a finished artifact."""
+
+import json
+
+import pytest
+import torch
+from commands import run_command
+
+from eagle3.export.cli import main as export_main
+from eagle3.export.config import ExportConfig
+from eagle3.export.lowering.cuda import backend
+from eagle3.export.lowering.cuda.memory import cure, gpu_memory
+from eagle3.export.plan import make_plan
+from eagle3.export.preflight import check_footprint
+from eagle3.export.progress import Progress
+from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, PREFILL, WORKSPACE
+from eagle3.runner.inspect.cli import main as inspect_main
+from eagle3.runner.inspect.gpu_memory import workspace_of
+
+COUNTERS = 4 << 16
+"""Bytes of a kernel's counters, which are no model's; the estimate leaves them out."""
+
+
+def planned(**flags):
+    return make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch="sm_90", **flags))
+
+
+@pytest.fixture(scope="module")
+def found(cuda_artifact):
+    return json.loads(run_command(inspect_main, cuda_artifact, "--json").stdout)["gpu_memory"]
+
+
+def test_the_estimate_is_what_the_artifact_has(found):
+    takes = gpu_memory(planned())
+    assert takes.target + takes.draft == pytest.approx(found["weights"] - COUNTERS, rel=0.02)
+    assert takes.caches == pytest.approx(found["caches"], rel=0.02)
+    assert found["workspace"] / 3 < takes.workspace < 3 * found["workspace"]
+    assert found["total"] == sum(size for part, size in found.items() if part != "total")
+
+
+def test_the_workspace_holds_the_largest_launch_and_not_all_of_them(cuda_artifact):
+    prefill = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES][PREFILL]
+    made = [max(entry["buffer_bytes"], default=0) for entry in prefill["launches"] for _ in range(entry["count"])]
+    assert max(made) <= prefill[WORKSPACE] < sum(made)
+
+
+def test_quantizing_the_draft_takes_less(cuda_artifact):
+    plain, quantized = gpu_memory(planned()), gpu_memory(planned(draft_qlinear="default"))
+    assert quantized.target == plain.target and quantized.draft < 0.5 * plain.draft
+
+
+@pytest.mark.parametrize("share", [0.999, 0.7, 0.66])
+def test_a_cure_is_one(share):
+    """CUDA's own part is left out, next to which a model this small is nothing."""
+    plan = planned(max_seq_len=1024)
+    takes = gpu_memory(plan)
+    has = round(takes.context + share * (takes.total - takes.context))
+    words = cure(plan, has).split()
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    flags = {flag: int(value) if value.isdigit() else value for flag, value in flags.items()}
+    assert gpu_memory(planned(**{"max_seq_len": 1024} | flags)).total <= has
+
+
+def test_a_gpu_too_small_is_refused_and_one_that_is_named_warned_of(monkeypatch, capsys):
+    plan = planned()
+    total = gpu_memory(plan).total
+    monkeypatch.setattr(backend, "memory", lambda plan: (total, "RTX 0"))
+    check_footprint(plan, backend, Progress())
+    monkeypatch.setattr(backend, "memory", lambda plan: (total - (1 << 20), "RTX 0"))
+    monkeypatch.setattr(backend, "runs_here", lambda: True)
+    words = (
+        r"a run takes 0.51 GiB of GPU memory \(target 0.00, .*, RTX 0 has 0.51, 0.00 too few: type --draft-qlinear def"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_footprint(plan, backend, Progress())
+    monkeypatch.setattr(backend, "runs_here", lambda: False)
+    check_footprint(plan, backend, Progress())
+    assert capsys.readouterr().err.startswith("Warning: a run takes 0.51 GiB")
+    monkeypatch.setattr(backend, "memory", lambda plan: (1, "RTX 0"))
+    check_footprint(plan, backend, Progress())
+    assert capsys.readouterr().err.endswith("take a larger GPU\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose architecture it would be")
+def test_a_dry_run_says_it_for_a_gpu_alone(tmp_path):
+    def said(*flags):
+        return run_command(
+            export_main, "--target-model", "gemma4-tiny", "--dry-run", "--output-dir", tmp_path / "out", *flags
+        ).stdout
+
+    assert "memory   a run takes 0.51 GiB of GPU memory (target" in said("--cuda-arch", "sm_90")
+    assert "memory " not in said("--backend", "xnnpack")
+
+
+@pytest.mark.parametrize("record", ["{}", "[]", "no JSON", json.dumps({LAUNCHES: {PREFILL: {}}})])
+def test_a_record_without_workspaces_says_none(record, tmp_path):
+    assert workspace_of(tmp_path / "model.pte") is None
+    (tmp_path / EXPORT_RECORD).write_text(record)
+    assert workspace_of(tmp_path / "model.pte") is None

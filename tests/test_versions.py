@@ -1,0 +1,95 @@
+"""Other versions of PyTorch and its neighbours than those installed: what goes on, and what is refused in a line."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch._higher_order_ops import triton_kernel_wrap
+
+from eagle3.export.artifact import package_versions
+from eagle3.export.lowering.cuda import shortcuts
+from eagle3.export.lowering.cuda.toolchain import cuda_home
+from eagle3.runner import artifact as opening
+from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.cli import main as run_main
+from eagle3.runner.hosts import torch_host_checks
+from eagle3.runner.hosts.executorch_host import load_llm_ops
+
+
+def test_the_analysis_of_kernels_by_its_name_in_pytorch_2_11(monkeypatch):
+    monkeypatch.delattr(triton_kernel_wrap, "identify_accessed_tensors")
+    writes = SimpleNamespace(calls=0)
+
+    def identify_mutated_tensors(kernel, kwargs, tma_descriptor_metadata):
+        writes.calls += 1
+        return ["OUT", "PARTS", "ARRIVED"]
+
+    monkeypatch.setattr(triton_kernel_wrap, "identify_mutated_tensors", identify_mutated_tensors, raising=False)
+    spec = importlib.util.spec_from_file_location("shortcuts_there", shortcuts.__file__)
+    there = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(there)
+    with there.counters_unchanged(), there.analyzed_once():
+        for _ in range(2):
+            found = triton_kernel_wrap.identify_mutated_tensors("kernel", {"OUT": torch.zeros(1)}, {})
+            assert found == ["OUT", "PARTS"]
+    assert writes.calls == 1 and triton_kernel_wrap.identify_mutated_tensors is identify_mutated_tensors
+
+
+def test_a_script_around_nvcc_leads_to_the_toolkit(monkeypatch, tmp_path):
+    toolkit = cuda_home()
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "nvcc"
+    script.write_text(f'#!/bin/sh\nexec {toolkit / "bin" / "nvcc"} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    for variable, value in {"CUDA_HOME": tmp_path, "PATH": f"{script.parent}:{os.environ['PATH']}"}.items():
+        with monkeypatch.context() as context:
+            context.setenv(variable, str(value))
+            assert cuda_home() == toolkit.resolve()
+    script.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", os.path.dirname(shutil.which("sh")))
+    if not os.path.exists("/usr/local/cuda"):
+        with pytest.raises(FileNotFoundError, match="nvcc with CUDA's headers is neither among"):
+            cuda_home()
+
+
+def test_a_source_tree_without_package_metadata(monkeypatch):
+    def nothing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", nothing)
+    assert set(package_versions().values()) == {"not installed"}
+    assert CliRunner().invoke(run_main, ["--version"], prog_name="eagle3-run").output.endswith("not installed\n")
+
+
+def test_custom_ops_that_do_not_load_stop_no_cuda_artifact(host_artifact, monkeypatch):
+    def refuse(library):
+        raise OSError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    bare = SimpleNamespace(operator_registry=SimpleNamespace(operator_names=[]))
+    with pytest.raises(
+        ValueError, match=r"do not load with PyTorch .* \(undefined symbol: _ZN3c10\): type pip install"
+    ):
+        load_llm_ops(bare)
+    monkeypatch.setattr(opening, "load_llm_ops", lambda runtime: load_llm_ops(bare))
+    session = open_session(open_artifact(host_artifact))
+    assert session.prefill(torch.arange(1, 21)[None], session.positions[:20]).ids.shape == (1, 1)
+    session.close()
+
+
+@pytest.mark.parametrize(("version", "hosts"), [("2.10.1", False), ("2.11.0+cu130", True), ("2.14.0", False)])
+def test_a_pytorch_that_is_not_known_is_refused(monkeypatch, version, hosts):
+    monkeypatch.setattr(torch, "__version__", version)
+    if hosts:
+        torch_host_checks.check_torch()
+        return
+    with pytest.raises(ValueError, match=rf"PyTorch {version} hosts no CUDA artifact, 2.11 to 2.13 do: type pip"):
+        torch_host_checks.check_torch()
