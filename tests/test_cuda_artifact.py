@@ -13,6 +13,7 @@ from commands import fail_command, run_command
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.plan import make_plan
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY
@@ -31,13 +32,13 @@ def found(cuda_artifact):
     return json.loads(run_command(inspect_main, cuda_artifact, "--json", "--verify").stdout)
 
 
-def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_dequantizes(found):
+def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_decodes_it_as_it_goes(found):
     linears = {name: method["linears"] for name, method in found["methods"].items()}
     # Six layers of 4 products (queries, keys and values; output; gate and up; down), and the head.
-    assert linears["target_verify"] == {"small_m": 25, "dequantize": 0}
+    assert linears["target_verify"] == {"small_m": 25, "large_m": 0, "dequantize": 0}
     assert linears["speculate"] == linears["target_verify"]
-    assert linears["prefill"] == {"small_m": 1, "dequantize": 24}
-    assert linears["draft_decode"] == {"small_m": 0, "dequantize": 0}  # a draft in bfloat16
+    assert linears["prefill"] == {"small_m": 1, "large_m": 24, "dequantize": 0}
+    assert linears["draft_decode"] == {"small_m": 0, "large_m": 0, "dequantize": 0}  # a draft in bfloat16
     assert found["metadata"]["get_min_prefill_chunk"] == 9
 
 
@@ -76,13 +77,14 @@ def test_no_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
         called = re.findall(r"call\s+[0-9a-f]+ <([^>@]+)", code)
         assert {name for name in called if not name.startswith("_Z")} <= HARMLESS, method.name
         launches[method.name] = sum("call_" in name for name in called)
-    assert launches[SPECULATE] > launches[TARGET_VERIFY] + launches[DRAFT_DECODE] > 100
+    assert launches[SPECULATE] > launches[TARGET_VERIFY] + launches[DRAFT_DECODE] > 50
 
 
-def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact):
+def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact, tmp_path):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=ARCH[1] if ARCH else None))
     speculator = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
+    merge_linears(speculator, tmp_path)
     index = read_ptd_index(cuda_artifact / WEIGHTS_FILE)
     stored = (cuda_artifact / WEIGHTS_FILE).read_bytes()
     prefix, compared = "cuda_fqn_weight:cuda:speculator.", 0
@@ -98,7 +100,7 @@ def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact):
             extent = index[prefix + name]
             assert stored[extent.offset : extent.offset + extent.size] == value.view(torch.uint8).numpy().tobytes()
             compared += 1
-    assert compared > 170
+    assert compared > 120
 
 
 def fails(tmp_path, *args) -> tuple[int, str]:

@@ -67,10 +67,10 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     fuses = not plan.draft.takes_final_state  # by the draft's fc
     quantized = sum(type(module) is nn.Linear for module in speculator.target.modules()) + fuses
     for name in ("target_verify", "decode"):
-        assert counts[name] == {"small_m": quantized, "dequantize": 0}
-    assert counts["forward"] == {"small_m": quantized - fuses, "dequantize": 0}  # it makes no features
+        assert counts[name] == {"small_m": quantized, "large_m": 0, "dequantize": 0}
+    assert counts["forward"] == {"small_m": quantized - fuses, "large_m": 0, "dequantize": 0}  # it makes no features
     drafting = 7 * plan.draft.layers + 1 + (not fuses)  # seven in a layer, the lm_head, and an EAGLE's fc
-    assert counts["draft_decode"] == {"small_m": drafting, "dequantize": 0}
+    assert counts["draft_decode"] == {"small_m": drafting, "large_m": 0, "dequantize": 0}
 
 
 def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):

@@ -75,13 +75,23 @@ def test_the_dispatch_is_executorchs_again_after_success_and_after_failure():
 def test_whatever_may_be_short_takes_the_small_m_kernel(shortest, longest):
     with small_m_dispatch(8):
         program = traced(packed(), shortest, longest)
-    assert check_linears("target_verify", program) == {"small_m": 2, "dequantize": 0}
+    assert check_linears("target_verify", program) == {"small_m": 2, "large_m": 0, "dequantize": 0}
 
 
-def test_a_chunk_dequantizes_and_its_one_row_head_does_not():
+def test_a_chunk_takes_the_product_of_many_rows_and_its_one_row_head_does_not():
     with small_m_dispatch(8):
         program = traced(packed(last=True), 9, 64)
-    assert check_linears("prefill", program) == {"small_m": 1, "dequantize": 1}
+    assert check_linears("prefill", program) == {"small_m": 1, "large_m": 1, "dequantize": 0}
+
+
+def test_a_chunk_dequantizes_what_has_no_product_of_many_rows():
+    model = Model(last=True)
+    model.proj.weight = nn.Parameter(
+        IntxUnpackedToInt8Tensor.from_hp(model.proj.weight, (1, 32), torch.int8), requires_grad=False
+    )
+    with small_m_dispatch(8):
+        program = traced(model, 9, 64)
+    assert check_linears("prefill", program) == {"small_m": 0, "large_m": 0, "dequantize": 1}
 
 
 def test_the_embedding_gathers_rows_before_it_dequantizes():
@@ -111,8 +121,8 @@ def test_k_quants_go_the_same_ways_and_give_the_same_values(kind):
         model.get_submodule(name).weight = nn.Parameter(laid_out(blocks), requires_grad=False)
     with small_m_dispatch(8):
         verify, prefill = traced(model, 2, 8), traced(model, 9, 64)
-    assert check_linears("target_verify", verify) == {"small_m": 2, "dequantize": 0}
-    assert check_linears("prefill", prefill) == {"small_m": 1, "dequantize": 1}
+    assert check_linears("target_verify", verify) == {"small_m": 2, "large_m": 0, "dequantize": 0}
+    assert check_linears("prefill", prefill) == {"small_m": 1, "large_m": 0, "dequantize": 1}
     assert [use.kind for use in quantized_uses(verify) if use.layer == "embed_tokens"] == ["gather"]
     for program, rows in ((verify, 5), (prefill, 20)):
         tokens = torch.arange(rows)[None]
@@ -127,8 +137,7 @@ def test_k_quants_go_the_same_ways_and_give_the_same_values(kind):
 @pytest.mark.parametrize(
     ("method", "limit", "lengths", "last", "complaint"),
     [
-        ("target_verify", 4, (5, 8), False, "proj would dequantize its whole matrix"),
-        ("decode", 0, (1, 1), False, "proj would read its weights once a row"),
+        ("target_verify", 4, (5, 8), False, "proj would take the kernel for many rows"),
         ("prefill", 64, (9, 64), True, "proj would take the small-M kernel for every row"),
     ],
 )

@@ -126,7 +126,7 @@ def test_for_cuda_its_weights_are_the_same_to_the_bit_and_verify_reads_each_once
         assert torch.equal(value.dequantize(torch.float32), state[name]), name
     with cuda.tracing(speculator, plan):
         program = trace(speculator, plan.method(TARGET_VERIFY), plan.draft.hidden_size, cuda.DTYPE)
-    assert check_linears(TARGET_VERIFY, program) == {"small_m": 42, "dequantize": 0}
+    assert check_linears(TARGET_VERIFY, program) == {"small_m": 42, "large_m": 0, "dequantize": 0}
 
 
 def test_for_cuda_a_kind_without_a_kernel_is_named_with_its_tensor(model, tmp_path):

@@ -227,6 +227,7 @@ KERNELS = (
     "triton_per_fused_small_m_sdpa_4",
     "_int4_small_m_kernel_0",
     "_small_m_sum_kernel_1",
+    "_int4_matmul_kernel_2",
     "_sdpa_small_query_splitk_kernel_0",
     "_tq4_sdpa_prefill_kernel_1",
     "_topk_kernel_0",
@@ -234,6 +235,7 @@ KERNELS = (
 KINDS = {
     "small_m_sum": ["_small_m_sum_kernel_1"],
     "small_m": ["_int4_small_m_kernel_0"],
+    "large_m": ["_int4_matmul_kernel_2"],
     "template_matmul": ["triton_mm_0", "triton_tem_fused_mm_t_view_3"],
     "attention": ["_sdpa_small_query_splitk_kernel_0", "_tq4_sdpa_prefill_kernel_1"],
     "fused": ["triton_per_fused_small_m_sdpa_4", "triton_poi_fused_add_2", "triton_red_fused_mean_1"],

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, TARGET_VERIFY
+from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY
 from eagle3.runner.contract.gpus import REGISTERS, Gpu
 from eagle3.runner.inspect.cuda import KERNEL_KINDS, kind_of
 from eagle3.runner.inspect.sass import Code, Loop, read_codes
@@ -25,8 +25,6 @@ LAUNCH_SECONDS = 2e-6
 """From the end of a kernel to the work of the next, without a CUDA graph: commonly measured as 2 to 4 us."""
 LATENCY_SECONDS = 0.5e-6
 """From a load of a busy GPU to its data."""
-WHOLE_ROUND = "speculate"
-"""The method that does a round in one call, where an artifact has it."""
 WARP, SCHEDULERS = 32, 4
 RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes of each block
 
@@ -71,7 +69,7 @@ def cost(
 def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
     """Whatever its calls, a round reads the target's weights once and the draft's once a step."""
     apart = {TARGET_VERIFY: 1, DRAFT_DECODE: steps}
-    calls = {WHOLE_ROUND: 1} if WHOLE_ROUND in methods else apart
+    calls = {SPECULATE: 1} if SPECULATE in methods else apart
 
     def added(key: str, of: dict[str, int], gpu: Gpu) -> float:
         return sum(count * methods[name]["bounds"][gpu.name][key] for name, count in of.items())

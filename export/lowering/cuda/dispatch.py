@@ -2,9 +2,10 @@
 
 ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
 and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
-than ``limit`` dequantizes inline as ExecuTorch's does; every other takes the small-M op, whose weights are read once
-for each 16 rows. Linears of unquantized bfloat16 go the same two ways. A quantized embedding dequantizes the rows that
-it looks up, not the whole table (that of K-quants does so by itself).
+than ``limit`` takes the product that decodes its weights as it goes if they are INT4, and dequantizes inline as
+ExecuTorch's does if not; every other takes the small-M op, whose weights are read once for each 16 rows. Linears of
+unquantized bfloat16 go to the small-M op or stay. A quantized embedding dequantizes the rows that it looks up, not the
+whole table (that of K-quants does so by itself).
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +26,14 @@ from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor
 from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED, bf16_small_m
 from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
+from eagle3.export.lowering.cuda.kernels.int4_matmul import int4_matmul
 from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
 from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any, Any], Tensor]
+Product = Callable[[Tensor, Any], Tensor]  # of rows [M, K] and a weight
 
 _COUNTERS = {torch.device("cpu"): counters()}
 """Of all products on a device. Of the host's a trace makes a constant, so that they are there before it begins."""
@@ -50,6 +53,10 @@ def _int4(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
     return int4_small_m(x, *weight.parts, _counters(x))
 
 
+def _int4_many(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
+    return int4_matmul(x, *weight.parts, _counters(x))
+
+
 def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
     return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, _counters(x))
 
@@ -58,13 +65,16 @@ def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
     return k_quant_small_m(x, *weight.parts, _counters(x))
 
 
-def _linear(small_m: Callable[[Tensor, Any], Tensor], otherwise: Handler, limit: int) -> Handler:
+def _linear(few: Product, many: Product | None, otherwise: Handler, limit: int) -> Handler:
+    """``otherwise``: what many rows take where there is no product for them."""
+
     def linear(func, types, args, kwargs) -> Tensor:
         x, weight, *bias = args
         rows = x.reshape(-1, x.shape[-1])
-        if statically_known_true(rows.shape[0] > limit):
+        product = many if statically_known_true(rows.shape[0] > limit) else few
+        if product is None:
             return otherwise(func, types, args, kwargs)
-        out = small_m(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
+        out = product(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
         return out + bias[0] if bias and bias[0] is not None else out
 
     return linear
@@ -75,7 +85,7 @@ class _Unquantized(TorchFunctionMode):
 
     def __init__(self, limit: int):
         super().__init__()
-        self.linear = _linear(_bf16, lambda func, types, args, kwargs: func(*args, **kwargs), limit)
+        self.linear = _linear(_bf16, None, lambda func, types, args, kwargs: func(*args, **kwargs), limit)
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
@@ -98,22 +108,22 @@ def _embedding(func, types, args, kwargs) -> Tensor:
     return ((codes - zeros) * scales).flatten(-2)
 
 
-KERNELS: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {
-    TiledInt4Tensor: _int4,
-    IntxUnpackedToInt8Tensor: _int8,
-    KQuantTensor: _k_quant,
+KERNELS: dict[type[Tensor], tuple[Product, Product | None]] = {
+    TiledInt4Tensor: (_int4, _int4_many),
+    IntxUnpackedToInt8Tensor: (_int8, None),
+    KQuantTensor: (_k_quant, None),
 }
-"""By the class of a weight, what multiplies few rows with it."""
+"""By the class of a weight, what multiplies few rows with it, and many."""
 
 
 @contextmanager
 def small_m_dispatch(limit: int) -> Iterator[None]:
     """Within it, ``F.linear`` and ``F.embedding`` of CUDA's quantized tensors go as this module's docstring says."""
     with ExitStack() as stack:
-        for kind, small_m in KERNELS.items():
+        for kind, (few, many) in KERNELS.items():
             functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
             for table, name in ((functions, F.linear), (operators, aten.linear.default)):
-                stack.enter_context(patch.dict(table, {name: _linear(small_m, table[name], limit)}))
+                stack.enter_context(patch.dict(table, {name: _linear(few, many, table[name], limit)}))
         kind = IntxUnpackedToInt8Tensor
         functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
         for table, name in ((functions, F.embedding), (operators, aten.embedding.default)):

@@ -13,9 +13,10 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.runner.contract import PREFILL
 
-SMALL_M, DEQUANTIZE, PER_ROW, GATHER = "small_m", "dequantize", "once a row", "gather"
-_SMALL_M_OPS = ("eagle3::int4_small_m", "eagle3::int8_small_m", "eagle3::k_quant_small_m")
+SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW, GATHER = "small_m", "large_m", "dequantize", "once a row", "gather"
 _PER_ROW_OPS = "executorch_cuda::"
+_OPS = dict.fromkeys(("eagle3::int4_small_m", "eagle3::int8_small_m", "eagle3::k_quant_small_m"), SMALL_M)
+_OPS["eagle3::int4_matmul"] = LARGE_M
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,21 @@ def _use(layer: str, node: torch.fx.Node) -> Use:
     name = operator.name if operator is not None else str(node.target)
     if name in ("aten::index", "aten::embedding"):
         return Use(layer, GATHER, None)
-    if name in _SMALL_M_OPS or name.startswith(_PER_ROW_OPS):
-        rows = node.args[0].meta["val"].shape[0]
-        kind = SMALL_M if name in _SMALL_M_OPS else PER_ROW
-        return Use(layer, kind, rows if isinstance(rows, int) else None)
-    return Use(layer, DEQUANTIZE, None)
+    kind = PER_ROW if name.startswith(_PER_ROW_OPS) else _OPS.get(name)
+    if kind is None:
+        return Use(layer, DEQUANTIZE, None)
+    rows = node.args[0].meta["val"].shape[0]
+    return Use(layer, kind, rows if isinstance(rows, int) else None)
 
 
 def check_linears(method: str, program: ExportedProgram) -> dict[str, int]:
-    """How many quantized linears take the small-M op and how many dequantize: ``{"small_m", "dequantize"}``.
+    """How many quantized linears take the small-M op, how many a product that decodes its weights as it goes, and how
+    many dequantize: ``{"small_m", "large_m", "dequantize"}``.
 
     Raises ValueError naming a layer whose linear the method must not hold: none reads its weights once a row; in
-    ``prefill`` the small-M op serves what runs over one row, elsewhere no linear dequantizes.
+    ``prefill`` the small-M op serves what runs over one row, elsewhere it serves all.
     """
-    linears: dict[str, set[str]] = {SMALL_M: set(), DEQUANTIZE: set()}
+    linears: dict[str, set[str]] = {SMALL_M: set(), LARGE_M: set(), DEQUANTIZE: set()}
     for use in quantized_uses(program):
         if use.kind == GATHER:
             continue
@@ -67,5 +69,7 @@ def check_linears(method: str, program: ExportedProgram) -> dict[str, int]:
             raise ValueError(f"{method}: {use.layer} would take the small-M kernel for every row of a chunk")
         if method != PREFILL and use.kind == DEQUANTIZE:
             raise ValueError(f"{method}: {use.layer} would dequantize its whole matrix")
+        if method != PREFILL and use.kind == LARGE_M:
+            raise ValueError(f"{method}: {use.layer} would take the kernel for many rows, which rounds its weights")
         linears[use.kind].add(use.layer)
     return {kind: len(layers) for kind, layers in linears.items()}

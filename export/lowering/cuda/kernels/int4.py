@@ -225,8 +225,13 @@ def int4_reference(
     x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor | None = None
 ) -> Tensor:
     """``int4_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    group = _group(x, qdata, codes, steps)
-    repeats = BLOCK // group
+    _group(x, qdata, codes, steps)
+    return torch.cat([(x.float() @ w.T).to(x.dtype) for w in dequantized(qdata, codes, steps)], 1)
+
+
+def dequantized(qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> list[Tensor]:
+    """float32 [N, K] of each weight."""
+    repeats = codes.shape[2]
     found, first = [], 0
     for each in qdata:
         last = first + triton.cdiv(each.shape[0], TILE)
@@ -234,10 +239,10 @@ def int4_reference(
         q = torch.stack([each & 0xF, each >> 4], dim=-1).flatten(1).float()
         s = scale.float() * scale_step.float().repeat_interleave(repeats, 1)
         z = zero.float() * zero_step.float().repeat_interleave(repeats, 1)
-        w = (q - z.repeat_interleave(group, 1)) * s.repeat_interleave(group, 1)
-        found.append((x.float() @ w.T).to(x.dtype))
+        group = BLOCK // repeats
+        found.append((q - z.repeat_interleave(group, 1)) * s.repeat_interleave(group, 1))
         first = last
-    return torch.cat(found, 1)
+    return found
 
 
 def tiled(scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,137 @@
+"""The product of many rows with INT4 weights, run by Triton's interpreter; what it compiles to, with no GPU."""
+
+import pytest
+import torch
+from kernel_usage import SHARED, usage
+from test_small_m import activations, int4_weight
+from torch import Tensor
+from torch.export import Dim, export
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, sums
+
+
+def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Of weights as ``int4_weight`` makes them, what the op takes."""
+    laid_out = [int4.tiled(*weight[1:]) for weight in weights]
+    return [weight[0] for weight in weights], *map(torch.cat, zip(*laid_out, strict=True))
+
+
+def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = None, count: int | None = None):
+    arrived = sums.counters() if arrived is None else arrived
+    with interpreted(sums, int4_matmul):
+        return int4_matmul._launch_matmul(int4_matmul._int4_matmul_kernel, x, *weight, arrived, count)
+
+
+def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
+    """Within a rounding to bf16 and the errors of float32, of the weights rounded to bf16."""
+    w = torch.cat(int4.dequantized(*weight)).bfloat16().double()
+    expected = x.double() @ w.T
+    assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+    room = 1e-6 * x.double().abs() @ w.abs().T + 2**-8 * expected.abs()
+    assert ((found.double() - expected).abs() <= room).all()
+
+
+@pytest.mark.parametrize("m", [1, 9, 63, 64, 65, 130])
+def test_any_number_of_rows_is_right(m):
+    x, weight = activations(m, 256), parts(int4_weight(33, 256))
+    assert_right(product(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize(("n", "group"), [(1, 32), (127, 64), (128, 128), (129, 256)])
+def test_any_number_of_outputs_and_group_is_right(n, group):
+    x, weight = activations(17, 512), parts(int4_weight(n, 512, group))
+    assert_right(product(x, *weight), x, weight)
+
+
+def test_every_weight_is_the_one_that_is_dequantized():
+    """To the bit: a row of x takes one weight of each output."""
+    weight = parts(int4_weight(40, 256))
+    found = torch.cat([product(rows, *weight, count=1) for rows in torch.eye(256).bfloat16().split(64)])
+    assert torch.equal(found.T, int4.dequantized(*weight)[0].bfloat16())
+
+
+def test_several_weights_of_one_input_are_side_by_side():
+    weights = [int4_weight(n, 512) for n in (128, 40, 130)]
+    x = activations(70, 512)
+    alone = [product(x, *parts(weight), count=1) for weight in weights]
+    assert torch.equal(product(x, *parts(*weights), count=1), torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
+    x, weight, arrived = activations(70, 1280), parts(int4_weight(130, 1280)), sums.counters()
+    for _ in range(2):  # the second call finds what the first one left
+        assert_right(product(x, *weight, arrived=arrived, count=count), x, weight)
+        assert not arrived.any()
+
+
+def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
+    for tiles in (1, 2, 42, 131, 132, 133, 2048):
+        for rows in range(1, 40):
+            count = int4_matmul.parts_of_k(rows, tiles, 84)
+            assert count == 1 or count * rows * tiles <= int4_matmul.SLOTS
+    assert int4_matmul.parts_of_k(1, 42, 84) == 6 and int4_matmul.parts_of_k(1, 8, 3) == 3
+
+
+def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
+    """As compiled for a dynamic number of rows, of which many leave nothing to divide."""
+    kept = torch.full((1,), 7.0)
+
+    class Dividing:
+        def __getitem__(self, programs):
+            def run(*args, **options) -> None:
+                args = (*args[:-3], kept, *args[-2:])  # before OUT and M
+                int4_matmul._int4_matmul_kernel[programs](*args, **options | {"DIVIDED": True})
+
+            return run
+
+    x, weight, arrived = activations(130, 512), parts(int4_weight(33, 512)), sums.counters()
+    with interpreted(sums, int4_matmul):
+        found = int4_matmul._launch_matmul(Dividing(), x, *weight, arrived, count=1)
+    assert_right(found, x, weight)
+    assert kept.item() == 7 and not arrived.any()
+
+
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        (self.qdata,), self.codes, self.steps = parts(int4_weight(48, 512))
+        self.arrived = sums.counters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
+
+
+def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
+    model = Linear()
+    program = export(model, (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=64)},))
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == ["eagle3.int4_matmul.default"]
+    x = activations(12, 512)
+    assert torch.equal(program.module()(x), model(x))
+    assert_right(model(x), x, ([model.qdata], model.codes, model.steps))
+
+
+def test_bad_arguments_are_named():
+    weight = parts(int4_weight(8, 256))
+    with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
+        int4_matmul.int4_matmul(activations(20, 128), *weight, sums.counters())
+    with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
+        product(torch.zeros(20, 256), *weight)
+
+
+TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "divided"), [(80, True), (86, False), (89, True), (90, True), (90, False), (100, True), (120, True)]
+)
+def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_path):
+    constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": int4_matmul.ROWS}
+    constants |= {"BLOCK_N": int4.TILE, "BLOCK_K": int4_matmul.BLOCK_K, "STAGES": int4_matmul.STAGES}
+    constants["DIVIDED"] = divided
+    found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, int4_matmul.WARPS)
+    assert found.stack == 0 and found.registers <= 255
+    assert 2 * (found.shared + 1024) <= SHARED
+    assert found.ptx.count("cp.async.cg.shared.global") > 0
