@@ -1,7 +1,7 @@
 """What a run takes of a GPU's memory, from configurations and headers alone, before any weight is read.
 
 Weights are counted as their kernels hold them, caches as they are. Intermediate tensors are known once a method is
-compiled (``launches.py``); before that, the largest of a long chunk are counted: bfloat16 copies of a quantized weight,
+compiled (``launches.py``); before that, the largest of a long chunk are counted: bfloat16 copies of INT8 weights,
 the partial sums of the draft's products, gate, up and their product.
 """
 
@@ -92,12 +92,22 @@ def _bytes_each(config: QuantConfig | None) -> float:
 
 def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
     layers = _layer_linears(skeleton.model)
-    prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
-    if plan.qlinear != "none":
-        prefill += BFLOAT16 * max(m.in_features * m.out_features for m in layers)
+    prefill = plan.method(PREFILL).max_len * _row_bytes(layers) + BFLOAT16 * _dequantized(plan, skeleton, layers)
     own = _layer_linears(draft)
     reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
     return max(prefill, reseed)
+
+
+def _dequantized(plan: Plan, skeleton: Skeleton, layers: list[nn.Linear]) -> int:
+    """Weights of the largest matrix of a layer that many rows dequantize: INT4 has a product of its own for them."""
+    if plan.qlinear == "checkpoint":
+        names = {f"{name}.weight" for name, m in _modules(skeleton.model).items() if any(m is each for each in layers)}
+        headers = ((skeleton.key_map(name), header) for name, header in plan.target_headers.items())
+        sizes = (h.elements for name, h in headers if name in names and h.quantized and "Int4" not in h.dtype)
+        return max(sizes, default=0)
+    recipe = _recipe(plan.qlinear, plan.target_config, skeleton.model)
+    kinds = ((m, recipe and recipe.get_config(f"{name}.weight")) for name, m in _modules(skeleton.model).items())
+    return max((m.weight.numel() for m, kind in kinds if kind and kind.bits != 4 and m in layers), default=0)
 
 
 def _layer_linears(model: nn.Module) -> list[nn.Linear]:
