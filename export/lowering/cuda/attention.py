@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3.export.lowering.cuda.dispatch import shared_counters
 from eagle3.export.lowering.cuda.kernels.attention import FEW, attention
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
@@ -14,11 +15,12 @@ class CudaAttention(EagerAttention):
 
     def __init__(self, shape: KVCacheShape):
         super().__init__(shape)
-        self.longest = shape.window or shape.slots
+        self.longest, self.windowed = shape.window or shape.slots, shape.window > 0
 
     def rows(self, input_pos: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the last position that each row attends to, [T] each: what ``mask`` says, which is a run."""
-        return input_pos - mask[0, 0].sum(-1) + 1, input_pos
+        first = input_pos - mask[0, 0].sum(-1) + 1 if self.windowed else torch.zeros_like(input_pos)
+        return first, input_pos
 
     def forward(
         self,
@@ -34,7 +36,8 @@ class CudaAttention(EagerAttention):
         keys, values = self.kv_cache.update(last, key.transpose(1, 2), value.transpose(1, 2))
         least, most = bounds(query.shape[1])
         few = min(most, FEW) if least <= 2 or most <= FEW else 0  # to a trace, lengths from 1 on are 2 and more
-        return attention(query, keys, values, first, last, scale, self.longest, few, softcap or 0.0, sinks)
+        arrived = shared_counters(query)
+        return attention(query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks)
 
 
 def bounds(length: int | torch.SymInt) -> tuple[int, int]:
