@@ -23,7 +23,7 @@ from eagle3.targets.spec import Window
 @dataclass(frozen=True)
 class KVCacheShape:
     """Of one layer. ``window`` is the sliding window or the chunk in tokens, 0 for full attention; ``sinks``: each head
-    has a logit that is no position's."""
+    has a logit that is no position's; ``chunked``: the window is a chunk."""
 
     kv_heads: int
     head_dim: int
@@ -31,6 +31,7 @@ class KVCacheShape:
     window: int = 0
     dtype: torch.dtype = torch.float32
     sinks: bool = False
+    chunked: bool = False
 
     @property
     def slots(self) -> int:

@@ -40,7 +40,7 @@ class Attend(nn.Module):
     def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS):
         super().__init__()
         self.window, self.chunked, self.softcap, self.sinks, self.slots = window, chunked, softcap, sinks, slots
-        self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None))
+        self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None, chunked=chunked))
 
     def forward(self, query, key, value, input_pos):
         mask = attention_mask(input_pos, self.slots, self.window, self.chunked)

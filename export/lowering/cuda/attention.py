@@ -15,12 +15,15 @@ class CudaAttention(EagerAttention):
 
     def __init__(self, shape: KVCacheShape):
         super().__init__(shape)
-        self.longest, self.windowed = shape.window or shape.slots, shape.window > 0
+        self.shape, self.longest = shape, shape.window or shape.slots
 
     def rows(self, input_pos: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last position that each row attends to, [T] each: what ``mask`` says, which is a run."""
-        first = input_pos - mask[0, 0].sum(-1) + 1 if self.windowed else torch.zeros_like(input_pos)
-        return first, input_pos
+        """The first and the last position that each row attends to, [T] each: the run that ``mask`` says, not read."""
+        if not self.shape.window:
+            return torch.zeros_like(input_pos), input_pos
+        if self.shape.chunked:
+            return input_pos - input_pos % self.shape.window, input_pos
+        return (input_pos - self.shape.window + 1).clamp(min=0), input_pos
 
     def forward(
         self,
