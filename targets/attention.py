@@ -23,7 +23,7 @@ from eagle3.targets.spec import Window
 @dataclass(frozen=True)
 class KVCacheShape:
     """Of one layer. ``window`` is the sliding window or the chunk in tokens, 0 for full attention; ``sinks``: each head
-    has a logit that is no position's."""
+    has a logit that is no position's; ``chunked``: the window is a chunk."""
 
     kv_heads: int
     head_dim: int
@@ -31,6 +31,7 @@ class KVCacheShape:
     window: int = 0
     dtype: torch.dtype = torch.float32
     sinks: bool = False
+    chunked: bool = False
 
     @property
     def slots(self) -> int:
@@ -60,14 +61,13 @@ class EagerAttention(nn.Module):
                 1, shape.max_seq_len, shape.kv_heads, shape.head_dim, shape.dtype, use_index_copy=True
             )
 
-    def rows(self, input_pos: Tensor, chunked: bool = False) -> Any:
+    def rows(self, input_pos: Tensor) -> Any:
         """What the layers of one kind (sliding or full) share in a forward: opaque to all but ``forward``.
 
         Args:
             input_pos: int64 [T], consecutive: each row attends to the positions up to its own, as far as a window goes
-            chunked: windows begin at multiples of themselves
         """
-        return input_pos, attention_mask(input_pos, self.shape, chunked)
+        return input_pos, attention_mask(input_pos, self.shape)
 
     def forward(
         self,
@@ -145,9 +145,11 @@ def ring_window(window: int, max_seq_len: int) -> int:
     return window if window < max_seq_len else 0
 
 
-def attention_mask(input_pos: Tensor, shape: KVCacheShape, chunked: bool = False) -> Tensor:
+def attention_mask(input_pos: Tensor, shape: KVCacheShape) -> Tensor:
     """Where rows at ``input_pos`` [T] attend: bool [1, 1, T, slots]."""
-    return ring_mask(input_pos, shape.window, chunked) if shape.window else causal_mask(input_pos, shape.slots)
+    if not shape.window:
+        return causal_mask(input_pos, shape.slots)
+    return ring_mask(input_pos, shape.window, shape.chunked)
 
 
 def causal_mask(input_pos: Tensor, slots: int) -> Tensor:

@@ -44,7 +44,7 @@ class DecoderLayersTarget(nn.Module):
             ring = ring_window(window.tokens, max_seq_len)
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             head_dim = getattr(attn, "qk_head_dim", None) or attn.head_dim
-            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn))
+            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn), attn.kv_window.chunked)
             attn.kv_attention = attention(shape)
 
     @property
@@ -99,7 +99,7 @@ class DecoderLayersTarget(nn.Module):
         for attn in (layer.self_attn for layer in self.layers):
             window = attn.kv_window
             if window not in rows:
-                rows[window] = attn.kv_attention.rows(input_pos, window.chunked)
+                rows[window] = attn.kv_attention.rows(input_pos)
         return rows
 
 

@@ -17,6 +17,7 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.backend import ranges
 from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
@@ -29,7 +30,7 @@ def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
     """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16."""
     given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest)]
     with interpreted(kernels):
-        found = kernels._launch(kernels._attention_kernel, kernels._attention_sum_kernel, *given, BLOCK_N=keys)
+        found = kernels._launch(kernels._attention_kernel, *given, BLOCK_N=keys)
     return found.to(query.dtype)
 
 
@@ -38,11 +39,11 @@ class Attend(nn.Module):
 
     def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS):
         super().__init__()
-        self.window, self.chunked, self.softcap, self.sinks, self.slots = window, chunked, softcap, sinks, slots
-        self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None))
+        self.softcap, self.sinks = softcap, sinks
+        self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None, chunked=chunked))
 
     def forward(self, query, key, value, input_pos):
-        rows = self.attention.rows(input_pos, self.chunked)
+        rows = self.attention.rows(input_pos)
         return self.attention(query, key, value, rows, 0.25, softcap=self.softcap, sinks=self.sinks)
 
 
@@ -99,7 +100,7 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window):
         last = given_now[3]
         begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
         cache = ours.attention.kv_cache
-        rest = cache.k_cache, cache.v_cache, begins, last, 0.25, window or SLOTS
+        rest = cache.k_cache, cache.v_cache, begins, last, counters(), 0.25, window or SLOTS
         for divided in (0, 16):
             assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None), expected)
 
@@ -111,16 +112,15 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
     class Kept:
         def __getitem__(self, grid):
             def run(*given, **options) -> None:
-                kernels._attention_sum_kernel[grid](*given, **options)
-                kept["parts"], kept["stats"], kept["count"] = given[0], given[1], given[5]
+                kernels._attention_kernel[grid](*given, **options)
+                kept["arrived"], kept["parts"], kept["stats"], kept["count"] = given[6], given[7], given[8], given[11]
 
             return run
 
     first, last = (each[-rows:] for each in rest[2:4])
     with interpreted(kernels):
-        out = kernels._launch(
-            kernels._attention_kernel, Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=16
-        )
+        out = kernels._launch(Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=16)
+    assert not kept["arrived"].any()
     parts, stats = (kept[name][: kept["count"] * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
 
@@ -135,7 +135,7 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last):
     keys, values = ((torch.randint(-8, 9, (1, 2, slots, DIM)) / 8).bfloat16() for _ in range(2))
     at = torch.arange(last - 15, last + 1)
     first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
-    rest = keys, values, first, at, 0.25, window or slots, 16, 0.0, None
+    rest = keys, values, first, at, counters(), 0.25, window or slots, 16, 0.0, None
     parts, stats, out = split(16, query, *rest)
     for rows in (1, 8, 15):
         for found, expected in zip(split(rows, query, *rest), (parts, stats, out), strict=True):
@@ -157,7 +157,7 @@ def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch,
     slots = 2 * window or SLOTS
     cache = torch.randn(2, 1, 2, slots, DIM)
     first = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
-    by_interpreter(query, *cache, first, last, 0.25, window or slots, rows, 0.0, None, keys=32)
+    by_interpreter(query, *cache, first, last, counters(), 0.25, window or slots, rows, 0.0, None, keys=32)
     positions = sum(read) // 4  # keys and values of two heads
     attended = int(last[-1] - first[0]) + 1
     assert attended <= positions <= attended + 2 * 32  # blocks at both ends
@@ -173,8 +173,8 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
     given_now = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs(0, longest - 1 | 1)]
 
     def launched(*given: Any) -> Tensor:
-        seen.append(given[7])
-        return kernels._launch(MagicMock(), MagicMock(), *given)
+        seen.append(given[8])
+        return kernels._launch(MagicMock(), *given)
 
     def exported() -> dict[str, str]:
         return ranges(torch.export.export(module, tuple(given_now), dynamic_shapes=dynamic, strict=False))
@@ -189,10 +189,10 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
     chunk, _ = kernels.parts_of(4096, 4096, groups)
     constants = dict(
         KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
-        DIRECT=not divided, BLOCK_D=width, BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
+        DIRECT=not divided, BLOCK_D=width, COLUMNS=min(width, 128),
+        BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
     )  # fmt: skip
-    out = "*fp32" if divided else "*bf16"
-    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", out, "*fp32", "i32", "i32"]
+    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
     kernel = kernels._attention_kernel
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}

@@ -19,12 +19,12 @@ SCALE = 0.3
 class Layer(nn.Module):
     def __init__(self, kind, window: int, chunked: bool, softcap: float | None, sinks: bool):
         super().__init__()
-        self.attention = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window, sinks=sinks))
-        self.window, self.chunked, self.softcap = window, chunked, softcap
+        self.attention = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window, sinks=sinks, chunked=chunked))
+        self.softcap = softcap
         self.sinks = nn.Parameter(torch.tensor([0.5, -2.0, 3.0, 1.0]), requires_grad=False) if sinks else None
 
     def forward(self, query, key, value, input_pos):
-        rows = self.attention.rows(input_pos, self.chunked)
+        rows = self.attention.rows(input_pos)
         return self.attention(query, key, value, rows, SCALE, softcap=self.softcap, sinks=self.sinks)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3.export.lowering.cuda.dispatch import shared_counters
 from eagle3.export.lowering.cuda.kernels.attention import FEW, attention
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
@@ -16,16 +17,14 @@ class CudaAttention(EagerAttention):
         super().__init__(shape)
         self.longest = shape.window or shape.slots
 
-    def rows(self, input_pos: Tensor, chunked: bool = False) -> tuple[Tensor, Tensor]:
+    def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the last position that each row attends to, [T] each."""
         window = self.shape.window
         if not window:
-            first = torch.zeros_like(input_pos)
-        elif chunked:
-            first = input_pos - input_pos % window
-        else:
-            first = (input_pos - window + 1).clamp_min(0)
-        return first, input_pos
+            return torch.zeros_like(input_pos), input_pos
+        if self.shape.chunked:
+            return input_pos - input_pos % window, input_pos
+        return (input_pos - window + 1).clamp_min(0), input_pos
 
     def forward(
         self,
@@ -41,7 +40,8 @@ class CudaAttention(EagerAttention):
         keys, values = self.kv_cache.update(last, key.transpose(1, 2), value.transpose(1, 2))
         least, most = bounds(query.shape[1])
         few = min(most, FEW) if least <= 2 or most <= FEW else 0  # to a trace, lengths from 1 on are 2 and more
-        return attention(query, keys, values, first, last, scale, self.longest, few, softcap or 0.0, sinks)
+        arrived = shared_counters(query)
+        return attention(query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks)
 
 
 def bounds(length: int | torch.SymInt) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from eagle3.export.lowering.cuda.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
+from eagle3.export.lowering.cuda.fusion import fused_further
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
@@ -157,6 +158,7 @@ def lower(
     with (
         for_gpu,
         inductor.patch(OPTIONS),
+        fused_further(),
         counters_unchanged(),
         analyzed_once(),
         argmax_over_blocks(),

@@ -36,33 +36,34 @@ Handler = Callable[[Any, Any, Any, Any], Tensor]
 Product = Callable[[Tensor, Any], Tensor]  # of rows [M, K] and a weight
 
 _COUNTERS = {torch.device("cpu"): counters()}
-"""Of all products on a device. Of the host's a trace makes a constant, so that they are there before it begins."""
+"""Of a device's products and attention. Of the host's a trace makes a constant: they are there before it begins."""
 
 
-def _counters(x: Tensor) -> Tensor:
+def shared_counters(x: Tensor) -> Tensor:
+    """Counters on the device of ``x``."""
     if x.device not in _COUNTERS:
         _COUNTERS[x.device] = counters(x.device)
     return _COUNTERS[x.device]
 
 
 def _bf16(x: Tensor, weight: Tensor) -> Tensor:
-    return bf16_small_m(x, weight, _counters(x))
+    return bf16_small_m(x, weight, shared_counters(x))
 
 
 def _int4(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
-    return int4_small_m(x, *weight.parts, _counters(x))
+    return int4_small_m(x, *weight.parts, shared_counters(x))
 
 
 def _int4_many(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
-    return int4_matmul(x, *weight.parts, _counters(x))
+    return int4_matmul(x, *weight.parts, shared_counters(x))
 
 
 def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
-    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, _counters(x))
+    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, shared_counters(x))
 
 
 def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
-    return k_quant_small_m(x, *weight.parts, _counters(x))
+    return k_quant_small_m(x, *weight.parts, shared_counters(x))
 
 
 def _linear(few: Product, many: Product | None, otherwise: Handler, limit: int) -> Handler:

@@ -126,8 +126,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         if (number := _number(argument, rows)) is not None
     }
     grid = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
-    spaces = [value for name, value in values.items() if "numel" in name]
-    elements = math.prod(spaces) if spaces else None
+    elements = _elements(meta, values)
     weights, buffers = {}, {}
     for name in {argument for argument in arguments if isinstance(argument, str)}:
         if name in V.graph.mutated_buffers and name in V.graph.constants:
@@ -181,6 +180,22 @@ def _number(argument: Any, rows: int) -> int | None:
         return None
     value = sympy.sympify(argument)
     return int(value.subs(dict.fromkeys(value.free_symbols, rows)))
+
+
+def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
+    """The places that a kernel is over, None where it does not say; of combined ones those of the largest, the loops
+    rounded up to powers of 2."""
+    combined = meta.get("combo_grid_meta")
+    if combined is None:
+        spaces = [value for name, value in values.items() if "numel" in name]
+        return math.prod(spaces) if spaces else None
+    found = []
+    for number in range(combined["num_kernels"]):
+        sizes = {axis: combined.get(f"{axis}numel_{number}", 0) for axis in ("x", "y")}
+        exact = {axis: values[f"{axis}numel_{number}"] if size is None else size for axis, size in sizes.items()}
+        hints = combined[f"size_hints_{number}"]
+        found.append(math.prod(exact.get(axis, size) for axis, size in hints.items()))
+    return max(found)
 
 
 def _bytes(shape: Any, dtype: Any, elements: int | None) -> int:

@@ -50,8 +50,8 @@ class LlmOpsAttention(nn.Module):
             self.register_buffer("sink_key", key, persistent=False)
             self.register_buffer("sink_value", value, persistent=False)
 
-    def rows(self, input_pos: Tensor, chunked: bool = False) -> Rows:
-        mask = attention_mask(input_pos, self.shape, chunked)
+    def rows(self, input_pos: Tensor) -> Rows:
+        mask = attention_mask(input_pos, self.shape)
         if self.window:
             slots, seen = input_pos % self.slots, mask
             if self.sinks:

@@ -6,10 +6,10 @@ key-value head, below each other; only a chunk of prefill, or heads too wide for
 which find the keys in L2.
 
 A few rows fill a GPU only when the positions are divided: among programs of ``chunk`` positions each, counted from
-position 0. Each leaves its maximum, sum and weighted values in float32, at its number modulo the programs; a second
-kernel adds them. So neither what is added nor its order depends on the other rows of a call, and positions that a row
-does not attend to add exact zeros: as compiled for a method, the kernel gives a row the same bits with any number of
-rows up to ``FEW``.
+position 0. Each leaves its maximum, sum and weighted values in float32, at its number modulo the programs; the last to
+arrive (see ``sums``) adds them in the order of these numbers. So neither what is added nor its order depends on the
+other rows of a call, and positions that a row does not attend to add exact zeros: as compiled for a method, the kernel
+gives a row the same bits with any number of rows up to ``FEW``.
 
 Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for the product with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -33,13 +33,13 @@ MOST_PARTS = 64
 
 @triton.jit
 def _attention_kernel(
-    Q, K, V, FIRST, LAST, SINKS, OUT, STATS, rows, parts,
+    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Q bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]; OUT bf16 [rows, heads, D], or float32 [parts, ...]
-    # with STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum.
+    # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]. Unless DIRECT: PARTS float32 [parts, rows,
+    # heads, D], STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum.
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -88,39 +88,42 @@ def _attention_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * shrunk[:, None])
 
     here = packed < rows * GROUPS
+    sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
     if DIRECT:
-        if HAS_SINKS:
-            total += tl.exp2(tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634 - top)
+        total += tl.exp2(sink - top)
         out = (acc / total[:, None]).to(OUT.dtype.element_ty)
         tl.store(OUT + at[:, None] * D + d[None, :], out, mask=here[:, None] & (d[None, :] < D))
     else:
-        at += (part * rows).to(tl.int64) * (KV_HEADS * GROUPS)
-        tl.store(STATS + at * 2, top, mask=here)
-        tl.store(STATS + at * 2 + 1, total, mask=here)
-        tl.store(OUT + at[:, None] * D + d[None, :], acc, mask=here[:, None] & (total > 0)[:, None] & (d[None, :] < D))
-
-
-@triton.jit
-def _attention_sum_kernel(
-    PARTS, STATS, SINKS, OUT, rows, parts,
-    HEADS: tl.constexpr, D: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    # one row and head, BLOCK_D of its columns: [parts, rows, HEADS, D] -> [rows, HEADS, D]
-    at = tl.program_id(0)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    part = tl.arange(0, BLOCK_P)
-    from_part = at + part.to(tl.int64) * (rows * HEADS)
-    top = tl.load(STATS + from_part * 2, mask=part < parts, other=-1e30)
-    total = tl.load(STATS + from_part * 2 + 1, mask=part < parts, other=0)
-    highest = tl.max(top, 0)
-    share = tl.exp2(top - highest)
-    here = (total > 0)[:, None] & (d < D)[None, :]
-    values = tl.load(PARTS + from_part[:, None] * D + d[None, :], mask=here, other=0)
-    sums = tl.sum(total * share, 0)
-    if HAS_SINKS:
-        sums += tl.exp2(tl.load(SINKS + at % HEADS).to(tl.float32) * 1.4426950408889634 - highest)
-    out = tl.sum(values * share[:, None], 0) / sums
-    tl.store(OUT + at.to(tl.int64) * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
+        whole = (rows * KV_HEADS * GROUPS).to(tl.int64)
+        mine = at + part * whole
+        tl.store(STATS + mine * 2, top, mask=here)
+        tl.store(STATS + mine * 2 + 1, total, mask=here)
+        kept = here[:, None] & (total > 0)[:, None] & (d[None, :] < D)
+        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=kept)
+        counter, arrived = ARRIVED + tile * KV_HEADS + kv_head, 0
+        if parts > 1:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            for column in tl.range(0, BLOCK_D, COLUMNS):
+                c = column + tl.arange(0, COLUMNS)
+                these = here[:, None] & (c[None, :] < D)
+                highest, sums = sink, tl.where(sink > float("-inf"), 1.0, 0.0)
+                out = tl.full((BLOCK_M, COLUMNS), 0, tl.float32)
+                for other in tl.range(parts):
+                    its = at + other * whole
+                    its_top = tl.load(STATS + its * 2, mask=here, other=0, cache_modifier=".cg")
+                    its_total = tl.load(STATS + its * 2 + 1, mask=here, other=0, cache_modifier=".cg")
+                    filled = these & (its_total > 0)[:, None]
+                    its_out = tl.load(PARTS + its[:, None] * D + c[None, :], filled, 0, cache_modifier=".cg")
+                    raised = tl.maximum(highest, its_top)
+                    shrunk, share = tl.exp2(highest - raised), tl.exp2(its_top - raised)
+                    highest, sums = raised, tl.fma(its_total, share, sums * shrunk)
+                    out = tl.fma(its_out, tl.broadcast_to(share[:, None], (BLOCK_M, COLUMNS)), out * shrunk[:, None])
+                tl.store(OUT + at[:, None] * D + c[None, :], (out / sums[:, None]).to(OUT.dtype.element_ty), these)
+            tl.store(counter, 0, mask=parts > 1)
 
 
 def _tuned(*configs: tuple[int, int, int]) -> Any:
@@ -152,7 +155,7 @@ def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
 
 
 def _launch(
-    kernel: Any, add: Any, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor,
+    kernel: Any, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, arrived: Tensor,
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, **options,
 ) -> Tensor:  # fmt: skip
     if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
@@ -168,23 +171,16 @@ def _launch(
     direct = not divided_rows or parts == 1
     out, has_sinks = torch.empty_like(query), sinks is not None
     if direct:
-        parts, into, stats = 1, out, out
+        parts, unsummed, stats = 1, out, out
     else:
-        into = torch.empty(parts * FEW + rows, heads, width, dtype=torch.float32, device=query.device)
+        unsummed = torch.empty(parts * FEW + rows, heads, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
-        query, keys, values, first, last, sinks if has_sinks else query, into, stats, rows, parts,
+        query, keys, values, first, last, sinks if has_sinks else query, arrived, unsummed, stats, out, rows, parts,
         KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap,
-        HAS_SINKS=has_sinks, DIRECT=direct, BLOCK_D=block_d, BLOCK_M=block_m, **options,
+        HAS_SINKS=has_sinks, DIRECT=direct, BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
     )  # fmt: skip
-    if not direct:
-        columns = min(block_d, 64)
-        add[(rows * heads, triton.cdiv(width, columns))](
-            into, stats, sinks if has_sinks else query, out, rows, parts,
-            HEADS=heads, D=width, HAS_SINKS=has_sinks,
-            BLOCK_P=triton.next_power_of_2(parts_of(longest, slots, groups)[1]), BLOCK_D=columns,
-        )  # fmt: skip
     return out
 
 
@@ -195,6 +191,7 @@ def attention(
     values: Tensor,
     first: Tensor,
     last: Tensor,
+    arrived: Tensor,
     scale: float,
     longest: int,
     divided_rows: int,
@@ -208,6 +205,7 @@ def attention(
         query: bfloat16 [1, T, heads, head_dim], T may be dynamic
         keys, values: bfloat16 [1, kv_heads, slots, head_dim], contiguous; position p is in slot p % slots
         first, last: int64 [T], what row t attends to, inclusively; neither falls from row to row
+        arrived: ``sums.counters()``, as they were when it returns
         scale: factor on the products of query and key
         longest: the most positions that a row attends to
         divided_rows: the positions are divided among programs for up to ``FEW`` rows, which the tiles suit best for
@@ -221,9 +219,9 @@ def attention(
     Raises:
         ValueError: (on CUDA) another dtype, a cache that is not contiguous
     """
-    given = query, keys, values, first, last, scale, longest, divided_rows, softcap, sinks
+    given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
     kernel = _divided_kernel if divided_rows else _chunk_kernel
-    return _launch(wrap_triton(kernel), wrap_triton(_attention_sum_kernel), *given)
+    return _launch(wrap_triton(kernel), *given)
 
 
 @attention.register_kernel("cpu")
@@ -233,6 +231,7 @@ def attention_reference(
     values: Tensor,
     first: Tensor,
     last: Tensor,
+    arrived: Tensor,
     scale: float,
     longest: int,
     divided_rows: int,

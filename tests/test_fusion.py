@@ -1,0 +1,110 @@
+"""What Inductor makes of independent kernels: one, whose numbers by the interpreter are the eager ones."""
+
+import importlib.util
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import triton.language as tl
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch import nn
+from torch._inductor import config as inductor
+from torch._inductor.codecache import CudaKernelParamCache
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.virtualized import V
+from triton.runtime.interpreter import InterpretedFunction
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.backend import OPTIONS
+from eagle3.export.lowering.cuda.fusion import fused_further
+from eagle3.export.lowering.cuda.launches import recorded_launches
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
+
+ROWS, WIDTH = 4, 16
+HEADER = """import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_helpers import math as tl_math
+
+"""
+
+
+def normed(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Step(nn.Module):
+    """A norm of queries, one of keys that go to a cache, and a table of angles, which two read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(32, 2 * WIDTH))
+        self.register_buffer("frequencies", torch.linspace(1, 2, WIDTH))
+
+    def forward(self, query, key, at):
+        self.cache.index_copy_(0, at, normed(key) + 1)
+        cos = (at[:, None] * self.frequencies).cos()
+        return normed(query), self.cache[:8] * 2, query[:, 1] * cos, key[:, :WIDTH] * cos
+
+
+def lowered(module, given):
+    """What the compiled module calls, in order: kernels with their arguments; and what the arguments are."""
+    program = torch.export.export(module, given, strict=False)
+    specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
+    called, graph = [], SimpleNamespace()
+
+    def note(self, kernel_name, call_args, **kwargs):
+        called.append((kernel_name, list(call_args)))
+        call(self, kernel_name, call_args, **kwargs)
+
+    def keep(self):
+        finish(self)
+        graph.sources = dict(self._kernel_name_to_body)
+        graph.blocks = {name: CudaKernelParamCache.get(name)["config"] for name, _ in called}
+        graph.inputs = {name: tuple(map(int, x.get_size())) for name, x in V.graph.graph_inputs.items()}
+        graph.outputs = V.graph.get_output_names()
+        graph.buffers = {name: tuple(map(int, x.get_size())) for name, x in V.graph.name_to_buffer.items()}
+
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}) as launches:
+        call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
+        with patch.multiple(CppWrapperGpu, _generate_kernel_call_helper=note, finalize_prefix=keep):
+            to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+    (recorded,) = launches.values()
+    graph.grids = {entry["kernel"]: entry["grid"] for entry in recorded["launches"]}
+    return called, graph
+
+
+def function(name, source, folder):
+    """A kernel of generated code, without what would compile it."""
+    path = folder / f"{name}.py"
+    path.write_text(HEADER + source[source.index(f"def {name}(") :].split("'''")[0])
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.libdevice = tl.math
+    return InterpretedFunction(getattr(module, name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_independent_kernels_are_one_launch_and_compute_what_they_did(tmp_path):
+    torch.manual_seed(0)
+    given = torch.randn(ROWS, 8, WIDTH), torch.randn(ROWS, 2 * WIDTH), torch.tensor([3, 4, 5, 9])
+    called, graph = lowered(Step(), given)
+    assert len(called) == 2 and "cache" in called[0][1], called
+    assert sum(source.count("tl_math.cos(") for source in graph.sources.values()) == 1
+
+    by_shape, eager = {tuple(x.shape): x for x in given}, Step()
+    values = {name: torch.empty(shape) for name, shape in graph.buffers.items()}
+    values |= {name: by_shape[shape] for name, shape in graph.inputs.items()}
+    values |= {name: buffer.clone() for name, buffer in eager.named_buffers()}
+    with interpreted():
+        for name, places in called:
+            arguments = [values[place] if isinstance(place, str) else int(place) for place in places]
+            run = function(name, graph.sources[name], tmp_path)
+            run[tuple(graph.grids[name])](*arguments, **graph.blocks[name])
+    for found, expected in zip((values[name] for name in graph.outputs), eager(*given), strict=True):
+        torch.testing.assert_close(found, expected)
