@@ -96,7 +96,7 @@ def _attention_kernel(
         out = (acc / total[:, None]).to(OUT.dtype.element_ty)
         tl.store(OUT + at[:, None] * D + d[None, :], out, mask=here[:, None] & (d[None, :] < D))
     else:
-        whole = (rows * KV_HEADS * GROUPS).to(tl.int64)
+        whole = tl.full((), KV_HEADS * GROUPS, tl.int64) * rows  # a single row is a number of the compiler's
         mine = at + part * whole
         tl.store(STATS + mine * 2, top, mask=here)
         tl.store(STATS + mine * 2 + 1, total, mask=here)
