@@ -1,8 +1,8 @@
 """What a run takes of a GPU's memory, from configurations and headers alone, before any weight is read.
 
 Weights are counted as their kernels hold them, caches as they are. Intermediate tensors are known once a method is
-compiled (``launches.py``); before that, the largest of a long chunk are counted: bfloat16 copies of INT8 weights,
-the partial sums of the draft's products, gate, up and their product.
+compiled (``launches.py``); before that, the largest of a long chunk are counted: bfloat16 copies of a quantized weight
+that is not INT4, the partial sums of products, gate, up and their product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.experts import is_fused
-from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_matmul, sums
 from eagle3.export.lowering.cuda.quantization import fitted_recipe
 from eagle3.export.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
 from eagle3.export.plan import Plan, draft_rows, plan_methods, small_m_limit
@@ -92,22 +92,28 @@ def _bytes_each(config: QuantConfig | None) -> float:
 
 def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
     layers = _layer_linears(skeleton.model)
-    prefill = plan.method(PREFILL).max_len * _row_bytes(layers) + BFLOAT16 * _dequantized(plan, skeleton, layers)
+    prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
+    if plan.qlinear != "none":
+        prefill += max(int4_matmul.PARTS_BYTES, _copy(plan, skeleton))
     own = _layer_linears(draft)
     reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
     return max(prefill, reseed)
 
 
-def _dequantized(plan: Plan, skeleton: Skeleton, layers: list[nn.Linear]) -> int:
-    """Weights of the largest matrix of a layer that many rows dequantize: INT4 has a product of its own for them."""
+def _copy(plan: Plan, skeleton: Skeleton) -> int:
+    """Of the largest matrix that a long chunk dequantizes: INT4 is decoded as it is multiplied."""
+    linears = set(map(id, _layer_linears(skeleton.model)))
+    names = {f"{name}.weight": m for name, m in _modules(skeleton.model).items() if id(m) in linears}
     if plan.qlinear == "checkpoint":
-        names = {f"{name}.weight" for name, m in _modules(skeleton.model).items() if any(m is each for each in layers)}
-        headers = ((skeleton.key_map(name), header) for name, header in plan.target_headers.items())
-        sizes = (h.elements for name, h in headers if name in names and h.quantized and "Int4" not in h.dtype)
-        return max(sizes, default=0)
-    recipe = _recipe(plan.qlinear, plan.target_config, skeleton.model)
-    kinds = ((m, recipe and recipe.get_config(f"{name}.weight")) for name, m in _modules(skeleton.model).items())
-    return max((m.weight.numel() for m, kind in kinds if kind and kind.bits != 4 and m in layers), default=0)
+        headers = {skeleton.key_map(name): header for name, header in plan.target_headers.items()}
+        dequantized = {
+            name for name in names.keys() & headers if headers[name].quantized and "Int4" not in headers[name].dtype
+        }
+    else:
+        recipe = _recipe(plan.qlinear, plan.target_config, skeleton.model)
+        configs = {name: recipe.get_config(name) for name in names} if recipe else {}
+        dequantized = {name for name, config in configs.items() if config and config.bits != 4}
+    return BFLOAT16 * max((names[name].weight.numel() for name in dequantized), default=0)
 
 
 def _layer_linears(model: nn.Module) -> list[nn.Linear]:
