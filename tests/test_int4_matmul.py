@@ -135,3 +135,7 @@ def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_pa
     assert found.stack == 0 and found.registers <= 255
     assert 2 * (found.shared + 1024) <= SHARED
     assert found.ptx.count("cp.async.cg.shared.global") > 0
+    # Each of a lane's 64 weights is decoded, the two of a byte by powers of their own: 2^124 and 2^120.
+    assert all(str((127 + power) << 23) in found.ptx for power in (124, 120))
+    if arch not in (90, 100):  # whose products are wgmma's and tcgen05's where the GPU is at hand
+        assert found.loop.count("FFMA") >= 64 and "HMMA" in found.loop

@@ -2,7 +2,7 @@
 
 Weights are counted as their kernels hold them, caches as they are. Intermediate tensors are known once a method is
 compiled (``launches.py``); before that, the largest of a long chunk are counted: bfloat16 copies of a quantized weight
-that is not INT4, the partial sums of products, gate, up and their product.
+that is not INT4, the partial sums of the draft's products, gate, up and their product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.config import RECIPES
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.experts import is_fused
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_matmul, sums
+from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
 from eagle3.export.lowering.cuda.quantization import fitted_recipe
 from eagle3.export.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
 from eagle3.export.plan import Plan, draft_rows, plan_methods, small_m_limit
@@ -92,9 +92,7 @@ def _bytes_each(config: QuantConfig | None) -> float:
 
 def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
     layers = _layer_linears(skeleton.model)
-    prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
-    if plan.qlinear != "none":
-        prefill += max(int4_matmul.PARTS_BYTES, _copy(plan, skeleton))
+    prefill = plan.method(PREFILL).max_len * _row_bytes(layers) + _copy(plan, skeleton)
     own = _layer_linears(draft)
     reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
     return max(prefill, reseed)

@@ -35,8 +35,6 @@ STAGES = 4
 WARPS = 4
 SLOTS = 264
 """Programs that run at a time, two on each of 132 SMs (H100, H200): fewer tiles are divided along K."""
-PARTS_BYTES = 4 * SLOTS * ROWS * TILE
-"""What programs that share K keep, at most."""
 MOST_PARTS = 8
 """Of K."""
 
@@ -164,7 +162,7 @@ def _launch_matmul(
     count = count or parts_of_k(row_tiles, tiles, k // BLOCK)
     out = torch.empty(m, n0 + n1 + n2, dtype=x.dtype, device=x.device)
     divided = not statically_known_true(count == 1)
-    parts = torch.empty(PARTS_BYTES // 4, dtype=torch.float32, device=x.device) if divided else arrived
+    parts = torch.empty(SLOTS * ROWS * TILE, dtype=torch.float32, device=x.device) if divided else arrived
     kernel[(row_tiles, tiles, count)](
         x, q0, q1, q2, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
         BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
