@@ -10,7 +10,7 @@ of a code make a float32 without a conversion: where they lie in a word they are
 the multiplication that brings it to size also subtracts the zero point.
 
 Tiles of rows that read the same weights start together, so that L2 serves all but one. Where the tiles would leave half
-of a GPU idle, programs share K; what they add is kept in as much memory as ``SLOTS`` tiles take, whatever the rows, and
+of a GPU idle, programs share K; what they add takes the memory of ``SLOTS`` tiles at most, and
 the last to arrive adds it in the order of K.
 """
 
@@ -162,7 +162,8 @@ def _launch_matmul(
     count = count or parts_of_k(row_tiles, tiles, k // BLOCK)
     out = torch.empty(m, n0 + n1 + n2, dtype=x.dtype, device=x.device)
     divided = not statically_known_true(count == 1)
-    parts = torch.empty(SLOTS * ROWS * TILE, dtype=torch.float32, device=x.device) if divided else arrived
+    sums = count * row_tiles * tiles * (ROWS * TILE)
+    parts = torch.empty(sums, dtype=torch.float32, device=x.device) if divided else arrived
     kernel[(row_tiles, tiles, count)](
         x, q0, q1, q2, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
         BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
