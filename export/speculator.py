@@ -43,7 +43,7 @@ class Eagle3Speculator(nn.Module):
         anything attends to them. The length of the chain is that of the window.
         """
         state, taps = self.target(tokens, input_pos, self.taps)
-        ids = self.target.logits(state).argmax(-1)
+        ids = self.target.scores(state).argmax(-1)
         differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # cumprod has no kernel among ExecuTorch's
         accepted = (differing == 0).sum(1)
         logits, recurrent = self.draft(ids, self._feature(state, taps), input_pos, accepted=accepted)
