@@ -162,7 +162,9 @@ def _launch_matmul(
     count = count or parts_of_k(row_tiles, tiles, k // BLOCK)
     out = torch.empty(m, n0 + n1 + n2, dtype=x.dtype, device=x.device)
     divided = not statically_known_true(count == 1)
-    sums = count * row_tiles * tiles * (ROWS * TILE)
+    # Of a size that is a number: for one that depends on the rows AOTInductor's code calls what not every runtime has.
+    most = next((rows for rows in (1, 2, 4, 8, 16) if statically_known_true(row_tiles <= rows)), SLOTS)
+    sums = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE
     parts = torch.empty(sums, dtype=torch.float32, device=x.device) if divided else arrived
     kernel[(row_tiles, tiles, count)](
         x, q0, q1, q2, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
