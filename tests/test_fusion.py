@@ -69,7 +69,7 @@ def lowered(module, given):
         graph.outputs = V.graph.get_output_names()
         graph.buffers = {name: tuple(map(int, x.get_size())) for name, x in V.graph.name_to_buffer.items()}
 
-    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}) as launches:
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}, {}) as launches:
         call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
         with patch.multiple(CppWrapperGpu, _generate_kernel_call_helper=note, finalize_prefix=keep):
             to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
