@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eagle3.export.lowering.cuda.kernels import small_m
+from eagle3.export.lowering.cuda.named_gpu import configurations
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 99 * 1024
@@ -39,12 +40,10 @@ def usage(kernel, types: list[str], constants: dict, arch: int, folder: Path, wa
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
 
-    def told(tool: str, flag: str) -> str:
-        return subprocess.run([TOOLS / tool, flag, cubin], capture_output=True, text=True, check=True).stdout
-
-    resources = told("cuobjdump", "-res-usage")
-    registers, stack = (int(re.search(rf"{key}:(\d+)", resources)[1]) for key in ("REG", "STACK"))
-    return Usage(registers, stack, compiled.metadata.shared, main_loop(told("nvdisasm", "-c")), compiled.asm["ptx"])
+    command = [TOOLS / "nvdisasm", "-c", cubin]
+    disassembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = configurations.usage(compiled.asm["cubin"])
+    return Usage(registers, stack, compiled.metadata.shared, main_loop(disassembly), compiled.asm["ptx"])
 
 
 def main_loop(disassembly: str) -> tuple[str, ...]:

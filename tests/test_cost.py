@@ -22,7 +22,7 @@ from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_
 from eagle3.runner.contract.gpus import GPUS
 from eagle3.runner.inspect import cost as cost_module
 from eagle3.runner.inspect.cli import main
-from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop, resident
+from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
 from eagle3.runner.inspect.cuda import kind_of
 from eagle3.runner.inspect.program import cuda_kernels
 from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
@@ -137,10 +137,10 @@ def test_the_main_loop_is_that_for_the_rows_and_may_be_unrolled():
 
 def test_blocks_on_an_sm_are_those_that_its_least_resource_allows():
     gpu = GPUS["A100"]
-    assert resident(32, 0, 64, gpu) == gpu.blocks_per_multiprocessor
-    assert resident(32, 0, 1024, gpu) == 2048 // 1024
-    assert resident(121, 0, 128, gpu) == 65536 // (128 * 128)
-    assert resident(32, 40 << 10, 128, gpu) == 164 // 41
+    assert gpu.resident(32, 0, 64) == gpu.blocks_per_multiprocessor
+    assert gpu.resident(32, 0, 1024) == 2048 // 1024
+    assert gpu.resident(121, 0, 128) == 65536 // (128 * 128)
+    assert gpu.resident(32, 40 << 10, 128) == 164 // 41
 
 
 def test_a_kernel_that_does_not_fit_is_named(counted):
@@ -208,11 +208,12 @@ def test_a_kernel_of_another_export_is_named(counted, monkeypatch):
 
 def test_products_of_kernels_by_their_constants():
     tile = {"N": 100, "K": 1024, "BLOCK_N": 64}
-    pair = {"N0": 256, "N1": 100, "K": 1024, "SPLITS": 4}  # two tiles of 128 outputs, and one
+    # Tiles of 128 outputs: two of the first weight, one of the second.
+    pair = {"N0": 256, "N1": 100, "K": 1024, "BLOCK_N": 128, "BLOCK_K": 256, "SPLITS": 4}
     one = products("_int4_small_m_kernel", pair, 3 * 4, 8)
     assert (one.weights, one.multiply_adds, one.iterations) == (128 * 256, 128 * 256 * 8, 3 * 4)
     assert products("_int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
-    eight = products("_int8_small_m_kernel", tile | {"CHUNK": 32}, 2, 9)
+    eight = products("_int8_small_m_kernel", tile | {"BLOCK_K": 256}, 2, 9)
     assert (eight.weights, eight.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
     template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
     assert (template.weights, template.iterations) == (64 * 32, 2 * 32)

@@ -5,7 +5,13 @@ of the cards (SXM where there are several). Sizes are in bytes, bandwidth in byt
 a block may opt into, the clock in Hz as under load on the matrix units, where it is not the data sheet's highest.
 """
 
+import math
 from dataclasses import dataclass
+
+REGISTERS = 65536
+"""Of a multiprocessor, of any."""
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that the driver takes of each block."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,17 @@ class Gpu:
         """90 for sm_90."""
         return self.capability[0] * 10 + self.capability[1]
 
+    def resident(self, registers: int, shared: int, threads: int) -> int:
+        """Blocks that run on one multiprocessor at a time: of ``threads``, each with so many registers, and so many
+        bytes of shared memory. Registers are given to a warp 8 a thread at a time."""
+        return min(
+            self.blocks_per_multiprocessor,
+            self.threads_per_multiprocessor // threads,
+            REGISTERS // (math.ceil(registers / 8) * 8 * threads),
+            self.shared_memory_per_multiprocessor // (shared + RESERVED_SHARED),
+        )
 
-REGISTERS = 65536
-"""Of a multiprocessor, of any."""
+
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 CONTEXT_BYTES = 512 * MB
 """Of a GPU's memory, what CUDA, PyTorch and loaded kernels take beside tensors: commonly 300 to 600 MB."""

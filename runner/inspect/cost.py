@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY
-from eagle3.runner.contract.gpus import REGISTERS, Gpu
+from eagle3.runner.contract.gpus import Gpu
 from eagle3.runner.inspect.cuda import KERNEL_KINDS, kind_of
 from eagle3.runner.inspect.sass import Code, Loop, read_codes
 
@@ -26,7 +26,6 @@ LAUNCH_SECONDS = 2e-6
 LATENCY_SECONDS = 0.5e-6
 """From a load of a busy GPU to its data."""
 WARP, SCHEDULERS = 32, 4
-RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes of each block
 
 
 def launches_of(record: Mapping[str, Any] | None, model: str) -> dict[str, dict[str, Any]]:
@@ -153,7 +152,7 @@ def _seconds(
     entry: Mapping[str, Any], registers: int, instructions: float, in_flight: int, gpu: Gpu
 ) -> dict[str, float]:
     size = entry["weight_bytes"] + sum(size for size in entry["buffer_bytes"] if size > gpu.l2_cache)
-    on_one = resident(registers, entry["shared_bytes"], entry["threads"], gpu)
+    on_one = gpu.resident(registers, entry["shared_bytes"], entry["threads"])
     if not on_one:
         takes = f"{entry['threads']} threads of {registers} registers, {entry['shared_bytes']:,} bytes of shared memory"
         raise ValueError(f"{entry['kernel']} does not fit on {gpu.name} ({takes}): type another --gpu")
@@ -163,13 +162,3 @@ def _seconds(
         "issue": instructions / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
         "latency": LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0,
     }
-
-
-def resident(registers: int, shared: int, threads: int, gpu: Gpu) -> int:
-    """Blocks that run on one SM at a time; registers are given to a warp 8 a thread at a time."""
-    return min(
-        gpu.blocks_per_multiprocessor,
-        gpu.threads_per_multiprocessor // threads,
-        REGISTERS // (math.ceil(registers / 8) * 8 * threads),
-        gpu.shared_memory_per_multiprocessor // (shared + RESERVED_SHARED),
-    )

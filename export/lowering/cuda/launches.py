@@ -29,7 +29,6 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
-from eagle3.export.lowering.cuda.kernels import int4
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
@@ -215,11 +214,11 @@ def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
 def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
     """Of a kernel of quantized weights or a template, by the function's name and constants; None where it is neither.
 
-    A kernel that names its run of K ``BLOCK_K`` needs nothing more here.
+    They are found by the names of its constants: ``N``, or ``N0`` and so on of several weights, ``K``, ``BLOCK_N`` and
+    ``BLOCK_K``.
     """
-    run_of_k = RUNS_OF_K.get(kernel, lambda constants: constants.get("BLOCK_K"))(constants)
     outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
-    k, block_n = constants.get("K"), constants.get("BLOCK_N", BLOCKS_OF_N.get(kernel))
+    k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
     if None in (run_of_k, k, block_n) or not outputs:
         return None
     tiles = sum(math.ceil(n / block_n) for n in outputs)
@@ -230,11 +229,3 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     weights = block_n * run_of_k
     dots = 2 if kernel.startswith("_int8") else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
-
-
-RUNS_OF_K = {
-    "_int4_small_m_kernel": lambda constants: int4.BLOCK,
-    "_int8_small_m_kernel": lambda constants: 8 * constants["CHUNK"],
-    "_k_quant_small_m_kernel": lambda constants: 256,
-}
-BLOCKS_OF_N = {"_int4_small_m_kernel": int4.TILE}

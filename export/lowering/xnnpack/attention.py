@@ -40,7 +40,6 @@ class LlmOpsAttention(nn.Module):
     def __init__(self, shape: KVCacheShape):
         super().__init__()
         self.shape = shape
-        self.window, self.slots, self.head_dim, self.sinks = shape.window, shape.slots, shape.head_dim, shape.sinks
         width = shape.head_dim + (SINK_COLUMNS if shape.sinks else 0)
         for name in ("k_cache", "v_cache"):
             empty = torch.zeros(1, shape.slots + shape.sinks, shape.kv_heads, width, dtype=shape.dtype)
@@ -52,16 +51,16 @@ class LlmOpsAttention(nn.Module):
 
     def rows(self, input_pos: Tensor) -> Rows:
         mask = attention_mask(input_pos, self.shape)
-        if self.window:
-            slots, seen = input_pos % self.slots, mask
-            if self.sinks:
+        if self.shape.window:
+            slots, seen = input_pos % self.shape.slots, mask
+            if self.shape.sinks:
                 slots, seen = slots_after_the_sink(slots), mask_with_sink(mask)
             additive = torch.zeros_like(seen[0, 0], dtype=torch.float32).masked_fill(~seen[0, 0], float("-inf"))
             return Rows(0, slots[None], additive, mask)
         start = input_pos[0].item()
         torch._check(start >= 0)
-        torch._check(start + input_pos.shape[0] <= self.slots)
-        if self.sinks:
+        torch._check(start + input_pos.shape[0] <= self.shape.slots)
+        if self.shape.sinks:
             return Rows(start + 1, slots_after_the_sink(input_pos)[None], None, mask)
         return Rows(start, None, None, mask)
 
@@ -75,7 +74,7 @@ class LlmOpsAttention(nn.Module):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if self.sinks:
+        if self.shape.sinks:
             key, value = after_the_sink(key, self.sink_key), after_the_sink(value, self.sink_value)
         for new, cache in ((key, self.k_cache), (value, self.v_cache)):
             if rows.slots is None:
@@ -83,11 +82,13 @@ class LlmOpsAttention(nn.Module):
             else:
                 torch.ops.llama.update_cache_with_indices(new, cache, 0, rows.slots)
         if softcap is not None:
-            keys, values = (cache[:, self.sinks :, :, : self.head_dim] for cache in (self.k_cache, self.v_cache))
+            keys, values = (
+                cache[:, self.shape.sinks :, :, : self.shape.head_dim] for cache in (self.k_cache, self.v_cache)
+            )
             heads_first = (x.transpose(1, 2) for x in (query, keys, values))
             return attend(*heads_first, rows.mask, scale, softcap, sinks).transpose(1, 2)
         if sinks is not None:
             query = query_with_sinks(query, sinks, scale, self.k_cache.shape[-1])
         causal = rows.additive is None
         given = (query, self.k_cache, self.v_cache, rows.start, rows.additive, 0.0, causal, scale)
-        return torch.ops.llama.custom_sdpa(*given)[..., : self.head_dim]
+        return torch.ops.llama.custom_sdpa(*given)[..., : self.shape.head_dim]

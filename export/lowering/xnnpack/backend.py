@@ -65,7 +65,7 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
 def tracing(speculator: nn.Module, plan: Plan) -> Iterator[None]:
     """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form."""
     use_product_norms(speculator)
-    head_dims = {module.head_dim for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
+    head_dims = {module.shape.head_dim for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
     with product_rotary(speculator, head_dims), tanh_gelu(speculator):
         yield
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.sums import arrive
 from eagle3.targets.attention import attend
 
 FEW = 16
@@ -104,8 +105,7 @@ def _attention_kernel(
         tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=kept)
         counter, arrived = ARRIVED + tile * KV_HEADS + kv_head, 0
         if parts > 1:
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            arrived = arrive(counter)
         if arrived == parts - 1:
             for column in tl.range(0, BLOCK_D, COLUMNS):
                 c = column + tl.arange(0, COLUMNS)

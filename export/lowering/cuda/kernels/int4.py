@@ -83,46 +83,55 @@ def _add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _place(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr):
+    # Which of the weights the tile is of, its first output among that one's, their number, and how many are before.
+    # Pointers stay with the caller: PyTorch's analysis would take one given here for what the results come from, and
+    # the weight for written, once something is stored at a place that depends on them.
+    TILES0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    TILES1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    which, n0, outputs, before = 0, tile * BLOCK_N, N0, 0
+    if N1:  # noqa: SIM102  (of the two conditions one is the compiler's)
+        if tile >= TILES0:
+            which, n0, outputs, before = 1, n0 - TILES0 * BLOCK_N, N1, N0
+    if N2:  # noqa: SIM102
+        if tile >= TILES0 + TILES1:
+            which, n0, outputs, before = 2, n0 - TILES1 * BLOCK_N, N2, N0 + N1
+    return which, n0, outputs, before
+
+
+@triton.jit
 def _int4_small_m_kernel(
     X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    TILES0: tl.constexpr = (N0 + 127) // 128
-    TILES1: tl.constexpr = (N1 + 127) // 128
-    BLOCKS: tl.constexpr = K // 256
-    GROUPS: tl.constexpr = 256 // G
+    BLOCKS: tl.constexpr = K // BLOCK_K
+    GROUPS: tl.constexpr = BLOCK_K // G
     first = tl.program_id(2) * BLOCKS // SPLITS
     last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
     m0 = tl.program_id(0) * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
     tile = tl.program_id(1)
-    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * 128)
-    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * 128)
-    # Which of the weights the tile is of, and its place among the outputs of that one and of all.
-    Q, n0, outputs, before = Q0, tile * 128, N0, 0
-    if N1:  # noqa: SIM102  (of the two conditions one is the compiler's)
-        if tile >= TILES0:
-            Q, n0, outputs, before = Q1, n0 - TILES0 * 128, N1, N0
-    if N2:  # noqa: SIM102
-        if tile >= TILES0 + TILES1:
-            Q, n0, outputs, before = Q2, n0 - TILES1 * 128, N2, N0 + N1
+    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * BLOCK_N)
+    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * BLOCK_N)
+    which, n0, outputs, before = _place(tile, N0, N1, N2, BLOCK_N)
+    Q = tl.where(which == 2, Q2, tl.where(which == 1, Q1, Q0))
     # A lane's rows of the tile (8 apart) are neighbours in N: its scales and zero points lie side by side.
-    n = tl.arange(0, 128)
+    n = tl.arange(0, BLOCK_N)
     row = tl.arange(0, 64)
     row = (row % 8) * 16 + row // 8  # and 8 more in the second half
     # Offsets of 32 bits within the tile, from pointers of 64.
     X += m0.to(tl.int64) * K
     WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
-    x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, 256)[None, :]
-    if N0 % 128 == 0 and N1 % 128 == 0 and N2 % 128 == 0:
+    x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    if N0 % BLOCK_N == 0 and N1 % BLOCK_N == 0 and N2 % BLOCK_N == 0:
         words0_at = row[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
         words1_at = words0_at + K
     else:  # outputs past the end read the last one
         last_row = outputs - 1 - n0
         words0_at = tl.minimum(row, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
         words1_at = tl.minimum(row + 8, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
-    codes_at = (tl.arange(0, 8) * GROUPS // 8)[:, None] * 128 + n[None, :]
+    codes_at = (tl.arange(0, 8) * GROUPS // 8)[:, None] * BLOCK_N + n[None, :]
 
     # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
@@ -130,13 +139,16 @@ def _int4_small_m_kernel(
     ones = _ones(4)
     acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
-    codes, steps = tl.load(CODES + first * (GROUPS * 128) + codes_at), tl.load(STEPS + first * 128 + n)
+    codes, steps = tl.load(CODES + first * (GROUPS * BLOCK_N) + codes_at), tl.load(STEPS + first * BLOCK_N + n)
     for block in tl.range(first, last, num_stages=STAGES):
         words0 = tl.load(WORDS + block * 32 + words0_at)
         words1 = tl.load(WORDS + block * 32 + words1_at)
-        x = tl.load(X + block * 256 + x_at, mask=m[:, None] < M, other=0)
+        x = tl.load(X + block * BLOCK_K + x_at, mask=m[:, None] < M, other=0)
         after = tl.minimum(block + 1, BLOCKS - 1)
-        codes_after, steps_after = tl.load(CODES + after * (GROUPS * 128) + codes_at), tl.load(STEPS + after * 128 + n)
+        codes_after, steps_after = (
+            tl.load(CODES + after * (GROUPS * BLOCK_N) + codes_at),
+            tl.load(STEPS + after * BLOCK_N + n),
+        )
 
         x = tl.reshape(x, (BLOCK_M, 8, 4, 2, 2, 2))  # m, group, word, half, i // 2, i % 2
         x01, x23 = tl.split(tl.permute(x, (1, 2, 5, 3, 0, 4)))
@@ -147,7 +159,7 @@ def _int4_small_m_kernel(
         acc1 = _add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
         codes, steps = codes_after, steps_after
     total = tl.join(_sum_of_groups(acc0, 64, BLOCK_M), _sum_of_groups(acc1, 64, BLOCK_M))
-    total = tl.reshape(tl.permute(total, (2, 0, 1)), (128, BLOCK_M))
+    total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
     n = n0 + (n % 8) * 16 + n // 8
     store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS)
 
@@ -159,18 +171,23 @@ def _launch_int4(
     group = _group(x, qdata, codes, steps)
     _check_contiguous(*qdata, codes, steps)
     k = x.shape[1]
-    n0, n1, n2 = (*(each.shape[0] for each in qdata), 0, 0)[:MOST]
+    weights, (n0, n1, n2) = _as_most(qdata)
     count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
-    q0, q1, q2 = (*qdata, qdata[0], qdata[0])[:MOST]
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, q0, q1, q2, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
-            SPLITS=count, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+            x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
+            SPLITS=count, BLOCK_M=rows, BLOCK_N=TILE, BLOCK_K=BLOCK, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
     return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, arrived, run)
+
+
+def _as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """``MOST`` weights and their numbers of outputs, as the kernels take them: what is not there has none."""
+    missing = MOST - len(qdata)
+    return (*qdata, *[qdata[0]] * missing), (*(each.shape[0] for each in qdata), *[0] * missing)
 
 
 def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:

@@ -25,8 +25,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, MOST, TILE, _group, dequantized
+from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, _as_most, _group, _place, dequantized
 from eagle3.export.lowering.cuda.kernels.small_m import _check_contiguous
+from eagle3.export.lowering.cuda.kernels.sums import arrive
 
 ROWS, BLOCK_K = 64, 64
 """Of a tile of x: with 128 rows the sums would leave too few registers."""
@@ -73,8 +74,6 @@ def _int4_matmul_kernel(
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
-    TILES0: tl.constexpr = (N0 + 127) // 128
-    TILES1: tl.constexpr = (N1 + 127) // 128
     BLOCKS: tl.constexpr = K // 256
     GROUPS: tl.constexpr = 256 // G
     parts = tl.num_programs(2)
@@ -84,14 +83,8 @@ def _int4_matmul_kernel(
     tile = tl.program_id(1)
     CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * 128)
     STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * 128)
-    # Which of the weights the tile is of, and its place among the outputs of that one and of all.
-    Q, n0, outputs, before = Q0, tile * 128, N0, 0
-    if N1:  # noqa: SIM102  (of the two conditions one is the compiler's)
-        if tile >= TILES0:
-            Q, n0, outputs, before = Q1, n0 - TILES0 * 128, N1, N0
-    if N2:  # noqa: SIM102
-        if tile >= TILES0 + TILES1:
-            Q, n0, outputs, before = Q2, n0 - TILES1 * 128, N2, N0 + N1
+    which, n0, outputs, before = _place(tile, N0, N1, N2, BLOCK_N)
+    Q = tl.where(which == 2, Q2, tl.where(which == 1, Q1, Q0))
     n = tl.arange(0, 128)
     m = tl.arange(0, BLOCK_M)
     # Offsets of 32 bits within the tile, from pointers of 64; rows and outputs past the end read the last one.
@@ -131,8 +124,7 @@ def _int4_matmul_kernel(
         own = tile * tl.num_programs(0) + tl.program_id(0)
         sums = PARTS + own * (128 * BLOCK_M) + n[:, None] * BLOCK_M + m[None, :]
         tl.store(sums + tl.program_id(2) * tiles * (128 * BLOCK_M), acc)
-        tl.debug_barrier()
-        if tl.atomic_add(ARRIVED + own, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        if arrive(ARRIVED + own) == parts - 1:
             acc = tl.full((128, BLOCK_M), 0, tl.float32)
             for part in range(parts):
                 acc += tl.load(sums + part * tiles * (128 * BLOCK_M), cache_modifier=".cg")
@@ -156,8 +148,7 @@ def _launch_matmul(
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
     m, k = x.shape
-    n0, n1, n2 = (*(each.shape[0] for each in qdata), 0, 0)[:MOST]
-    q0, q1, q2 = (*qdata, qdata[0], qdata[0])[:MOST]
+    weights, (n0, n1, n2) = _as_most(qdata)
     x, tiles, row_tiles = x.contiguous(), codes.shape[0], (m + ROWS - 1) // ROWS
     count = count or parts_of_k(row_tiles, tiles, k // BLOCK)
     out = torch.empty(m, n0 + n1 + n2, dtype=x.dtype, device=x.device)
@@ -167,7 +158,7 @@ def _launch_matmul(
     sums = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE
     parts = torch.empty(sums, dtype=torch.float32, device=x.device) if divided else arrived
     kernel[(row_tiles, tiles, count)](
-        x, q0, q1, q2, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
+        x, *weights, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
         BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
     )  # fmt: skip
     return out

@@ -72,10 +72,10 @@ def _half_chunk(words, high, magic, C: tl.constexpr, BITS: tl.constexpr, BLOCK_N
 def _k_quant_small_m_kernel(
     X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, ARRIVED, PARTS, OUT, M,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(2) * (K // 256) // SPLITS
-    last = (tl.program_id(2) + 1) * (K // 256) // SPLITS
+    first = tl.program_id(2) * (K // BLOCK_K) // SPLITS
+    last = (tl.program_id(2) + 1) * (K // BLOCK_K) // SPLITS
     m0 = tl.program_id(0) * BLOCK_M
     n0 = tl.program_id(1) * BLOCK_N
     row = tl.arange(0, BLOCK_N)
@@ -88,16 +88,16 @@ def _k_quant_small_m_kernel(
     HIGHS = HIGH.to(tl.pointer_type(tl.uint16), bitcast=True) if BITS == 6 else HIGH
     HIGHS += n0.to(tl.int64) * (K // 8)
     X += m0.to(tl.int64) * K
-    x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, 256)[None, :]
+    x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     # Q6_K's two codes a chunk are read as one of 16 bits.
     CODES = SCALE.to(tl.pointer_type(tl.int16), bitcast=True) if BITS == 6 else SCALE
     CODES += n0.to(tl.int64) * (K // 32)
     MIN += n0.to(tl.int64) * (K // 32)
-    SCALE_STEP += n0.to(tl.int64) * (K // 256)
-    MIN_STEP += n0.to(tl.int64) * (K // 256)
+    SCALE_STEP += n0.to(tl.int64) * (K // BLOCK_K)
+    MIN_STEP += n0.to(tl.int64) * (K // BLOCK_K)
     row = tl.minimum(row, N - 1 - n0)
     code_at = row[None, :] * (K // 32) + tl.arange(0, 8)[:, None]
-    step_at = row * (K // 256)
+    step_at = row * (K // BLOCK_K)
 
     # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
@@ -110,13 +110,13 @@ def _k_quant_small_m_kernel(
         least, least_step = tl.load(MIN + first * 8 + code_at), tl.load(MIN_STEP + first + step_at)
     for block in tl.range(first, last, num_stages=STAGES):
         words = tl.load(WORDS + block * 32 + words_at)
-        x = tl.load(X + block * 256 + x_at, mask=m[:, None] < M, other=0)
+        x = tl.load(X + block * BLOCK_K + x_at, mask=m[:, None] < M, other=0)
         words = tl.permute(tl.reshape(words, (BLOCK_N, 8, 4)), (1, 0, 2))
         high = words
         if BITS > 4:
             high = tl.load(HIGHS + block * 32 + words_at)
             high = tl.permute(tl.reshape(high, (BLOCK_N, 8, 4)), (1, 0, 2)).to(tl.uint32)
-        after = tl.minimum(block + 1, K // 256 - 1)
+        after = tl.minimum(block + 1, K // BLOCK_K - 1)
         scale_after, scale_step_after = tl.load(CODES + after * 8 + code_at), tl.load(SCALE_STEP + after + step_at)
         if BITS < 6:
             least_after, least_step_after = tl.load(MIN + after * 8 + code_at), tl.load(MIN_STEP + after + step_at)
@@ -186,7 +186,7 @@ def _launch_k_quant(
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, qdata, high, scale, scale_step, minima, minima_step, arrived, parts, out, x.shape[0], N=n, K=k,
-            BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+            BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_K=256, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
     return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)

@@ -99,11 +99,12 @@ def _sum_of_groups(acc, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _int8_small_m_kernel(
     X, Q, SCALE, ZERO, ARRIVED, PARTS, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    CHUNK: tl.constexpr = BLOCK_K // 8
     N_WORDS: tl.constexpr = CHUNK // 4
-    BLOCKS: tl.constexpr = (K + 8 * CHUNK - 1) // (8 * CHUNK)
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first = tl.program_id(2) * BLOCKS // SPLITS
     last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
     m0 = tl.program_id(0) * BLOCK_M
@@ -112,7 +113,7 @@ def _int8_small_m_kernel(
     tile_row = _tile_rows(row, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
     word = tl.arange(0, 8 * N_WORDS)
-    k = tl.arange(0, 8 * CHUNK)
+    k = tl.arange(0, BLOCK_K)
     chunk = tl.arange(0, 8)
     WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 4)  # 4 codes each
     words_at = tl.minimum(tile_row, N - 1 - n0)[:, None] * (K // 4) + word[None, :]
@@ -131,14 +132,14 @@ def _int8_small_m_kernel(
     group = tl.minimum((first * 8 + chunk) * CHUNK // G, K // G - 1)[:, None]
     scale, zero = tl.load(SCALE + row + group), tl.load(ZERO + row + group)
     for block in tl.range(first, last, num_stages=STAGES):
-        if K % (8 * CHUNK) == 0:
+        if K % BLOCK_K == 0:
             words = tl.load(WORDS + block * (8 * N_WORDS) + words_at)
-            x = tl.load(X + block * (8 * CHUNK) + x_at, mask=m[:, None] < M, other=0)
+            x = tl.load(X + block * BLOCK_K + x_at, mask=m[:, None] < M, other=0)
         else:
             here = (block * (8 * N_WORDS) + word < K // 4)[None, :]
             words = tl.load(WORDS + block * (8 * N_WORDS) + words_at, mask=here, other=0)
-            here = (block * (8 * CHUNK) + k < K)[None, :]
-            x = tl.load(X + block * (8 * CHUNK) + x_at, mask=(m[:, None] < M) & here, other=0)
+            here = (block * BLOCK_K + k < K)[None, :]
+            x = tl.load(X + block * BLOCK_K + x_at, mask=(m[:, None] < M) & here, other=0)
         group = tl.minimum(((block + 1) * 8 + chunk) * CHUNK // G, K // G - 1)[:, None]
         scale_after, zero_after = tl.load(SCALE + row + group), tl.load(ZERO + row + group)
 
@@ -195,8 +196,8 @@ def _launch_int8(
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, CHUNK=chunk, SPLITS=count,
-            BLOCK_N=choice.n, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+            x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, SPLITS=count,
+            BLOCK_N=choice.n, BLOCK_K=8 * chunk, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
     return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)

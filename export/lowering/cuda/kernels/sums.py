@@ -89,6 +89,13 @@ def launch(
 
 
 @triton.jit
+def arrive(counter):
+    """How many programs were here before; what they wrote can be read, past L1, by whoever comes last."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
 def store(OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: tl.constexpr):
     # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile, as far as they are there
     here = (m[None, :] < M) & there[:, None]
@@ -99,8 +106,7 @@ def store(OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: t
         part = tl.full((), N, tl.int64) * M
         tl.store(PARTS + tl.program_id(2) * part + at, total, mask=here)
         tile = ARRIVED + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.debug_barrier()
-        if tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if arrive(tile) == SPLITS - 1:
             total = tl.load(PARTS + at, mask=here, other=0, cache_modifier=".cg")
             for split in tl.static_range(1, SPLITS):
                 total += tl.load(PARTS + split * part + at, mask=here, other=0, cache_modifier=".cg")

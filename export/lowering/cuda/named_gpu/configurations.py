@@ -19,7 +19,7 @@ from typing import Any
 import triton
 from triton import Config
 
-from eagle3.runner.contract.gpus import REGISTERS, Gpu
+from eagle3.runner.contract.gpus import Gpu
 
 WARPS, STAGES = (4, 8), (2, 1)
 
@@ -72,8 +72,7 @@ def best(configs: list[Config], compiled: Callable[[Config], Any | None], gpu: G
             if spilled:
                 least, fewest = (result, spilled) if least is None or spilled < fewest else (least, fewest)
                 continue
-            shared = 2 * (metadata.shared + 1024) <= gpu.shared_memory_per_multiprocessor  # the driver takes 1 KB
-            if shared and 2 * 32 * metadata.num_warps * registers <= REGISTERS:
+            if gpu.resident(registers, metadata.shared, 32 * metadata.num_warps) > 1:
                 return result
             alone = alone or result
         if alone is not None:

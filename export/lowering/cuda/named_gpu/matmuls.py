@@ -13,7 +13,7 @@ from typing import Any
 from torch._inductor.template_heuristics.triton import GemmConfig
 from torch._inductor.virtualized import V
 
-from eagle3.runner.contract.gpus import REGISTERS, Gpu
+from eagle3.runner.contract.gpus import Gpu
 
 LATENCY = 800.0  # ns, of a load from memory that others load from too
 BYTES, FLOPS = 36.0, 3500.0  # a nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
@@ -57,13 +57,8 @@ def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu
     registers = tile.m * tile.n // (32 * tile.warps) + OTHER_REGISTERS  # of a thread
     if shared > gpu.shared_memory_per_block or registers > 255:
         return float("inf")
-    resident = min(
-        gpu.shared_memory_per_multiprocessor // (shared + 1024),
-        REGISTERS // (registers * 32 * tile.warps),
-        gpu.threads_per_multiprocessor // (32 * tile.warps),
-    )
     blocks = batch * ceil(m / tile.m) * ceil(n / tile.n)
-    together = min(resident, ceil(blocks / gpu.multiprocessors))
+    together = min(gpu.resident(registers, shared, 32 * tile.warps), ceil(blocks / gpu.multiprocessors))
     ahead = tile.stages - 1 or 0.5  # with one stage nothing is multiplied while a step is loaded
     step = max(LATENCY / ahead, together * loaded / BYTES, together * 2 * tile.m * tile.n * tile.k / FLOPS)
     step += BARRIER
