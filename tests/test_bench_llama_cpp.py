@@ -1,0 +1,94 @@
+"""``scripts/bench_llama_cpp.py`` as far as it goes without a llama.cpp: what it reads of one, and its figures."""
+
+import json
+
+import bench_llama_cpp as bench
+import llama_server
+import pytest
+from commands import fail_command
+
+from eagle3.runner.bench.measure import Answer, Outcome
+from eagle3.runner.bench.ways import Way
+from eagle3.runner.model import Result
+from eagle3.runner.options import Options
+from eagle3.runner.prompts import Prompt
+from eagle3.runner.statistics import GenerationStats
+from eagle3.targets import TARGETS
+
+LOG = """\
+0.10.1 I slot print_timing: id  0 | task 1 | draft acceptance = 0.5 (    2 accepted /     4 generated), mean len =  1.50
+0.10.1 T spec common_specu: statistics     draft-eagle3: #calls(b,g,a) =    1      4      4, #gen drafts =      4, \
+#acc drafts =     2, #gen tokens =     12, #acc tokens =     2, #mean acc len = 1.50, #acc rate/pos = (0.500, 0.000, \
+0.000)
+0.10.2 T spec common_specu: statistics     draft-eagle3: #calls(b,g,a) =   17    663    663, #gen drafts =    663, \
+#acc drafts =   581, #gen tokens =   1989, #acc tokens =  1527, #mean acc len = 3.30, #acc rate/pos = (0.876, 0.767, \
+0.659), dur(b,g,a) = 0.015, 214.512, 0.155 ms
+"""
+
+
+def test_acceptance_is_that_of_the_last_statistics():
+    assert llama_server.acceptance(LOG) == [0.876, 0.767, 0.659]
+    with pytest.raises(ValueError, match="no statistics"):
+        llama_server.acceptance("server is listening")
+
+
+def test_a_reply_becomes_a_result_timed_from_its_first_token():
+    timings = {"prompt_ms": 8.0, "predicted_ms": 2.0, "predicted_n": 5}
+    reply = {"tokens": [4, 5, 6, 7, 8], "stop_type": "limit", "timings": timings}
+    found = llama_server.result([2, 3], reply, Options())
+    assert (found.token_ids, found.finish_reason) == ([4, 5, 6, 7, 8], "length")
+    assert found.stats.decode_tokens_per_second == pytest.approx(4 / 0.002)
+    assert found.stats.prefill_tokens_per_second == pytest.approx(2 / 0.008)
+
+
+def outcome(name: str, chain_len: int, seconds: list[float], tokens: list[int]) -> Outcome:
+    """A prompt a pass."""
+    passes = []
+    for each in seconds:
+        stats = GenerationStats(1, 3, 0, len(tokens), prefill_seconds=0.5, decode_seconds=each)
+        if chain_len:
+            stats.record(proposed=2, accepted=1)
+        passes.append([Answer(Prompt(1, "x"), 0, Result([1, 2, 3], tokens, None, "length", None, Options(), stats))])
+    return Outcome(Way(name, None, chain_len), passes)
+
+
+def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named():
+    same, other = [7, 8, 9], [7, 8, 1]
+    report = bench.make_report(
+        [
+            outcome("out", 0, [2.0, 4.0, 2.0], same),
+            outcome("llama.cpp", 0, [1.0, 2.0, 2.0], same),
+            outcome("out", 2, [1.0, 1.0, 1.0], same),
+            outcome("llama.cpp", 2, [4.0, 4.0, 4.0], other),
+        ]
+    )
+    assert report["ours_to_llama_cpp"]["without_speculation"] == {"median": 0.5, "min": 0.5, "max": 1.0}
+    assert report["ours_to_llama_cpp"]["with_speculation"]["median"] == 4.0
+    assert report["ours_to_llama_cpp"]["with_speculation_to_its_best"] == {"median": 2.0, "min": 1.0, "max": 2.0}
+    ours, theirs, drafting, parted = report["ways"]
+    assert (
+        ours["decode_tokens_per_second"]["median"] == 1.0
+    )  # two tokens after the first, the prompt's half second aside
+    assert drafting["acceptance_rate_per_position"] == [1.0, 0.0]
+    assert theirs["divergence"] is None
+    assert parted["divergence"]["position"] == 2
+    asked = {"asked": {"threads": 1}, "machine": "a machine"}
+    assert bench.as_text(report | asked).splitlines()[-1].startswith("llama.cpp, chain length 2: parts from out, ")
+
+
+def test_the_converted_target_differs_in_its_tokenizer_alone(tmp_path):
+    checkpoint = TARGETS["gemma4-tiny"].checkpoint
+    before = (checkpoint / "tokenizer.json").read_bytes()
+    llama_server.with_accepted_tokenizer(checkpoint, tmp_path)
+    assert (checkpoint / "tokenizer.json").read_bytes() == before
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert made["model"]["vocab"] == json.loads(before)["model"]["vocab"]
+    assert (tmp_path / "model.safetensors").samefile(checkpoint / "model.safetensors")
+
+
+def test_a_folder_that_is_no_build_is_refused(tmp_path):
+    _, line = fail_command(bench.main, tmp_path, tmp_path)
+    assert "CMakeCache.txt is missing: give the folder that CMake built llama.cpp in" in line
+    (tmp_path / "CMakeCache.txt").write_text("A:BOOL=ON\nCMAKE_HOME_DIRECTORY:INTERNAL=/sources of it\n")
+    _, line = fail_command(bench.main, tmp_path, tmp_path)
+    assert "llama-server is missing" in line
