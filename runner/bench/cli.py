@@ -10,6 +10,7 @@ import click
 from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option, version_option
 from eagle3.runner.flags import chain_length, options_from, text_flags
 from eagle3.runner.options import AUTO
+from eagle3.runner.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
     from eagle3.runner.model import Model
@@ -22,6 +23,7 @@ Examples:
   eagle3-bench out --prompts questions.jsonl --chat --temperature 0.7 --seed 1 --markdown
   eagle3-bench out-int4 --prompts scripts/prompts.jsonl --compare out-int8
   eagle3-bench out --prompts scripts/prompts.jsonl --checkpoint targets/gemma4_tiny/target --json
+  eagle3-bench out --profile
 """
 
 
@@ -34,7 +36,6 @@ def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option(
     "--prompts",
-    required=True,
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.jsonl",
     help="As eagle3-run takes it; MT-Bench's, GSM8K's and HumanEval's too. - reads stdin.",
@@ -55,6 +56,11 @@ def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option(
     "--checkpoint", type=click.Path(path_type=Path), help="The target's folder: compare with transformers too."
 )
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Instead of prompts: where a step of each method spends its time, and what reading its weights once takes.",
+)
 @runtime_option
 @cuda_graph_option
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Acceptance and speed as a picture.")
@@ -69,6 +75,7 @@ def main(
     repeats,
     compare,
     checkpoint,
+    profile,
     runtime,
     cuda_graph,
     plot,
@@ -84,6 +91,11 @@ def main(
     """
     if markdown and as_json:
         raise click.UsageError("give one of --markdown and --json")
+    if profile == bool(prompts):
+        raise click.UsageError("give one of --prompts and --profile")
+    if profile:
+        print_profile(artifact, as_json)
+        return
     options = options_from(given)
     if plot:
         from eagle3.runner.bench.plot import check_plot
@@ -110,6 +122,15 @@ def main(
         from eagle3.runner.bench.plot import draw
 
         draw(report, plot)
+
+
+def print_profile(artifact: Path, as_json: bool) -> None:
+    leave_threads_to_xnnpack()
+    from eagle3.runner.bench.profile import profile
+    from eagle3.runner.bench.report import profile_text
+
+    found = profile(artifact)
+    click.echo(json.dumps(found) if as_json else profile_text(found))
 
 
 def measured(

@@ -30,6 +30,35 @@ def as_markdown(report: dict[str, Any]) -> str:
     return "\n\n".join([*shown, "\n".join(f"- {line}" for line in lines)])
 
 
+def profile_text(profile: dict[str, Any]) -> str:
+    """What ``profile.py`` found: a table a method, of the parts that take a hundredth of it or more."""
+    lines = [f"{profile['machine']}; at position {profile['position']}"]
+    return "\n\n".join(lines + [method_text(name, method) for name, method in profile["methods"].items()])
+
+
+def method_text(name: str, method: dict[str, Any]) -> str:
+    rows, ms, read, size = (method[key] for key in ("rows", "ms", "read_ms", "weight_bytes"))
+    shown = [part for part in method["parts"] if part["ms"] >= method["traced_ms"] / 100]
+    rest = method["traced_ms"] - sum(part["ms"] for part in shown)
+    cells = [
+        {
+            name: part["name"],
+            "times": str(part["count"] or ""),
+            "ms": f"{part['ms']:.3f}",
+            "share": f"{part['ms'] / method['traced_ms']:.0%}",
+        }
+        for part in [*shown, {"name": "the others", "count": 0, "ms": rest}]
+    ]
+    lines = [
+        f"{name}, {rows} {'row' if rows == 1 else 'rows'}: {ms:.3f} ms, traced {method['traced_ms']:.3f}; "
+        f"{method['delegates']} delegates of {sum(method['nodes'].values())} nodes",
+        f"its {size / 1e6:.1f} MB of weights are read once in {read:.3f} ms (a matrix of that size times a vector: "
+        f"{size / read / 1e6:.0f} GB/s): it takes {ms / read:.2f} times that; its {method['multiply_adds'] / 1e6:.1f} "
+        f"million multiply-adds take {method['multiply_ms']:.3f} ms (a product of matrices)",
+    ]
+    return "\n".join([*lines, rendered(cells)])
+
+
 def rendered(cells: Cells, style: box.Box | None = None) -> str:
     """A table, columns of text unless ``style`` says more."""
     table = Table(*cells[0], box=style, pad_edge=style is not None, padding=(0, 1) if style else (0, 3, 0, 0))

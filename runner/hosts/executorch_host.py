@@ -1,7 +1,7 @@
 """``executorch.runtime`` as the host of an artifact: quick to import, with ExecuTorch's LLM ops, silent."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -69,11 +69,12 @@ def _without_compiler(executorch_folder: Path) -> Iterator[None]:
 
 
 class ExecuTorchSession(TimedSession):
-    """Methods of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on the host."""
+    """Methods of a program that ``executorch.runtime`` has loaded, all of the contract or those that are named. Inputs
+    must be contiguous tensors on the host."""
 
-    def __init__(self, program, metadata: Metadata):
+    def __init__(self, program, metadata: Metadata, names: Iterable[str] = (*METHODS, SPECULATE, DECODE)):
         super().__init__(metadata)
-        names = [name for name in (*METHODS, SPECULATE, DECODE) if name in program.method_names]
+        names = [name for name in names if name in program.method_names]
         self._methods = {name: program.load_method(name) for name in names}
         self.has_decode, self.has_speculate = DECODE in names, SPECULATE in names
 

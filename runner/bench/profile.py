@@ -1,0 +1,156 @@
+"""Where a step's time goes: ExecuTorch's own trace of it, held against what the machine reads and multiplies.
+
+A method is loaded once more with ExecuTorch's event tracer (ETDump), which XNNPACK tells of its nodes too. Times are
+means over the middle half of the calls by their length, the same calls for every part, so that parts add up. The tracer
+takes time of its own: what a call takes without it stands beside.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle3.runner.artifact import Artifact, is_cuda, open_artifact, open_session
+from eagle3.runner.bench.machine import cores, machine
+from eagle3.runner.bench.measure import step_position
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract.console import calm_stderr
+from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
+from eagle3.runner.inspect.program import read_pte
+from eagle3.runner.inspect.xnnpack import read_graphs
+from eagle3.runner.session import Session
+
+CALLS, WARMUP = 60, 20
+EXECUTE, DELEGATES, OPERATORS = "Method::execute", "DELEGATE_CALL", "OPERATOR_CALL"
+"""ExecuTorch's events around others: a call, what of it is delegates, what is operators."""
+BETWEEN_NODES, BETWEEN_OPERATORS, BETWEEN = "around XNNPACK's nodes", "around operators", "around both"
+
+
+class Call(NamedTuple):
+    rows: int
+    run: Callable[[Session], Any]
+
+
+def profile(path: Path) -> dict[str, Any]:
+    """Of each method the parts of a step, in milliseconds, and what reading and multiplying alone would take.
+
+    Raises ValueError for a CUDA artifact, and what opening an artifact raises.
+    """
+    artifact = open_artifact(path)
+    if is_cuda(artifact):
+        advice = "of a CUDA artifact eagle3-inspect --cost counts what a call takes"
+        raise ValueError(f"--profile takes ExecuTorch's trace of XNNPACK, {artifact.model} has none: {advice}")
+    session, pte = open_session(artifact), read_pte(artifact.model)
+    multiply_adds_a_ms = multiply_rate()
+    methods = {}
+    for name, call in calls(session).items():
+        delegates = next(plan for plan in pte.program.execution_plan if plan.name == name).delegates
+        graph = read_graphs(map(pte.delegate_blob, delegates))
+        methods[name] = {
+            "rows": call.rows,
+            "ms": median(milliseconds(lambda run=call.run: run(session))),
+            "delegates": len(delegates),
+            "nodes": dict(graph.nodes.most_common()),
+            "weight_bytes": graph.weight_bytes,
+            "read_ms": graph.weight_bytes / read_rate(graph.weight_bytes),
+            "multiply_adds": call.rows * graph.multiply_adds,
+            "multiply_ms": call.rows * graph.multiply_adds / multiply_adds_a_ms,
+            **traced(artifact, name, call),
+        }
+    return {"position": step_position(artifact.metadata.max_seq_len), "machine": machine(None), "methods": methods}
+
+
+def calls(session: Session) -> dict[str, Call]:
+    """A call of each method as generation makes it: the longest chunk, a window, a token."""
+    metadata = session.metadata
+    at, window, chunk = step_position(metadata.max_seq_len), metadata.chain_len + 1, metadata.max_prefill
+    tokens, positions = torch.arange(1, chunk + 1)[None] % metadata.vocab_size, session.positions
+    rows, token = tokens[:, :window].contiguous(), tokens[:, :1].contiguous()
+    feature = session.target_verify(rows, positions[at : at + window]).feature[:, :1].contiguous()
+    found = {
+        PREFILL: Call(chunk, lambda session: session.prefill(tokens, positions[at : at + chunk])),
+        TARGET_VERIFY: Call(window, lambda session: session.target_verify(rows, positions[at : at + window])),
+        DRAFT_DECODE: Call(1, lambda session: session.draft_decode(token, feature, positions[at : at + 1])),
+    }
+    if session.has_decode:
+        found[DECODE] = Call(1, lambda session: session.decode(token, positions[at : at + 1]))
+    return found
+
+
+def traced(artifact: Artifact, name: str, call: Call) -> dict[str, Any]:
+    """``traced_ms`` and ``parts``, the longest first: ``name``, ``count`` and ``ms`` a call."""
+    with calm_stderr():
+        from executorch.devtools import Inspector  # seconds: it imports ExecuTorch's compiler
+
+        program = load_runtime().load_program(artifact.model, enable_etdump=True)
+        session = ExecuTorchSession(program, artifact.metadata, [name])
+        for _ in range(CALLS):
+            call.run(session)
+        with TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.etdp")
+            program.write_etdump_result_to_file(str(trace), str(trace.with_suffix(".bin")))
+            blocks = Inspector(etdump_path=str(trace)).event_blocks
+    events = next(block.events for block in blocks if any(event.name == EXECUTE for event in block.events))
+    return parts([(each.name, each.is_delegated_op, each.perf_data.raw[WARMUP:]) for each in events if each.perf_data])
+
+
+def parts(events: list[tuple[str, bool, list[float]]]) -> dict[str, Any]:
+    """``events``: name, whether a delegate told of it, milliseconds of each call. XNNPACK numbers nodes of a kind."""
+    whole = next(taken for name, _, taken in events if name == EXECUTE)
+    order = sorted(range(len(whole)), key=whole.__getitem__)
+    typical = order[len(order) // 4 : -(len(order) // 4) or None]
+    ms, count = Counter(), Counter()
+    for name, delegated, taken in events:
+        kind = name.rpartition(" #")[0] if delegated else name.removeprefix("native_call_")
+        ms[kind] += mean(taken[index] for index in typical)
+        count[kind] += 1
+        if name not in (EXECUTE, DELEGATES, OPERATORS):
+            ms[BETWEEN_NODES if delegated else BETWEEN_OPERATORS] -= mean(taken[index] for index in typical)
+    total, delegates, operators = (ms.pop(name, 0) for name in (EXECUTE, DELEGATES, OPERATORS))
+    ms[BETWEEN_NODES] += delegates
+    ms[BETWEEN_OPERATORS] += operators
+    ms[BETWEEN] = total - delegates - operators
+    named = [{"name": name, "count": count[name], "ms": taken} for name, taken in ms.most_common()]
+    return {"traced_ms": total, "parts": named}
+
+
+def milliseconds(call: Callable[[], Any], calls: int = CALLS) -> list[float]:
+    """Of each call, after some to warm up."""
+    taken = []
+    for _ in range(WARMUP + calls):
+        start = time.perf_counter()
+        call()
+        taken.append(1000 * (time.perf_counter() - start))
+    return taken[WARMUP:]
+
+
+def read_rate(size: int) -> float:
+    """Bytes a millisecond that a product of a vector with a float32 matrix of ``size`` bytes reads: from the caches,
+    where it fits there."""
+    matrix, vector = torch.ones(max(1, size // 4096), 1024), torch.ones(1024)
+    with all_cores():
+        return 4 * matrix.numel() / median(milliseconds(lambda: torch.mv(matrix, vector)))
+
+
+def multiply_rate(side: int = 1024) -> float:
+    """Multiply-adds a millisecond of a float32 product of square matrices."""
+    matrix = torch.ones(side, side)
+    with all_cores():
+        return side**3 / median(milliseconds(lambda: torch.mm(matrix, matrix)))
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Within it torch has a thread a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,64 @@
+"""eagle3-bench --profile: parts of a step that add up to it, over the shipped artifact."""
+
+import json
+
+import pytest
+from commands import fail_command, run_command
+
+from eagle3.runner.bench.cli import main
+from eagle3.runner.bench.profile import BETWEEN, BETWEEN_NODES, BETWEEN_OPERATORS, parts
+from eagle3.runner.bench.report import profile_text
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+
+
+@pytest.fixture(scope="module")
+def profile(artifact):
+    return json.loads(run_command(main, artifact, "--profile", "--json").stdout)
+
+
+def test_parts_of_each_method_add_up_to_it(profile):
+    assert list(profile["methods"]) == [PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE]
+    for method in profile["methods"].values():
+        assert sum(part["ms"] for part in method["parts"]) == pytest.approx(method["traced_ms"])
+        counts = {part["name"]: part["count"] for part in method["parts"]}
+        products = method["nodes"]["FullyConnected"]
+        assert counts["Fully Connected (NC, F32) GEMM"] == products > 10
+        assert "llama::custom_sdpa.out" in counts
+
+
+def test_a_window_reads_the_weights_that_a_token_reads(profile):
+    verify, decode = (profile["methods"][name] for name in (TARGET_VERIFY, DECODE))
+    assert verify["weight_bytes"] == decode["weight_bytes"] > 4 * 2048 * 256  # the vocabulary's alone
+    assert verify["rows"] == 4
+    assert verify["multiply_adds"] == 4 * decode["multiply_adds"] == decode["weight_bytes"]  # float32
+
+
+def test_the_text_names_what_takes_the_time(profile):
+    text = profile_text(profile)
+    assert "decode, 1 row: " in text
+    assert "Fully Connected (NC, F32) GEMM" in text
+
+
+def test_parts_are_means_over_the_same_typical_calls():
+    events = [
+        ("Fully Connected (NC, F32) GEMM #1", True, [1.0, 1.0, 1.0, 90.0]),
+        ("Fully Connected (NC, F32) GEMM #2", True, [2.0, 2.0, 2.0, 2.0]),
+        ("DELEGATE_CALL", False, [4.0, 4.0, 4.0, 93.0]),
+        ("native_call_argmax.out", False, [1.0, 1.0, 1.0, 1.0]),
+        ("OPERATOR_CALL", False, [1.5, 1.5, 1.5, 1.5]),
+        ("Method::execute", False, [5.0, 6.0, 6.0, 95.0]),
+    ]
+    found = parts(events)
+    assert found["traced_ms"] == 6
+    assert {part["name"]: (part["count"], part["ms"]) for part in found["parts"]} == {
+        "Fully Connected (NC, F32) GEMM": (2, 3),
+        "argmax.out": (1, 1),
+        BETWEEN_NODES: (0, 1),
+        BETWEEN_OPERATORS: (0, 0.5),
+        BETWEEN: (0, 0.5),
+    }
+
+
+def test_prompts_and_a_profile_are_two_things(artifact):
+    for given in ([], ["--profile", "--prompts", "x.jsonl"]):
+        assert "give one of --prompts and --profile" in fail_command(main, artifact, *given)[1]
