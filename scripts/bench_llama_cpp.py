@@ -113,8 +113,8 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n\n".join([f"{asked}; {report['machine']}", rendered(rows), "\n".join(lines)])
 
 
-def measured(artifact: Path, server: Server, repeats: int, folder: Path) -> dict[str, Any]:
-    """``folder`` takes the GGUF files, or has them, and the servers' logs."""
+def measured(artifact: Path, server: Server, repeats: int, folder: Path | None) -> dict[str, Any]:
+    """``folder`` has the GGUF files or takes them; None: they are made anew."""
     workload = make_workload(PROMPTS, {}, chat=False)
     use_threads(server.threads)
     with ExitStack() as stack:
@@ -123,11 +123,11 @@ def measured(artifact: Path, server: Server, repeats: int, folder: Path) -> dict
             raise ValueError(f"{artifact} is of {model.metadata.manifest.get('target')}: export {TARGET} to compare")
         ways = ways_of(str(artifact), model, None)
         check_ways(ways, workload)
-        folder.mkdir(parents=True, exist_ok=True)
-        target, draft = convert(server.build, TARGET, folder, server.weights)
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        target, draft = convert(server.build, TARGET, folder or temporary, server.weights)
         turns = []
         for way, file in zip(ways, (None, draft), strict=True):
-            turns += [way, stack.enter_context(server.started(model, way.chain_len, target, file, folder))]
+            turns += [way, stack.enter_context(server.started(model, way.chain_len, target, file, temporary))]
         with progress() as bar:
             task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(turns))
             outcomes, step_ms = measure(turns, workload, repeats, lambda: bar.advance(task))
@@ -149,7 +149,7 @@ def measured(artifact: Path, server: Server, repeats: int, folder: Path) -> dict
     "--cache-type", type=click.Choice(CACHE_TYPES), default="f32", show_default=True, help="llama.cpp's KV caches."
 )
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Passes over all prompts.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Keep llama.cpp's files of the model here.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep the GGUF files here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     artifact: Path,
@@ -170,8 +170,7 @@ def main(
     and --cache-type are llama.cpp's alone: the artifact's weights and caches are what it was exported with.
     """
     server = Server(Build.found(llama_cpp), threads, weights, cache_type)
-    with tempfile.TemporaryDirectory() as temporary:
-        report = measured(artifact, server, repeats, folder or Path(temporary))
+    report = measured(artifact, server, repeats, folder)
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 

@@ -62,6 +62,7 @@ def convert(build: Build, shipped: str, folder: Path, weights: str) -> list[Path
     """The shipped target and its draft as GGUF files in ``folder``, those that are not there yet: f32, or quantized
     from it."""
     spec = TARGETS[shipped]
+    folder.mkdir(parents=True, exist_ok=True)
     files = {name: [folder / f"{part}-{name}.gguf" for part in ("target", "draft")] for name in ("f32", weights)}
     with tempfile.TemporaryDirectory() as temporary:
         target = with_accepted_tokenizer(spec.checkpoint, Path(temporary))
