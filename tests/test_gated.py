@@ -58,7 +58,7 @@ PRODUCTS = {
 def test_the_bits_are_those_of_a_product_gated_by_itself(kind, activation):
     product, made = PRODUCTS[kind]
     weight, arrived = made(), sums.counters()
-    for m in (1, 3, 9, 20):
+    for m in (1, 9, 20):
         x = torch.randn(m, 512).bfloat16()
         found = product(x, weight, arrived, activation)
         assert found.shape == (m, 128) and torch.equal(found, gated(product(x, weight, arrived), activation))
@@ -167,9 +167,8 @@ def test_a_chunk_of_prefill_keeps_its_products():
     assert activations_of(Mlp(), shortest=9)[1] == []
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_it_fits_as_the_product_does(activation, arch, tmp_path):
+@pytest.mark.parametrize(("arch", "activation"), [(80, GELU_TANH), (90, SILU), (100, GELU_TANH)])
+def test_it_fits_as_the_product_does(arch, activation, tmp_path):
     constants = {"N": 43008, "K": 5376, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
     constants |= {"BLOCK_M": 16, "STAGES": bf16.STAGES[16], "ACTIVATION": activation}
     found = usage(bf16._bf16_small_m_kernel, BF16_TYPES, constants, arch, tmp_path, bf16.WARPS)
