@@ -12,14 +12,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
-from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
-from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
-from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 aten = torch.ops.aten
-PRODUCTS = {op._opoverload for op in (bf16_small_m, int4_small_m, int8_small_m, k_quant_small_m)}
+PRODUCTS = {f"eagle3.{kind}_small_m.default" for kind in ("bf16", "int4", "int8", "k_quant")}
 WHOLE = 128
 """What outputs of a half and of a weight are multiples of: then no tile of any kernel is of both halves."""
 
@@ -42,7 +38,11 @@ def _gated(activated: Any, up: Any) -> Node | None:
         return None
     gate, parent = activated.args[0], up.args[0]
     wide = parent.args[0] if parent.target is aten.chunk.default else parent
-    if gate.args[0] is not parent or wide.target is not aten.reshape.default or wide.args[0].target not in PRODUCTS:
+    if (
+        gate.args[0] is not parent
+        or wide.target is not aten.reshape.default
+        or str(wide.args[0].target) not in PRODUCTS
+    ):
         return None
     product = wide.args[0]
     once = [activated, gate, up, product] + [wide] * (wide is not parent)
