@@ -131,7 +131,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         product(x.float(), weight)
     with pytest.raises(ValueError, match="40000 rows of 5376 outputs: the kernel takes 24960 rows"):
-        sums.launch(torch.empty(40000, 8).bfloat16(), 5376, 64, 84, 2, (16, 32), sums.counters(), "", lambda *_: None)
+        sums.launch(torch.empty(40000, 8).bfloat16(), 5376, 64, 84, 2, (16, 32), sums.counters(), lambda *_: None)
 
 
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_usage import SHARED, usage
-from test_small_m import INT4_DOWN, INT4_TYPES, int4_weight, int8_weight
+from test_small_m import INT4_DOWN, INT4_TYPES, int4_weight
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
@@ -40,16 +40,10 @@ def of_int4(x: Tensor, weight: list[tuple[Tensor, ...]], arrived: Tensor, activa
         return int4._launch_int4(int4._int4_small_m_kernel, *given)
 
 
-def of_int8(x: Tensor, weight: tuple[Tensor, ...], arrived: Tensor, activation: str = "") -> Tensor:
-    with interpreted(sums, small_m):
-        return small_m._launch_int8(small_m._int8_small_m_kernel, x, *weight, arrived, activation)
-
-
 PRODUCTS = {
     "bf16": (of_bf16, lambda: torch.randn(256, 512).bfloat16() / 8),
     "int4": (of_int4, lambda: [int4_weight(128, 512), int4_weight(128, 512)]),
     "int4, one weight": (of_int4, lambda: [int4_weight(256, 512)]),
-    "int8": (of_int8, lambda: int8_weight(256, 512, 32)),
 }
 
 

@@ -228,7 +228,7 @@ def test_two_programs_fit_on_a_multiprocessor(kind, arch, tmp_path):
     bits = KINDS[kind]
     choice, kernel = k_quants.CHOICES[bits], k_quants._k_quant_small_m_kernel
     constants = {"N": 5376, "K": 21504, "BITS": bits, "SPLITS": 6, "BLOCK_N": choice.n, "STAGES": choice.stages}
-    constants |= {"BLOCK_K": 256, "BLOCK_M": 8, "ACTIVATION": ""}
+    constants |= {"BLOCK_K": 256, "BLOCK_M": 8}
     types = [*SIGNATURE]
     types[3] = "*i8" if bits == 6 else "*u8"
     assert_two_programs_fit(kernel, types, constants, arch, tmp_path)

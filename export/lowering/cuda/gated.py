@@ -2,7 +2,7 @@
 
 Found in a traced graph by what is computed, whatever a family calls it: a small-M product, its two halves, an
 activation of the first, and the product of that with the second. Where anything else reads one of them, a bias say, all
-stay.
+stay. So do those of INT8 and of K-quants, whose kernels spill registers on sm_90 and sm_120 with a gate in them.
 """
 
 import operator
@@ -15,9 +15,9 @@ from torch.fx import Node
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 aten = torch.ops.aten
-PRODUCTS = {f"eagle3.{kind}_small_m.default" for kind in ("bf16", "int4", "int8", "k_quant")}
+PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default")
 WHOLE = 128
-"""What outputs of a half and of a weight are multiples of: then no tile of any kernel is of both halves."""
+"""What outputs of a half and of a weight are multiples of: then no tile of a kernel is of both halves."""
 
 
 def gate_in_products(program: ExportedProgram) -> None:

@@ -84,7 +84,7 @@ def _launch_bf16(
             BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, BLOCK_N, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), arrived, activation, run)
+    return launch(x, n, BLOCK_N, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), arrived, run, activation)
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})

@@ -183,7 +183,7 @@ def _launch_int4(
             ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n0 + n1 + n2, TILE, codes.shape[0], count, ROWS, arrived, activation, run)
+    return launch(x, n0 + n1 + n2, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
 
 
 def _as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

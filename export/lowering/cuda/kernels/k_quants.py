@@ -43,7 +43,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     _sum_of_groups,
     _tile_rows,
 )
-from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
 CHOICES = dict.fromkeys((4, 5, 6), Blocks(n=64, stages=5))
 """By the bits of a code."""
@@ -72,7 +72,7 @@ def _half_chunk(words, high, magic, C: tl.constexpr, BITS: tl.constexpr, BLOCK_N
 def _k_quant_small_m_kernel(
     X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, ARRIVED, PARTS, OUT, M,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(2) * (K // BLOCK_K) // SPLITS
     last = (tl.program_id(2) + 1) * (K // BLOCK_K) // SPLITS
@@ -146,7 +146,7 @@ def _k_quant_small_m_kernel(
             least, least_step = least_after, least_step_after
         scale, scale_step = scale_after, scale_step_after
     n = n0 + tile_row
-    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS, ACTIVATION)
+    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
 
 
 def code_bits(
@@ -171,8 +171,7 @@ def code_bits(
 
 def _launch_k_quant(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None,
-    minima: Tensor | None, minima_step: Tensor | None, arrived: Tensor, activation: str = "",
-    choice: Blocks | None = None,
+    minima: Tensor | None, minima_step: Tensor | None, arrived: Tensor, choice: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     bits = _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
     _check_contiguous(*(part for part in (qdata, scale, scale_step, high, minima, minima_step) if part is not None))
@@ -187,11 +186,10 @@ def _launch_k_quant(
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, qdata, high, scale, scale_step, minima, minima_step, arrived, parts, out, x.shape[0], N=n, K=k,
-            BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_K=256, BLOCK_M=rows, STAGES=choice.stages,
-            ACTIVATION=activation, num_warps=WARPS,
+            BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_K=256, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, activation, run)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
 
 
 def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:
@@ -211,10 +209,8 @@ def k_quant_small_m(
     minima: Tensor | None,
     minima_step: Tensor | None,
     arrived: Tensor,
-    activation: str = "",
 ) -> Tensor:
-    """``x @ w.T`` with ``w = q * (scale * scale_step) - minima * minima_step``; the layout is this module's;
-    ``gated`` (see ``sums``).
+    """``x @ w.T`` with ``w = q * (scale * scale_step) - minima * minima_step``; the layout is this module's.
 
     On CUDA the kernel of this module, on the host ``k_quant_reference``. One node of an exported program.
 
@@ -226,17 +222,16 @@ def k_quant_small_m(
         high: uint8 [N, K / 8] (Q5_K) or [N, K / 4] (Q6_K), the high bits; None for Q4_K
         minima: codes, uint8 [N, K / 32]; None for Q6_K, whose q begins at -32
         arrived: ``sums.counters()``, as they were when it returns
-        activation: of a gate, the first half of the outputs; none: they are not gated
 
     Returns:
-        bfloat16 [M, N], gated [M, N / 2]; a row's bits do not depend on the other rows or their number
+        bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
 
     Raises:
-        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, more
-            rows than there are counters for, or halves of other than whole tiles
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
+            rows than there are counters for
     """
     kernel = wrap_triton(_k_quant_small_m_kernel)
-    return _launch_k_quant(kernel, x, qdata, scale, scale_step, high, minima, minima_step, arrived, activation)
+    return _launch_k_quant(kernel, x, qdata, scale, scale_step, high, minima, minima_step, arrived)
 
 
 @k_quant_small_m.register_kernel("cpu")
@@ -249,12 +244,11 @@ def k_quant_reference(
     minima: Tensor | None,
     minima_step: Tensor | None,
     arrived: Tensor | None = None,
-    activation: str = "",
 ) -> Tensor:
     """``k_quant_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
     _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
     w = dequantized_rows(qdata, scale, scale_step, high, minima, minima_step)
-    return gated((x.float() @ w.T).to(x.dtype), activation)
+    return (x.float() @ w.T).to(x.dtype)
 
 
 def dequantized_rows(

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
 ROWS = (8, 16)
 """Rows of a tile: for up to 8 half the products and sums, each as for up to 16."""
@@ -101,7 +101,6 @@ def _int8_small_m_kernel(
     X, Q, SCALE, ZERO, ARRIVED, PARTS, OUT, M,
     N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = BLOCK_K // 8
     N_WORDS: tl.constexpr = CHUNK // 4
@@ -159,7 +158,7 @@ def _int8_small_m_kernel(
         acc = _add_groups(acc, part, sum_x, scale.to(tl.float32), z, BLOCK_N, BLOCK_M)
         scale, zero = scale_after, zero_after
     n = n0 + tile_row
-    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS, ACTIVATION)
+    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
 
 
 def _int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
@@ -184,9 +183,8 @@ def _check_contiguous(*weight: Tensor) -> None:
 
 
 def _launch_int8(
-    kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, activation: str = "",
-    choice: Blocks = INT8,
-) -> Tensor:  # fmt: skip
+    kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, choice: Blocks = INT8
+) -> Tensor:
     group = _int8_group(x, qdata, scale, zero)
     _check_contiguous(qdata, scale, zero)
     n, k = qdata.shape
@@ -199,19 +197,15 @@ def _launch_int8(
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, SPLITS=count,
-            BLOCK_N=choice.n, BLOCK_K=8 * chunk, BLOCK_M=rows, STAGES=choice.stages, ACTIVATION=activation,
-            num_warps=WARPS,
+            BLOCK_N=choice.n, BLOCK_K=8 * chunk, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, activation, run)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
 
 
 @triton_op("eagle3::int8_small_m", mutates_args={})
-def int8_small_m(
-    x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, activation: str = ""
-) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale``; the weights are torchao's ``IntxUnpackedToInt8Tensor``;
-    ``gated`` (see ``sums``).
+def int8_small_m(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor) -> Tensor:
+    """``x @ w.T`` with ``w = (q - zero) * scale``; the weights are torchao's ``IntxUnpackedToInt8Tensor``.
 
     On CUDA the kernel of this module, on the host ``int8_reference``. One node of an exported program.
 
@@ -221,23 +215,20 @@ def int8_small_m(
         scale: bfloat16 [N, K / G], G a multiple of 16 up to K
         zero: int8 [N, K / G]
         arrived: ``sums.counters()``, as they were when it returns
-        activation: of a gate, the first half of the outputs; none: they are not gated
 
     Returns:
-        bfloat16 [M, N], gated [M, N / 2]; a row's bits do not depend on the other rows or their number
+        bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
 
     Raises:
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, a G that is no multiple of 16, weights
-            that are not contiguous, more rows than there are counters for, or halves of other than whole tiles
+            that are not contiguous, or more rows than there are counters for
     """
-    return _launch_int8(wrap_triton(_int8_small_m_kernel), x, qdata, scale, zero, arrived, activation)
+    return _launch_int8(wrap_triton(_int8_small_m_kernel), x, qdata, scale, zero, arrived)
 
 
 @int8_small_m.register_kernel("cpu")
-def int8_reference(
-    x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor | None = None, activation: str = ""
-) -> Tensor:
+def int8_reference(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor | None = None) -> Tensor:
     """``int8_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``, any G."""
     group = _int8_group(x, qdata, scale, zero)
     w = (qdata.float() - zero.float().repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)
-    return gated((x.float() @ w.T).to(x.dtype), activation)
+    return (x.float() @ w.T).to(x.dtype)

@@ -75,8 +75,8 @@ def launch(
     count: int,
     sizes: Sequence[int],
     arrived: Tensor,
-    activation: str,
     run: Callable[[tuple, int, Tensor, Tensor], None],
+    activation: str = "",
 ) -> Tensor:
     """bfloat16 [M, N], with an ``activation`` [M, N / 2]: what ``run(grid, rows of a tile, out, parts)`` writes, called
     once for each size that is needed.
@@ -132,7 +132,7 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def store(
-    OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr
+    OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr = ""
 ):  # fmt: skip
     # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile, as far as they are there
     here = (m[None, :] < M) & there[:, None]
