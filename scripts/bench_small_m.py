@@ -131,7 +131,7 @@ def counters() -> Tensor:
 def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tensor:
     choice = choice or choice_of(weight)
     if len(weight) == 1:
-        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, *weight, counters(), choice.parts)
+        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, *weight, counters(), count=choice.parts)
     if len(weight) == 6:
         return k_quants._launch_k_quant(k_quants._k_quant_small_m_kernel, x, *weight, counters(), choice=choice)
     if is_int4(weight):

@@ -6,7 +6,7 @@ from random_checkpoints import SIZE
 from torch._inductor.decomposition import select_decomp_table
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from eagle3.export.lowering.cuda.argmax import BLOCK, argmax_of_blocks, argmax_over_blocks
+from eagle3.export.lowering.cuda.argmax import BLOCK, argmax_of_blocks, argmax_over_blocks, block_of
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.decoder_layers import DecoderLayersTarget
 
@@ -25,6 +25,12 @@ def test_argmax_of_blocks_is_torchs_argmax_and_takes_the_first_of_equals(columns
         assert torch.equal(argmax_of_blocks(rows, -1), rows.argmax(-1))
         assert torch.equal(argmax_of_blocks(rows, 2, keepdim=True), rows.argmax(-1, keepdim=True))
     assert argmax_of_blocks(x, 0) is argmax_of_blocks(x[..., : 2 * BLOCK], -1) is NotImplemented
+
+
+def test_the_vocabularies_in_use_are_divided_without_a_rest():
+    blocks = {width: block_of(width) for width in (32000, 128256, 151936, 201088, 262144)}
+    assert not any(width % size for width, size in blocks.items()) and blocks[262144] == BLOCK
+    assert block_of(65537) == BLOCK  # a prime
 
 
 def test_inductor_takes_it_within_the_context_alone():

@@ -17,7 +17,7 @@ from eagle3.export.lowering.cuda.kernels import bf16, sums
 def product(x: Tensor, weight: Tensor, arrived: Tensor | None = None, count: int | None = None) -> Tensor:
     arrived = sums.counters() if arrived is None else arrived
     with interpreted(sums, bf16):
-        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, weight, arrived, count)
+        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, weight, arrived, count=count)
 
 
 def made(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
     for m in (3, 20):
         x, weight = made(m, 70, 1280)
         for _ in range(2):  # the second call finds what the first one left
-            assert_right(product(x, weight, arrived, count), x, weight)
+            assert_right(product(x, weight, arrived, count=count), x, weight)
             assert not arrived.any()
 
 
@@ -131,13 +131,13 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         product(x.float(), weight)
     with pytest.raises(ValueError, match="40000 rows of 5376 outputs: the kernel takes 24960 rows"):
-        sums.launch(torch.empty(40000, 8).bfloat16(), 5376, 84, 2, (16, 32), sums.counters(), lambda *_: None)
+        sums.launch(torch.empty(40000, 8).bfloat16(), 5376, 64, 84, 2, (16, 32), sums.counters(), lambda *_: None)
 
 
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])
 def test_what_it_takes_of_a_gpu(arch, rows, tmp_path):
     constants = {"N": 5376, "K": 21504, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
-    constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows]}
+    constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows], "ACTIVATION": ""}
     types = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"]
     found = usage(bf16._bf16_small_m_kernel, types, constants, arch, tmp_path, bf16.WARPS)
     assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0

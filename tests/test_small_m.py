@@ -318,7 +318,7 @@ def test_shapes_that_do_not_agree_are_named():
 ARCHITECTURES = [80, 86, 89, 90, 100, 120]
 INT4_TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
 INT4_DOWN = {"N0": 5376, "N1": 0, "N2": 0, "K": 21504, "G": 32, "SPLITS": 6, "STAGES": kernel4.INT4.stages}
-INT4_DOWN |= {"BLOCK_N": kernel4.TILE, "BLOCK_K": kernel4.BLOCK}
+INT4_DOWN |= {"BLOCK_N": kernel4.TILE, "BLOCK_K": kernel4.BLOCK, "ACTIVATION": ""}
 INT8_TYPES = ["*bf16", "*i8", "*bf16", "*i8", "*i32", "*fp32", "*bf16", "i32"]
 INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "BLOCK_K": 256, "SPLITS": 1}
 INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}

@@ -1,8 +1,8 @@
 """Triton's interpreter, as the kernels' tests need it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +37,18 @@ def bfloat16_done_right():
     return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16)
 
 
+def _on_host(function: Callable) -> Callable:
+    def run(*given: tl.tensor) -> tl.tensor:
+        out = function(*(torch.from_numpy(np.ascontiguousarray(each.handle.data)) for each in given)).numpy()
+        return tl.core.tensor(TensorHandle(out, given[0].dtype), given[0].type)
+
+    return run
+
+
+LIBDEVICE = SimpleNamespace(exp=_on_host(torch.exp), tanh=_on_host(torch.tanh), add_rn=_on_host(torch.add))
+"""What kernels take of CUDA's own functions."""
+
+
 def _restore(before: dict[Any, dict[str, Any]]) -> None:
     for owner, values in before.items():
         for name, value in values.items():
@@ -54,5 +66,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
         for module in (tl, tl.standard, *modules):  # the language's own reductions are kernels too
             kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
             wrapped = {name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}
+            if hasattr(module, "libdevice"):
+                wrapped["libdevice"] = LIBDEVICE
             stack.enter_context(mock.patch.multiple(module, **wrapped))
         yield

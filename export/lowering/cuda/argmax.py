@@ -13,6 +13,13 @@ from torch.nn import functional as F
 BLOCK = 2048
 
 
+def block_of(width: int) -> int:
+    """What rows of ``width`` are divided into: their divisor nearest to ``BLOCK``, if one is near. Filling rows up is a
+    launch of its own."""
+    near = (size for size in range(BLOCK // 2, 2 * BLOCK) if width % size == 0)
+    return min(near, key=lambda size: abs(size - BLOCK), default=BLOCK)
+
+
 def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """As ``torch.argmax`` over the last dimension, the first of equals too: the first block's, and in it the first.
 
@@ -20,10 +27,11 @@ def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -
     """
     if dim not in (-1, x.ndim - 1) or x.shape[-1] <= 2 * BLOCK:
         return NotImplemented
-    blocks = F.pad(x, (0, -x.shape[-1] % BLOCK), value=float("-inf")).unflatten(-1, (-1, BLOCK))
+    size = block_of(x.shape[-1])
+    blocks = F.pad(x, (0, -x.shape[-1] % size), value=float("-inf")).unflatten(-1, (-1, size))
     greatest, within = blocks.max(-1)
     block = greatest.argmax(-1, keepdim=True)
-    ids = block * BLOCK + within.gather(-1, block)
+    ids = block * size + within.gather(-1, block)
     return ids if keepdim else ids.squeeze(-1)
 
 

@@ -31,6 +31,7 @@ from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.fusion import fused_further
+from eagle3.export.lowering.cuda.gated import gate_in_products
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
@@ -152,6 +153,8 @@ def lower(
         ]
         for name in programs
     }
+    for program in programs.values():
+        gate_in_products(program)
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     longest = {method.name: method.max_len for method in plan.methods}

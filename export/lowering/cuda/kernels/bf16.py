@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
 
 ALIGNED = 8
 """K is a multiple of it: rows begin where a copy of 16 bytes may."""
@@ -33,7 +33,7 @@ WARPS = 4
 def _bf16_small_m_kernel(
     X, W, ARRIVED, PARTS, OUT, M,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     QUARTER: tl.constexpr = BLOCK_K // 4
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -64,10 +64,12 @@ def _bf16_small_m_kernel(
     # The quarters added in a fixed order, which tl.sum does not promise.
     a, b = tl.split(tl.reshape(tl.permute(acc, (1, 2, 0)), (BLOCK_N, BLOCK_M, 2, 2)))
     a, b = tl.split(a + b)
-    store(OUT, PARTS, ARRIVED, a + b, M, m, n0 + n, n0 + n < N, N, SPLITS)
+    store(OUT, PARTS, ARRIVED, a + b, M, m, n0 + n, n0 + n < N, N, SPLITS, ACTIVATION)
 
 
-def _launch_bf16(kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, count: int | None = None) -> Tensor:
+def _launch_bf16(
+    kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", count: int | None = None
+) -> Tensor:
     """``count``: programs along K, if not as ``splits`` says."""
     _check(x, weight)
     if not weight.is_contiguous():
@@ -79,36 +81,37 @@ def _launch_bf16(kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, count:
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, weight, arrived, parts, out, x.shape[0], N=n, K=k, SPLITS=count, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-            BLOCK_M=rows, STAGES=STAGES[rows], num_warps=WARPS,
+            BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), arrived, run)
+    return launch(x, n, BLOCK_N, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), arrived, run, activation)
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})
-def bf16_small_m(x: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
-    """``x @ weight.T``. On CUDA the kernel of this module, on the host ``bf16_reference``.
+def bf16_small_m(x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "") -> Tensor:
+    """``x @ weight.T``, ``gated`` (see ``sums``). On CUDA the kernel of this module, on the host ``bf16_reference``.
 
     Args:
         x: bfloat16 [M, K], K a multiple of ``ALIGNED``; M may be dynamic
         weight: bfloat16 [N, K]
         arrived: ``sums.counters()``, as they were when it returns
+        activation: of a gate, the first half of the outputs; none: they are not gated
 
     Returns:
-        bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
+        bfloat16 [M, N], gated [M, N / 2]; a row's bits do not depend on the other rows or their number
 
     Raises:
-        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, a weight that is not contiguous, or more
-            rows than there are counters for
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, a weight that is not contiguous, more
+            rows than there are counters for, or halves of other than whole tiles
     """
-    return _launch_bf16(wrap_triton(_bf16_small_m_kernel), x, weight, arrived)
+    return _launch_bf16(wrap_triton(_bf16_small_m_kernel), x, weight, arrived, activation)
 
 
 @bf16_small_m.register_kernel("cpu")
-def bf16_reference(x: Tensor, weight: Tensor, arrived: Tensor | None = None) -> Tensor:
+def bf16_reference(x: Tensor, weight: Tensor, arrived: Tensor | None = None, activation: str = "") -> Tensor:
     """``bf16_small_m`` in plain PyTorch: float32 sums, any floating dtype of ``x``."""
     _check(x, weight)
-    return (x.float() @ weight.float().T).to(x.dtype)
+    return gated((x.float() @ weight.float().T).to(x.dtype), activation)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

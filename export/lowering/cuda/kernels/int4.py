@@ -43,7 +43,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     _operand,
     _sum_of_groups,
 )
-from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
 
 BLOCK = 256
 """Weights of an output that share steps."""
@@ -104,6 +104,7 @@ def _int4_small_m_kernel(
     X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = K // BLOCK_K
     GROUPS: tl.constexpr = BLOCK_K // G
@@ -161,12 +162,12 @@ def _int4_small_m_kernel(
     total = tl.join(_sum_of_groups(acc0, 64, BLOCK_M), _sum_of_groups(acc1, 64, BLOCK_M))
     total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
     n = n0 + (n % 8) * 16 + n // 8
-    store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS)
+    store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS, ACTIVATION)
 
 
 def _launch_int4(
     kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor,
-    choice: Blocks = INT4,
+    activation: str = "", choice: Blocks = INT4,
 ) -> Tensor:  # fmt: skip
     group = _group(x, qdata, codes, steps)
     _check_contiguous(*qdata, codes, steps)
@@ -178,10 +179,11 @@ def _launch_int4(
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
-            SPLITS=count, BLOCK_M=rows, BLOCK_N=TILE, BLOCK_K=BLOCK, STAGES=choice.stages, num_warps=WARPS,
+            SPLITS=count, BLOCK_M=rows, BLOCK_N=TILE, BLOCK_K=BLOCK, STAGES=choice.stages,
+            ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n0 + n1 + n2, codes.shape[0], count, ROWS, arrived, run)
+    return launch(x, n0 + n1 + n2, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
 
 
 def _as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -214,8 +216,11 @@ def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> 
 
 
 @triton_op("eagle3::int4_small_m", mutates_args={})
-def int4_small_m(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale``, each of the two a code by its step; of several w side by side.
+def int4_small_m(
+    x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, activation: str = ""
+) -> Tensor:
+    """``x @ w.T`` with ``w = (q - zero) * scale``, each of the two a code by its step; of several w side by side;
+    ``gated`` (see ``sums``).
 
     On CUDA the kernel of this module, on the host ``int4_reference``. One node of an exported program, one launch.
 
@@ -226,24 +231,31 @@ def int4_small_m(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tenso
             outputs of one weight, of which the last one is filled up
         steps: float16 [tiles, K / 256, 128, 2] of scale and zero
         arrived: ``sums.counters()``, as they were when it returns
+        activation: of a gate, the first half of the outputs; none: they are not gated
 
     Returns:
-        bfloat16 [M, N of all]; a row's bits do not depend on the other rows or their number
+        bfloat16 [M, N of all], gated half of them; a row's bits do not depend on the other rows or their number
 
     Raises:
-        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
-            rows than there are counters for
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, more
+            rows than there are counters for, or halves of other than whole tiles
     """
-    return _launch_int4(wrap_triton(_int4_small_m_kernel), x, qdata, codes, steps, arrived)
+    return _launch_int4(wrap_triton(_int4_small_m_kernel), x, qdata, codes, steps, arrived, activation)
 
 
 @int4_small_m.register_kernel("cpu")
 def int4_reference(
-    x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor | None = None
+    x: Tensor,
+    qdata: Sequence[Tensor],
+    codes: Tensor,
+    steps: Tensor,
+    arrived: Tensor | None = None,
+    activation: str = "",
 ) -> Tensor:
     """``int4_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
     _group(x, qdata, codes, steps)
-    return torch.cat([(x.float() @ w.T).to(x.dtype) for w in dequantized(qdata, codes, steps)], 1)
+    products = [(x.float() @ w.T).to(x.dtype) for w in dequantized(qdata, codes, steps)]
+    return gated(torch.cat(products, 1), activation)
 
 
 def dequantized(qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> list[Tensor]:

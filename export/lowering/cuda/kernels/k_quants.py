@@ -189,7 +189,7 @@ def _launch_k_quant(
             BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_K=256, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
 
 
 def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:

@@ -200,7 +200,7 @@ def _launch_int8(
             BLOCK_N=choice.n, BLOCK_K=8 * chunk, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
 
 
 @triton_op("eagle3::int8_small_m", mutates_args={})
