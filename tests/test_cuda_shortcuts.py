@@ -49,6 +49,23 @@ def test_only_calls_that_differ_are_analyzed():
     assert triton_kernel_wrap.identify_accessed_tensors is analyze
 
 
+def test_calls_that_say_how_many_warps_they_take_are_analyzed_once():
+    """Each has an autotuner of its own, of the same kernel."""
+
+    def writes(block, warps):
+        tuned = triton.autotune([triton.Config({"BLOCK": block}, num_warps=warps)], key=[])(_add)
+        given = {name: value for name, value in arguments().items() if name != "BLOCK"}
+        return {dep.name for dep in triton_kernel_wrap.identify_accessed_tensors(tuned, given, {}).read_writes.writes}
+
+    with (
+        compiling(GPUS["sm_90"]),
+        patch.object(triton_kernel_wrap, "generate_ttir", wraps=triton_kernel_wrap.generate_ttir) as seen,
+        analyzed_once(),
+    ):
+        assert [writes(16, 4), writes(16, 4), writes(16, 8), writes(32, 4)] == [{"out"}] * 4
+    assert seen.call_count == 2
+
+
 def test_a_product_writes_its_sums_and_its_output_and_no_counter():
     with FakeTensorMode():
         x, weight, out = (torch.empty(16, 16, dtype=torch.bfloat16) for _ in range(3))

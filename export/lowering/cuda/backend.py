@@ -5,7 +5,7 @@ between the methods by qualified name, and go into a file of their own.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
@@ -36,6 +36,7 @@ from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.cuda.named_gpu.processes import two_processes
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
 from eagle3.export.lowering.cuda.quantization import (
     check_quantized_headers,
@@ -44,7 +45,7 @@ from eagle3.export.lowering.cuda.quantization import (
     lay_out,
     quantize,
 )
-from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged, no_repro
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
@@ -155,15 +156,22 @@ def lower(
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     longest = {method.name: method.max_len for method in plan.methods}
-    for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
+
+    def check_lengths(name: str) -> None:
+        if ranges(programs[name]) != lengths[name]:
+            raise ValueError(f"{name} was compiled for {ranges(programs[name])} of its lengths {lengths[name]} alone")
+
+    named = local_arch() is None
     with (
-        for_gpu,
+        named_gpu(plan.config.cuda_arch) if named else toolchain(),
         inductor.patch(OPTIONS),
         fused_further(),
         counters_unchanged(),
         analyzed_once(),
+        no_repro(),
         argmax_over_blocks(),
         recorded_launches(rows, longest) as launches,
+        two_processes(launches, check_lengths) if named else nullcontext(),
     ):
         lowered = to_edge_transform_and_lower(
             dict(programs),
@@ -171,9 +179,8 @@ def lower(
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),
         )
-        for name, program in programs.items():
-            if ranges(program) != lengths[name]:
-                raise ValueError(f"{name} was compiled for {ranges(program)} of its lengths {lengths[name]} alone")
+        for name in programs:
+            check_lengths(name)
         program = lowered.to_executorch(
             ExecutorchBackendConfig(
                 memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True
