@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback
@@ -42,39 +42,31 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
 
     def preprocess(cls: type[CudaBackend], programs: dict[str, list[ExportedProgram]], specs: dict[str, Any]) -> Any:
         collector = CudaWeightCollector()
-
-        def compiled(names: list[str]) -> dict[str, list[Compiled]]:
-            return {
-                name: [
-                    _compiled(program, spec, collector)
-                    for program, spec in zip(programs[name], specs[name], strict=True)
-                ]
-                for name in names
-            }
-
-        def compiled_there() -> Any:
-            torch.set_num_threads(1)  # a fork has none of the threads
-            done = compiled(theirs)
-            for name in theirs:
-                check(name)
-            return {name: [_as_sent(*one, held) for one in done[name]] for name in theirs}, {
-                name: recorded[name] for name in theirs if name in recorded
-            }
-
+        held = {place(tensor): tensor for given in programs.values() for one in given for tensor in _tensors(one)}
         ours, theirs = halves({name: sum(len(one.graph.nodes) for one in given) for name, given in programs.items()})
-        done = {}
-        if theirs:
-            held = {place(tensor): tensor for given in programs.values() for one in given for tensor in _tensors(one)}
-            with forked(compiled_there, f"compiling {' and '.join(theirs)}") as result:
-                done = compiled(ours)
-                sent, records = result()
-            records = dict(recorded) | records
-            recorded.clear()
-            recorded.update((name, records[name]) for name in programs if name in records)
-            done |= {name: [_received(*one, held, collector) for one in sent[name]] for name in theirs}
-        else:
-            done = compiled(ours)
+
+        def compiled(name: str) -> list[Compiled]:
+            given = zip(programs[name], specs[name], strict=True)
+            return [_compiled(program, spec, collector) for program, spec in given]
+
+        def compiled_there() -> dict[str, tuple[list[Any], Any]]:
+            torch.set_num_threads(1)  # a fork has none of the threads
+            sent = {}
+            for name in theirs:
+                results = [_as_sent(*one, held) for one in compiled(name)]
+                check(name)
+                sent[name] = results, recorded[name]
+            return sent
+
+        with forked(compiled_there, f"compiling {' and '.join(theirs)}") if theirs else nullcontext(dict) as there:
+            done = {name: compiled(name) for name in ours}
+            sent = there()
+        records = dict(recorded) | {name: record for name, (_, record) in sent.items()}
+        recorded.clear()
         for name in programs:
+            recorded[name] = records[name]
+            if name in sent:
+                done[name] = [_received(*one, held, collector) for one in sent[name][0]]
             for result, artifact in done[name]:
                 collector.add_preprocess_result(result, artifact, cls.get_device_name())
         collector.finish()
