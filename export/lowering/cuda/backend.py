@@ -4,8 +4,8 @@ With a GPU at hand kernels are timed on it; without one the GPU is named (``name
 between the methods by qualified name, and go into a file of their own.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
@@ -31,6 +31,7 @@ from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.fusion import fused_further
+from eagle3.export.lowering.cuda.garbage import collected_rarely
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
@@ -125,8 +126,10 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
         lay_out(speculator.draft, spare=speculator.target.parameters())
 
 
-def tracing(speculator: Eagle3Speculator, plan: Plan) -> AbstractContextManager[None]:
-    return small_m_dispatch(plan.small_m_limit)
+@contextmanager
+def tracing(speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
+    with small_m_dispatch(plan.small_m_limit), collected_rarely():
+        yield
 
 
 def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
@@ -169,6 +172,7 @@ def lower(
         counters_unchanged(),
         analyzed_once(),
         no_repro(),
+        collected_rarely(),
         argmax_over_blocks(),
         recorded_launches(rows, longest) as launches,
         two_processes(launches, check_lengths) if named else nullcontext(),
