@@ -15,7 +15,8 @@ from executorch.backends.cuda.cuda_weight_collector import CudaWeightCollector
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import PreprocessResult
 
-from eagle3.export.lowering.cuda.named_gpu.processes import forked, halves, two_processes
+from eagle3.export.lowering.cuda.named_gpu import processes
+from eagle3.export.lowering.cuda.named_gpu.processes import forked, halves, may_fork, two_processes
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, collect, weights_on_host
 
 NODES = {"prefill": 3, "verify": 4, "draft": 1, "speculate": 5}
@@ -90,11 +91,18 @@ def test_a_check_that_fails_in_the_other_process_fails():
 
 
 def test_halves_are_of_about_the_same_work():
-    with patch.object(os, "sched_getaffinity", lambda pid: {0, 1}):
-        assert halves(NODES) == (["speculate", "draft"], ["verify", "prefill"])
-        assert halves({"forward": 1}) == (["forward"], [])
-    with patch.object(os, "sched_getaffinity", lambda pid: {0}):
-        assert halves(NODES) == (["speculate", "verify", "prefill", "draft"], [])
+    assert halves(NODES) == (["speculate", "draft"], ["verify", "prefill"])
+    assert halves({"forward": 1}) == (["forward"], [])
+
+
+@pytest.mark.parametrize(("cores", "free", "forks"), [(2, 1 << 40, True), (2, 1, False), (1, 1 << 40, False)])
+def test_two_processes_take_two_cores_and_twice_the_memory(cores, free, forks):
+    kilobytes = {"RssAnon": 1 << 20, "MemAvailable": free}
+    with (
+        patch.object(os, "sched_getaffinity", lambda pid: set(range(cores))),
+        patch.object(processes, "_kilobytes", lambda file, key: kilobytes[key]),
+    ):
+        assert may_fork() is forks
 
 
 class Unsendable(Exception):

@@ -35,9 +35,8 @@ from eagle3.export.lowering.cuda.garbage import collected_rarely
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
-from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.export.lowering.cuda.named_gpu import in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.export.lowering.cuda.named_gpu.processes import two_processes
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
 from eagle3.export.lowering.cuda.quantization import (
     check_quantized_headers,
@@ -175,7 +174,7 @@ def lower(
         collected_rarely(),
         argmax_over_blocks(),
         recorded_launches(rows, longest) as launches,
-        two_processes(launches, check_lengths) if named else nullcontext(),
+        in_two_processes(launches, check_lengths) if named else nullcontext(),
     ):
         lowered = to_edge_transform_and_lower(
             dict(programs),

@@ -11,10 +11,11 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +35,8 @@ DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 @contextmanager
 def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], None]) -> Iterator[None]:
-    """Within it, ExecuTorch's CUDA backend compiles several methods in two processes, where there are two cores.
+    """Within it, ExecuTorch's CUDA backend compiles several methods in two processes, where there are two cores
+    and memory enough.
 
     ``check`` is called with the name of each method that the other process compiled, there; what is in ``recorded`` by
     that name comes back with it. Results are as of one process, in the order of the methods.
@@ -43,7 +45,8 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
     def preprocess(cls: type[CudaBackend], programs: dict[str, list[ExportedProgram]], specs: dict[str, Any]) -> Any:
         collector = CudaWeightCollector()
         held = {place(tensor): tensor for given in programs.values() for one in given for tensor in _tensors(one)}
-        ours, theirs = halves({name: sum(len(one.graph.nodes) for one in given) for name, given in programs.items()})
+        nodes = {name: sum(len(one.graph.nodes) for one in given) for name, given in programs.items()}
+        ours, theirs = halves(nodes) if may_fork() else (list(programs), [])
 
         def compiled(name: str) -> list[Compiled]:
             given = zip(programs[name], specs[name], strict=True)
@@ -76,11 +79,27 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
         yield
 
 
+def may_fork() -> bool:
+    """Whether there are two cores, and memory for a fork that comes to write to all that it shares."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return False
+    held, free = _kilobytes("/proc/self/status", "RssAnon"), _kilobytes("/proc/meminfo", "MemAvailable")
+    return held is None or free is None or held < free
+
+
+def _kilobytes(file: str, key: str) -> int | None:
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1])
+    return None
+
+
 def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
-    """Names in two groups of about the same weight; all in the first where there is one core."""
+    """Names in two groups of about the same weight."""
     groups, sums = ([], []), [0, 0]
     for name in sorted(weights, key=weights.get, reverse=True):
-        lighter = sums.index(min(sums)) if len(os.sched_getaffinity(0)) > 1 else 0
+        lighter = sums.index(min(sums))
         groups[lighter].append(name)
         sums[lighter] += weights[name]
     return groups
