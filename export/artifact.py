@@ -3,11 +3,17 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 from eagle3.runner.contract.versions import version_of
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchProgramManager
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,6 +38,49 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
+    """Several files at a time: one is read while another is hashed."""
+    paths = list(paths)
+    with ThreadPoolExecutor() as pool:
+        return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
+
+
+class HashedFile:
+    """A file to write into; what is written is hashed meanwhile, by a thread of its own."""
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
+        self._file, self._pool, self._digest = file, pool, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        hashing = self._pool.submit(self._digest.update, data)
+        written = self._file.write(data)
+        hashing.result()
+        return written
+
+    def sha256(self) -> str:
+        """Of what has been written."""
+        return self._digest.hexdigest()
+
+
+@contextmanager
+def hashed_file(path: Path) -> Iterator[HashedFile]:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
+        yield HashedFile(file, pool)
+
+
+def write_program(program: "ExecutorchProgramManager", folder: Path) -> dict[str, str]:
+    """Write ``model.pte``, and beside it the files that a backend keeps outside of it; returns their sha256 by name."""
+    with hashed_file(folder / MODEL_FILE) as file:
+        program.write_to_file(file)
+    digests = {MODEL_FILE: file.sha256()}
+    for name, data in program._tensor_data.items():  # write_tensor_data_to_file opens files of its own
+        path = folder / (name if name.endswith(".ptd") else f"{name}.ptd")
+        with hashed_file(path) as file:
+            data.write_to_file(file)
+        digests[path.name] = file.sha256()
+    return digests
+
+
 def package_versions() -> dict[str, str]:
     return {name: version_of(name) for name in PACKAGES}
 
@@ -50,10 +99,11 @@ def program_digest(model: Path) -> dict[str, Any]:
     return {"program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Write ``export.json``, the record with size and sha256 of every other file, and return what it holds."""
+def write_record(folder: Path, record: dict[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Write ``export.json``, the record with size and sha256 of every other file, and return what it holds. ``known``:
+    sha256 by name, of files that were hashed as they were written."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)}
         for path in sorted(folder.iterdir())
         if path.name != EXPORT_RECORD
     }

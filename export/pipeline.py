@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.artifact import copy_tokenizer, package_versions, sha256, write_record
+from eagle3.export.artifact import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.backends import BACKENDS
 from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
@@ -20,7 +20,7 @@ from eagle3.export.progress import Progress
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.tensors import is_read
-from eagle3.runner.contract import FORWARD, MODEL_FILE, PREFILL, Metadata, format_version
+from eagle3.runner.contract import FORWARD, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.spec import Convert
 
@@ -58,9 +58,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target())
             program, built = backend.lower(programs, metadata.constant_methods(), plan)
         with progress.stage("write"):
-            with (folder / MODEL_FILE).open("wb") as file:
-                program.write_to_file(file)
-            program.write_tensor_data_to_file(str(folder))  # what a backend keeps outside of the program
+            digests = write_program(program, folder)
             copied = copy_tokenizer(plan.checkpoint, folder)
         if "tokenizer.json" not in copied:
             progress.say("the checkpoint has no tokenizer.json: eagle3-run will take --prompt-tokens alone")
@@ -73,7 +71,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             **sizes(speculator),
             **built,
         }
-        return write_record(folder, record)
+        return write_record(folder, record, digests)
 
 
 def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Progress) -> dict[str, Any] | None:
@@ -124,12 +122,12 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "format_version": format_version(plan.proposals, config.logits, config.with_forward, plan.speculates),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
-        "target_sha256": {path.name: sha256(path) for path in plan.target_source.files()},
+        "target_sha256": sha256_by_name(plan.target_source.files()),
         "draft": "/".join(plan.draft.folder.resolve().parts[-2:]),
         "draft_verifier": plan.draft.verifier,
         "draft_kind": plan.draft.kind,
         "draft_dialect": plan.draft.dialect,
-        "draft_sha256": {path.name: sha256(path) for path in plan.draft.source.files()},
+        "draft_sha256": sha256_by_name(plan.draft.source.files()),
         "taps": list(plan.taps),
         "taps_are": str(plan.chosen_taps),
         "qlinear": plan.qlinear,

@@ -4,9 +4,10 @@
 
 writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's quantize_and_save, a
 random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a process of its own
-and watches that process: RssAnon is the memory that it holds beyond files mapped into it. Weights are random, so the
-artifact is good for its size and speed alone. With --cost it says what ``eagle3-inspect --cost`` counts of a round, and
-of two numbers of layers what 60 come to: each has the same share of layers that attend fully, if both are sixes.
+and watches that process: RssAnon is the memory that it, and what it starts, hold beyond files mapped into them. Weights
+are random, so the artifact is good for its size and speed alone. With --cost it says what ``eagle3-inspect --cost``
+counts of a round, and of two numbers of layers what 60 come to: each has the same share of layers that attend fully, if
+both are sixes.
 """
 
 import json
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -149,8 +151,26 @@ def save_draft(folder: Path, config: Gemma4TextConfig, aux_layers: list[int]) ->
     (folder / "config.json").write_text(json.dumps(described))
 
 
+def held_by(process: int) -> dict[str, float]:
+    """RssAnon and VmHWM of a process in GiB, 0 of one that has ended."""
+    found = {"RssAnon": 0.0, "VmHWM": 0.0}
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in found:
+                found[key] = int(value.split()[0]) / 2**20
+    return found
+
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
+
+
 def watched(command: list[str]) -> tuple[dict[str, float], float]:
-    """Run a command to success; peak RssAnon and VmHWM of its process in GiB, and its seconds."""
+    """Run a command to success; peak RssAnon, with that of the processes that it starts (what they share is counted in
+    each), and VmHWM of its process in GiB, and its seconds."""
     peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
     start = time.monotonic()
     process = subprocess.Popen(command)
@@ -158,14 +178,10 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 
     def sample() -> None:
         while not over.wait(SAMPLE_SECONDS):
-            try:
-                status = Path(f"/proc/{process.pid}/status").read_text()
-            except OSError:
-                return
-            for line in status.splitlines():
-                key, _, value = line.partition(":")
-                if key in peaks:
-                    peaks[key] = max(peaks[key], int(value.split()[0]) / 2**20)
+            own = held_by(process.pid)
+            with_others = sum(held_by(child)["RssAnon"] for child in children(process.pid)) + own["RssAnon"]
+            peaks["RssAnon"] = max(peaks["RssAnon"], with_others)
+            peaks["VmHWM"] = max(peaks["VmHWM"], own["VmHWM"])
 
     watcher = threading.Thread(target=sample)
     watcher.start()

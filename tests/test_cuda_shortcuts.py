@@ -1,13 +1,16 @@
-"""A kernel is analyzed once for each kind of arguments, and the answer is Inductor's own."""
+"""A kernel is analyzed once for each kind of arguments, as Inductor would; garbage is looked for seldom."""
 
+import gc
 from unittest.mock import patch
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from eagle3.export.lowering.cuda.garbage import THRESHOLDS, collected_rarely
 from eagle3.export.lowering.cuda.kernels import bf16, sums
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
@@ -49,6 +52,23 @@ def test_only_calls_that_differ_are_analyzed():
     assert triton_kernel_wrap.identify_accessed_tensors is analyze
 
 
+def test_calls_that_say_how_many_warps_they_take_are_analyzed_once():
+    """Each has an autotuner of its own, of the same kernel."""
+
+    def writes(block, warps):
+        tuned = triton.autotune([triton.Config({"BLOCK": block}, num_warps=warps)], key=[])(_add)
+        given = {name: value for name, value in arguments().items() if name != "BLOCK"}
+        return {dep.name for dep in triton_kernel_wrap.identify_accessed_tensors(tuned, given, {}).read_writes.writes}
+
+    with (
+        compiling(GPUS["sm_90"]),
+        patch.object(triton_kernel_wrap, "generate_ttir", wraps=triton_kernel_wrap.generate_ttir) as seen,
+        analyzed_once(),
+    ):
+        assert [writes(16, 4), writes(16, 4), writes(16, 8), writes(32, 4)] == [{"out"}] * 4
+    assert seen.call_count == 2
+
+
 def test_a_product_writes_its_sums_and_its_output_and_no_counter():
     with FakeTensorMode():
         x, weight, out = (torch.empty(16, 16, dtype=torch.bfloat16) for _ in range(3))
@@ -65,3 +85,11 @@ def test_a_product_writes_its_sums_and_its_output_and_no_counter():
         assert written() >= {"ARRIVED", "PARTS", "OUT"}
         with counters_unchanged():
             assert written() == {"PARTS", "OUT"}
+
+
+def test_garbage_is_looked_for_as_before_afterwards():
+    earlier, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(ValueError, match="lowering"), collected_rarely():
+        assert gc.get_threshold() == THRESHOLDS and gc.get_freeze_count() > frozen
+        raise ValueError("lowering")
+    assert gc.get_threshold() == earlier and gc.get_freeze_count() == 0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle3.export import claim, output_folder
-from eagle3.export.artifact import write_record
+from eagle3.export.artifact import write_program, write_record
 from eagle3.export.output_folder import check_output, full_disk_named, whole_folder
 from eagle3.export.report import result_text
 from eagle3.runner.contract import MODEL_FILE
@@ -22,7 +22,7 @@ from eagle3.runner.contract import MODEL_FILE
 def make(folder, text, overwrite=False):
     with whole_folder(folder, overwrite) as partial:
         (partial / MODEL_FILE).write_text(text)
-        write_record(partial, {})
+        write_record(partial, {}, {})
 
 
 def names(folder):
@@ -142,7 +142,7 @@ def test_an_artifact_that_changed_during_the_export_is_not_replaced(tmp_path):
     model = tmp_path / "out" / MODEL_FILE
     with pytest.raises(FileExistsError, match="sha256"), whole_folder(tmp_path / "out", overwrite=True) as partial:
         (partial / MODEL_FILE).write_text("new")
-        write_record(partial, {})
+        write_record(partial, {}, {})
         model.write_text("own")
     assert model.read_text() == "own"
     assert names(tmp_path) == ["out"]
@@ -155,6 +155,23 @@ def test_files_are_hashed_once_where_nothing_changed(tmp_path, monkeypatch):
     check_output(tmp_path / "out", overwrite=True)
     make(tmp_path / "out", "new", overwrite=True)
     assert hashed == [tmp_path / "out" / MODEL_FILE]
+
+
+def test_the_sha256_of_a_program_is_that_of_the_files_written(tmp_path):
+    class Data(list):
+        def write_to_file(self, file):
+            for part in self:
+                file.write(memoryview(part))
+
+    program = Data([b"program", b"", bytes(1 << 20)])
+    program._tensor_data = {"weights": Data([os.urandom(1 << 20), b"pad"]), "caches.ptd": Data()}
+    digests = write_program(program, tmp_path)
+    assert digests == {path.name: sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    assert sorted(digests) == ["caches.ptd", "model.pte", "weights.ptd"]
+    assert (tmp_path / MODEL_FILE).stat().st_size == 7 + (1 << 20)
+    files = write_record(tmp_path, {}, digests | {"caches.ptd": "known"})["files"]
+    assert files["caches.ptd"] == {"bytes": 0, "sha256": "known"}
+    assert files["weights.ptd"] == {"bytes": 3 + (1 << 20), "sha256": digests["weights.ptd"]}
 
 
 def test_an_empty_folder_is_taken_with_its_permissions(tmp_path):

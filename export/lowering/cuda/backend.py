@@ -4,8 +4,8 @@ With a GPU at hand kernels are timed on it; without one the GPU is named (``name
 between the methods by qualified name, and go into a file of their own.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
@@ -31,11 +31,12 @@ from eagle3.export.lowering.cuda.attention import CudaAttention
 from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.experts import use_fused_experts
 from eagle3.export.lowering.cuda.fusion import fused_further
+from eagle3.export.lowering.cuda.garbage import collected_rarely
 from eagle3.export.lowering.cuda.gated import gate_in_products
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.launches import recorded_launches
 from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
-from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.export.lowering.cuda.named_gpu import in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
 from eagle3.export.lowering.cuda.quantization import (
@@ -45,7 +46,7 @@ from eagle3.export.lowering.cuda.quantization import (
     lay_out,
     quantize,
 )
-from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged
+from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged, no_repro
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.weights import CudaWeights
 from eagle3.export.plan import Plan
@@ -125,8 +126,10 @@ def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
         lay_out(speculator.draft, spare=speculator.target.parameters())
 
 
-def tracing(speculator: Eagle3Speculator, plan: Plan) -> AbstractContextManager[None]:
-    return small_m_dispatch(plan.small_m_limit)
+@contextmanager
+def tracing(speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
+    with small_m_dispatch(plan.small_m_limit), collected_rarely():
+        yield
 
 
 def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
@@ -158,15 +161,23 @@ def lower(
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     longest = {method.name: method.max_len for method in plan.methods}
-    for_gpu = toolchain() if local_arch() else named_gpu(plan.config.cuda_arch)
+
+    def check_lengths(name: str) -> None:
+        if ranges(programs[name]) != lengths[name]:
+            raise ValueError(f"{name} was compiled for {ranges(programs[name])} of its lengths {lengths[name]} alone")
+
+    named = local_arch() is None
     with (
-        for_gpu,
+        named_gpu(plan.config.cuda_arch) if named else toolchain(),
         inductor.patch(OPTIONS),
         fused_further(),
         counters_unchanged(),
         analyzed_once(),
+        no_repro(),
+        collected_rarely(),
         argmax_over_blocks(),
         recorded_launches(rows, longest) as launches,
+        in_two_processes(launches, check_lengths) if named else nullcontext(),
     ):
         lowered = to_edge_transform_and_lower(
             dict(programs),
@@ -174,9 +185,8 @@ def lower(
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),
         )
-        for name, program in programs.items():
-            if ranges(program) != lengths[name]:
-                raise ValueError(f"{name} was compiled for {ranges(program)} of its lengths {lengths[name]} alone")
+        for name in programs:
+            check_lengths(name)
         program = lowered.to_executorch(
             ExecutorchBackendConfig(
                 memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True

@@ -1,8 +1,9 @@
 """What Inductor is told of Triton kernels as it lowers to CUDA.
 
 For each call of a Triton kernel Inductor compiles the kernel to Triton's IR, to see which tensors it writes: twice a
-linear, a tenth of a second and more each time, though a model calls a few kernels with a few shapes. And of what a
-kernel writes and sets back it would make a copy for each call.
+linear, a tenth of a second and more each time, though a model calls a few kernels with a few shapes. Of what a kernel
+writes and sets back it would make a copy for each call. And it writes a program that repeats the compilation, with the
+source of every kernel once a call, for a log that nobody keeps.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from unittest.mock import patch
 
 import sympy
 import torch
+from torch._dynamo.repro import after_aot
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.ir import TensorBox
 from torch.utils._ordered_set import OrderedSet
+from triton.runtime.autotuner import Autotuner
 
 ANALYSIS = "identify_accessed_tensors"
 """PyTorch's analysis of a kernel: what it reads and writes. That of 2.11 has another name and gives what is written."""
@@ -33,7 +36,7 @@ def analyzed_once() -> Iterator[None]:
     def analyze_once(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any]) -> Any:
         if tma_descriptor_metadata:
             return analyze(kernel, kwargs, tma_descriptor_metadata)
-        key = kernel, tuple((name, _seen_as(value)) for name, value in kwargs.items())
+        key = _source(kernel), tuple((name, _seen_as(value)) for name, value in kwargs.items())
         if key not in known:
             known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
         return known[key]
@@ -56,6 +59,20 @@ def counters_unchanged() -> Iterator[None]:
 
     with patch.object(triton_kernel_wrap, ANALYSIS, analyze_without):
         yield
+
+
+@contextmanager
+def no_repro() -> Iterator[None]:
+    """Within it, no program that repeats a compilation is written."""
+    with patch.object(after_aot, "save_graph_repro", lambda *args, **kwargs: None):
+        yield
+
+
+def _source(kernel: Any) -> Any:
+    """What the analysis sees of a kernel. A call that says how many warps it takes has an autotuner of its own."""
+    if not isinstance(kernel, Autotuner):
+        return kernel
+    return kernel.fn, tuple(kernel.configs[0].kwargs.items()) if kernel.configs else ()
 
 
 def _seen_as(value: Any) -> Any:

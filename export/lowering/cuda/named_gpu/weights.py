@@ -1,6 +1,7 @@
 """Part 4: weights are fake CUDA tensors; each knows its data on the host, which goes from there into the ``.ptd``.
 
-The data is never copied: a memory-mapped checkpoint is read when its bytes are hashed or written.
+The data is never copied: a memory-mapped checkpoint is read when its bytes are written, and hashed before only where
+another weight may be the same.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
 DEVICE = torch.device("cuda", 0)
+Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 CHUNK = 8 << 20  # bytes
 
 
@@ -97,13 +99,21 @@ def on_named_gpu(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
+def place(tensor: Tensor) -> Place:
+    """Where a tensor lies on the host, and how."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def host_data(collector: CudaWeightCollector, tensor: Tensor) -> HostData:
+    """Made once a collector: the methods' weights are the same tensors."""
+    return collector.__dict__.setdefault("host_data", {}).setdefault(place(tensor), HostData(tensor))
+
+
 def collect(self: CudaWeightCollector, weights, directory: str, device_type_for_weight) -> CudaWeightArtifact:
-    """``CudaWeightCollector.materialize`` without its copies: each weight is a ``HostData``, made once a collector."""
-    known = self.__dict__.setdefault("host_data", {})  # the methods' weights are the same tensors: hash them once
+    """``CudaWeightCollector.materialize`` without its copies: each weight is a ``HostData``."""
     entries, storages = [], {}
     for name, (tensor, _) in weights.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        data = known.setdefault(place, HostData(tensor))
+        data = host_data(self, tensor)
         device_type = device_type_for_weight(tensor)
         key = storage_key(name, device_type)
         storages[key] = data
@@ -120,6 +130,20 @@ def collect(self: CudaWeightCollector, weights, directory: str, device_type_for_
             )
         )
     return CudaWeightArtifact(entries=entries, storages=storages)
+
+
+@contextmanager
+def _known_again() -> Iterator[None]:
+    """A weight of several methods is not hashed to see that it is the same: it is the same ``HostData``."""
+    add = CudaWeightCollector._add_weight
+
+    def add_once(self: CudaWeightCollector, entry: CudaWeightEntry, data: FileBackedData, external_tag: str) -> None:
+        known = self._store.key_to_buffer_idx.get(entry.storage_key)
+        if known is None or self._store.buffers[known] is not data:
+            add(self, entry, data, external_tag)
+
+    with patch.object(CudaWeightCollector, "_add_weight", add_once):
+        yield
 
 
 @contextmanager
@@ -179,4 +203,5 @@ def weights_on_host() -> Iterator[None]:
             (CudaWeightCollector, "materialize", collect),
         ):
             stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(_known_again())
         yield

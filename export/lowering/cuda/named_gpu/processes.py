@@ -1,0 +1,195 @@
+"""Part 7: methods are compiled in two processes, each about half of the work.
+
+Inductor is Python and keeps one core busy. Without a GPU nothing forbids a fork, which has the traced programs and
+every weight at once. What comes back is a library a method and where its weights lie, which is where they lie in this
+process. A second process takes memory of its own for the graphs that it compiles.
+"""
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from executorch.backends.aoti.aoti_backend import AotiBackend
+from executorch.backends.cuda.cuda_backend import CudaBackend, _aoti_device_type_for_weight
+from executorch.backends.cuda.cuda_weight_collector import CudaWeightArtifact, CudaWeightCollector
+from executorch.exir.backend.backend_details import PreprocessResult
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from eagle3.export.lowering.cuda.named_gpu.weights import HostData, Place, host_data, place
+
+Compiled = tuple[PreprocessResult, CudaWeightArtifact]
+DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+@contextmanager
+def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], None]) -> Iterator[None]:
+    """Within it, ExecuTorch's CUDA backend compiles several methods in two processes, where there are two cores
+    and memory enough.
+
+    ``check`` is called with the name of each method that the other process compiled, there; what is in ``recorded`` by
+    that name comes back with it. Results are as of one process, in the order of the methods.
+    """
+
+    def preprocess(cls: type[CudaBackend], programs: dict[str, list[ExportedProgram]], specs: dict[str, Any]) -> Any:
+        collector = CudaWeightCollector()
+        held = {place(tensor): tensor for given in programs.values() for one in given for tensor in _tensors(one)}
+        nodes = {name: sum(len(one.graph.nodes) for one in given) for name, given in programs.items()}
+        ours, theirs = halves(nodes) if may_fork() else (list(programs), [])
+
+        def compiled(name: str) -> list[Compiled]:
+            given = zip(programs[name], specs[name], strict=True)
+            return [_compiled(program, spec, collector) for program, spec in given]
+
+        def compiled_there() -> dict[str, tuple[list[Any], Any]]:
+            torch.set_num_threads(1)  # a fork has none of the threads
+            sent = {}
+            for name in theirs:
+                results = [_as_sent(*one, held) for one in compiled(name)]
+                check(name)
+                sent[name] = results, recorded[name]
+            return sent
+
+        with forked(compiled_there, f"compiling {' and '.join(theirs)}") if theirs else nullcontext(dict) as there:
+            done = {name: compiled(name) for name in ours}
+            sent = there()
+        records = dict(recorded) | {name: record for name, (_, record) in sent.items()}
+        recorded.clear()
+        for name in programs:
+            recorded[name] = records[name]
+            if name in sent:
+                done[name] = [_received(*one, held, collector) for one in sent[name][0]]
+            for result, artifact in done[name]:
+                collector.add_preprocess_result(result, artifact, cls.get_device_name())
+        collector.finish()
+        return {name: [result for result, _ in done[name]] for name in programs}
+
+    with patch.object(CudaBackend, "preprocess_multimethod", classmethod(preprocess)):
+        yield
+
+
+def may_fork() -> bool:
+    """Whether there are two cores, and memory for a fork that comes to write to all that it shares."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return False
+    held, free = _kilobytes("/proc/self/status", "RssAnon"), _kilobytes("/proc/meminfo", "MemAvailable")
+    return held is None or free is None or held < free
+
+
+def _kilobytes(file: str, key: str) -> int | None:
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1])
+    return None
+
+
+def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
+    """Names in two groups of about the same weight."""
+    groups, sums = ([], []), [0, 0]
+    for name in sorted(weights, key=weights.get, reverse=True):
+        lighter = sums.index(min(sums))
+        groups[lighter].append(name)
+        sums[lighter] += weights[name]
+    return groups
+
+
+@contextmanager
+def forked(work: Callable[[], Any], what: str) -> Iterator[Callable[[], Any]]:
+    """Begin ``work`` in a fork; call what is yielded to wait for its result, or for what it raised. The fork ends with
+    the context, and with this process."""
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    gc.freeze()  # or each collection would write to, and so copy, all that is shared
+    process = context.Process(target=_work_and_send, args=(work, sender))
+    process.start()
+    sender.close()
+
+    def result() -> Any:
+        try:
+            value, error = receiver.recv()
+        except EOFError:
+            process.join()
+            raise RuntimeError(
+                f"{what} ended with exit code {process.exitcode}: if that is -9, memory ran out; type taskset -c 0 "
+                "before the command to compile in one process"
+            ) from None
+        if error is not None:
+            raise error
+        return value
+
+    try:
+        yield result
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+        gc.unfreeze()
+
+
+def _work_and_send(work: Callable[[], Any], sender: Connection) -> None:
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends this process
+    try:
+        outcome = work(), None
+    except Exception as error:
+        outcome = None, _sendable(error)
+    sender.send(outcome)
+
+
+def _sendable(error: Exception) -> Any:
+    """The error with its traceback as its cause; one of its text where it cannot be sent."""
+    wrapped = ExceptionWithTraceback(error, error.__traceback__)
+    try:
+        pickle.loads(pickle.dumps(wrapped))
+    except Exception:
+        return ExceptionWithTraceback(RuntimeError(f"{type(error).__name__}: {error}"), error.__traceback__)
+    return wrapped
+
+
+def _compiled(program: ExportedProgram, specs: list[Any], collector: CudaWeightCollector) -> Compiled:
+    """``CudaBackend._preprocess_with_weight_collector`` without the collecting, which has an order."""
+    with collector.capture(_aoti_device_type_for_weight) as capture:
+        result = AotiBackend.preprocess.__func__(CudaBackend, program, specs)
+    return result, capture.artifact
+
+
+def _tensors(program: ExportedProgram) -> Iterator[Tensor]:
+    for values in (program.state_dict, program.constants):
+        yield from (value for value in values.values() if isinstance(value, Tensor))
+
+
+def _as_sent(result: PreprocessResult, artifact: CudaWeightArtifact, held: dict[Place, Tensor]) -> Any:
+    """A weight of both processes as its place, what compiling made as its bytes."""
+    store = result.data_store_output
+    store.buffers = [data if isinstance(data, bytes) else data.to_bytes() for data in store.buffers]
+    data = {
+        key: where if (where := place(data.tensor)) in held else data.to_bytes()
+        for key, data in artifact.storages.items()
+    }
+    return result, artifact.entries, data
+
+
+def _received(
+    result: PreprocessResult, entries: list[Any], data: dict[str, Any], held: dict[Place, Tensor], collector: Any
+) -> Compiled:
+    storages = {
+        key: HostData(_tensor_of(found)) if isinstance(found, bytes) else host_data(collector, held[found])
+        for key, found in data.items()
+    }
+    return result, CudaWeightArtifact(entries=entries, storages=storages)
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
