@@ -23,6 +23,8 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
+from eagle3.export.config import CUDA_RECIPES, XNNPACK_RECIPES
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -31,8 +33,10 @@ class Backend:
     summary: str
     module: str
     quantizes: bool = False
-    """Whether it has kernels for quantized weights: it quantizes a checkpoint, or keeps one that is quantized, which
+    """Whether weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes, which
     the others dequantize as it loads."""
+    recipes: tuple[str, ...] = ("none",)
+    """What ``--qlinear`` and ``--draft-qlinear`` may name: what there are kernels for."""
     speculates: bool = False
     """Whether a greedy round is one method by default: where each call costs copies and waits that it saves."""
     flags: frozenset[str] = frozenset()
@@ -54,10 +58,16 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend(
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
         "eagle3.export.lowering.cuda.backend",
-        flags=frozenset({"cuda_arch", "qlinear", "draft_qlinear"}),
+        flags=frozenset({"cuda_arch"}),
+        recipes=CUDA_RECIPES,
         quantizes=True,
         speculates=True,
         packages=("triton",),
     ),
-    "xnnpack": Backend("the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)", "eagle3.export.lowering.xnnpack.backend"),
+    "xnnpack": Backend(
+        "the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)",
+        "eagle3.export.lowering.xnnpack.backend",
+        flags=frozenset({"qembedding", "group_size"}),
+        recipes=XNNPACK_RECIPES,
+    ),
 }

@@ -6,11 +6,13 @@ from pathlib import Path
 import click
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.config import RECIPES, ExportConfig
+from eagle3.export.config import EMBEDDING_RECIPES, ExportConfig
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.runner.contract.console import OneLineFailures, version_option
 from eagle3.targets import TARGETS
+
+RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))
 
 EPILOG = """
 \b
@@ -64,9 +66,22 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--qlinear",
     type=click.Choice(RECIPES),
-    help="ExecuTorch's recipe for the target's weights. Default: default on cuda (INT4 linears, INT8 embedding).",
+    help="ExecuTorch's recipe for the target's weights: "
+    + "; ".join(f"{', '.join(backend.recipes)} on {name}" for name, backend in BACKENDS.items())
+    + ". Default: default on cuda (INT4 linears, INT8 embedding), none on xnnpack.",
 )
 @click.option("--draft-qlinear", type=click.Choice(RECIPES), help="The same for the draft head. Default: none.")
+@click.option(
+    "--group-size",
+    type=click.IntRange(1),
+    help="Weights that share a scale in 8da4w on xnnpack, a multiple of 32. Default: 32.",
+)
+@click.option(
+    "--qembedding",
+    type=click.Choice(EMBEDDING_RECIPES),
+    help="Of both models' embeddings on xnnpack: 8w is 8 bits and a scale a token. Default: 8w with a quantized "
+    "target.",
+)
 @click.option("--aux-layers", callback=_layer_ids, metavar="2,30,57", help="Override the taps that the draft names.")
 @click.option(
     "--aux-convention",

@@ -4,7 +4,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RECIPES = ("none", "default", "sensitive")
+CUDA_RECIPES = ("none", "default", "sensitive")
+XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
+"""Dynamic activations in 8 bits, weights in 4 or 8: ExecuTorch's names (``extension/llm/export/quantize.py``)."""
+GROUPED = "8da4w"  # whose inputs share scales in groups; 8da8w has a scale a row
+EMBEDDING_RECIPES = ("none", "8w")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class ExportConfig:
     max_prefill: int | None = None
     qlinear: str | None = None
     draft_qlinear: str | None = None
+    qembedding: str | None = None
+    group_size: int | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     draft_dialect: str | None = None

@@ -11,7 +11,7 @@ from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.gguf_metadata import check_metadata
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
-from eagle3.export.config import ExportConfig
+from eagle3.export.config import GROUPED, ExportConfig
 from eagle3.export.draft.description import P_EAGLE, DraftDescription
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.memory import target_cache_bytes
@@ -193,12 +193,21 @@ def check_flags(config: ExportConfig) -> None:
             "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
             "end the process, since that gives more than logits: leave one of the two out"
         )
-    for flag in ("cuda_arch", "qlinear", "draft_qlinear"):
-        if getattr(config, flag) is not None and flag not in BACKENDS[config.backend].flags:
+    backend = BACKENDS[config.backend]
+    for flag in ("cuda_arch", "qembedding", "group_size"):
+        if getattr(config, flag) is not None and flag not in backend.flags:
             name = f"--{flag.replace('_', '-')}"
             raise ValueError(
                 f"{name} {getattr(config, flag)} means nothing to --backend {config.backend}: leave it out"
             )
+    for flag, recipe in (("--qlinear", config.qlinear), ("--draft-qlinear", config.draft_qlinear)):
+        if recipe is not None and recipe not in backend.recipes:
+            raise ValueError(
+                f"{flag} {recipe}: --backend {config.backend} has no kernels for it, but for "
+                f"{', '.join(backend.recipes)}"
+            )
+    if config.group_size is not None and GROUPED not in (config.qlinear, config.draft_qlinear):
+        raise ValueError(f"--group-size {config.group_size} is for {GROUPED}: type --qlinear {GROUPED}")
 
 
 def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle3.runner.cache import still_held
 from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Choice
-from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata, near_tie
 from eagle3.runner.loop import generate
 from eagle3.runner.session import Session, Step
 
@@ -136,7 +136,8 @@ class Place:
         if self._logits is not None:
             margin, moved = _margin(self._logits), self._smallest_move(said)
             relative = margin / float(self._logits.std())
-            threshold = rounding(self._logits, self.step.feature.dtype)
+            tie = near_tie(self.session.metadata.manifest.get("qlinear"))
+            threshold = rounding(self._logits, self.step.feature.dtype, tie)
         index = len(self.token_ids) - 1
         return Divergence(
             index=index,
@@ -206,7 +207,8 @@ def _margin(logits: Tensor) -> float:
     return best - second
 
 
-def rounding(logits: Tensor, dtype: torch.dtype) -> float:
+def rounding(logits: Tensor, dtype: torch.dtype, tie: float = NEAR_TIE) -> float:
     """What two of the logits [V] may be moved by, in standard deviations: by two steps of the activations' ``dtype`` at
-    the size of the largest logit, where that is more than what rounding in float32 adds up to."""
-    return max(NEAR_TIE, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))
+    the size of the largest logit, where that is more than ``tie``, which rounding in
+    float32 adds up to."""
+    return max(tie, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))

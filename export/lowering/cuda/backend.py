@@ -24,7 +24,7 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.config import RECIPES
+from eagle3.export.config import CUDA_RECIPES
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.attention import CudaAttention
@@ -91,9 +91,9 @@ def check(plan: Plan) -> None:
     skeleton = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len)
     if plan.qlinear == "checkpoint":
         check_quantized_headers(plan.target_headers, skeleton)
-    if plan.qlinear in RECIPES[1:]:
+    if plan.qlinear in CUDA_RECIPES[1:]:
         check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
-    if plan.draft_qlinear in RECIPES[1:]:
+    if plan.draft_qlinear in CUDA_RECIPES[1:]:
         with torch.device("meta"):
             draft = DraftHead(plan.draft, max_seq_len=1)
         check_recipe("--draft-qlinear", plan.draft_qlinear, draft, plan.draft.layer)
@@ -113,14 +113,14 @@ def memory(plan: Plan) -> tuple[int, str]:
 def conversion(plan: Plan) -> CudaWeights:
     """The target is quantized as it is read, and laid out for its kernels; the model stays on the host."""
     target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model
-    recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in RECIPES[1:] else None
+    recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in CUDA_RECIPES[1:] else None
     return CudaWeights(target, recipe, DTYPE)
 
 
 def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
     """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
     use_fused_experts(speculator.target)
-    if plan.draft_qlinear in RECIPES[1:]:
+    if plan.draft_qlinear in CUDA_RECIPES[1:]:
         recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
         quantize(speculator.draft, recipe, spare=speculator.target.parameters())
         lay_out(speculator.draft, spare=speculator.target.parameters())

@@ -14,7 +14,7 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from torch import nn
 
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.config import RECIPES
+from eagle3.export.config import CUDA_RECIPES
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.experts import is_fused
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
@@ -43,7 +43,7 @@ def gpu_memory(plan: Plan) -> GpuMemory:
 
 
 def _recipe(name: str, config: Any, model: nn.Module) -> QuantRecipe | None:
-    return fitted_recipe(name, config, model) if name in RECIPES[1:] else None
+    return fitted_recipe(name, config, model) if name in CUDA_RECIPES[1:] else None
 
 
 def _target_bytes(plan: Plan, skeleton: Skeleton) -> int:

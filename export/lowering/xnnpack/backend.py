@@ -19,11 +19,14 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch import nn
 from torch.export import ExportedProgram
 
+from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.quantization import recipes
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
-from eagle3.export.lowering.xnnpack.weights import Dequantized
+from eagle3.export.lowering.xnnpack.weights import XnnpackWeights, quantize
 from eagle3.export.plan import Plan
+from eagle3.export.speculator import Eagle3Speculator
 
 DTYPE = torch.float32
 EAGER_ON_HOST = True
@@ -34,7 +37,11 @@ attention = LlmOpsAttention
 
 
 def check(plan: Plan) -> None:
-    """Every machine lowers to the CPU."""
+    """Raise ValueError for groups that do not fit a linear."""
+    target, draft = recipes(plan)
+    target.check("--qlinear", plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model)
+    with torch.device("meta"):
+        draft.check("--draft-qlinear", DraftHead(plan.draft, max_seq_len=1))
 
 
 def runs_here() -> bool:
@@ -49,16 +56,22 @@ def footprint(plan: Plan) -> None:
     return None
 
 
-def conversion(plan: Plan) -> Dequantized:
-    return Dequantized()
+def conversion(plan: Plan) -> XnnpackWeights:
+    """The target is quantized as it is read."""
+    target, _ = recipes(plan)
+    return XnnpackWeights(plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model, target)
 
 
-def prepare(speculator: nn.Module, plan: Plan) -> None:
-    """Weights stay as they are."""
+def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
+    """Quantize the draft head as the plan says."""
+    _, draft = recipes(plan)
+    quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))
 
 
 def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
-    return {}
+    target, draft = recipes(plan)
+    groups = target.group or draft.group
+    return {"qembedding": target.embedding} | ({"group_size": groups} if groups else {})
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Shortcuts through ExecuTorch's lowering to XNNPACK, for time alone: the program is the same.
 
 With dynamic lengths each pass over a graph takes seconds on one core. Left out is what cannot change a program of
-float32 linear layers and elementwise operations.
+linear layers, dynamically quantized or not, and elementwise operations.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,9 @@ _FOR_OTHER_GRAPHS = (
     passes.InsertPadQDQPass,
     passes.Conv1dUnsqueezePass,
     passes.PReLUReshapePass,
+    passes.DimOrderOpsRevertPass,
+    passes.PropagateCustomMetaPass,
+    passes.RemoveGetItemPass,
 )
 
 
@@ -39,6 +42,7 @@ class _Passes(passes.XNNPACKPassManager):
 
 @contextmanager
 def applicable_passes() -> Iterator[None]:
-    """Within it XNNPACK's preprocessing skips the passes for convolutions, batch norms and quantized padding."""
+    """Within it XNNPACK's preprocessing skips the passes for convolutions, batch norms, pooling, quantized padding, dim
+    orders and constants in files of their own."""
     with mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes):
         yield

@@ -1,24 +1,38 @@
-"""What each tensor of a target becomes as it is read: XNNPACK runs in float32, so quantized weights are dequantized,
-exactly: a code times its scale has no more bits than float32 holds."""
+"""What each tensor of a target becomes as it is read: XNNPACK computes in float32, or with the weights that our recipes
+quantize. Those that another tool quantized are dequantized, exactly: a code times its scale has no more bits than
+float32 holds."""
 
 from typing import Any
 
 import torch
 from executorch.extension.llm.export.quant import dequantize_weight
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.lowering.xnnpack.quantization import Recipe
 
-class Dequantized:
-    def __init__(self) -> None:
-        self.count = 0
+
+class XnnpackWeights:
+    """A conversion for the target ``model`` (on the meta device)."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        self.recipe, self.dequantized = recipe, 0
+        modules = model.named_modules(remove_duplicate=False)
+        self.covered = {f"{name}.weight": module for name, module in modules if recipe.covers(module)}
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
-        if not isinstance(value, TorchAOBaseTensor):
-            return value
-        self.count += 1
-        return dequantize_weight(value, torch.float32)
+        if isinstance(value, TorchAOBaseTensor):
+            self.dequantized += 1
+            value = dequantize_weight(value, torch.float32)
+        return self.recipe.quantized(self.covered[name], value) if name in self.covered else value
 
     def record(self) -> dict[str, Any]:
         """How many weights were dequantized."""
-        return {"dequantized": self.count} if self.count else {}
+        return {"dequantized": self.dequantized} if self.dequantized else {}
+
+
+def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
+    """Quantize in place the weights of ``model`` that ``recipe`` covers, except those of an id in ``spare``."""
+    for module in model.modules():
+        if recipe.covers(module) and id(module.weight) not in spare:
+            module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)

@@ -1,0 +1,35 @@
+"""Options of ExecuTorch's XNNPACK backend, which its Python bindings (1.5) do not have: set through its C++ library.
+
+``executorch::runtime::set_option`` is exported by ``libexecutorch.so``; what it takes is written in the package's own
+headers (``include/executorch/runtime/backend/options.h``).
+"""
+
+import ctypes
+from pathlib import Path
+
+BACKEND = b"XnnpackBackend"
+_SET_OPTION = "_ZN10executorch7runtime10set_optionEPKcNS0_4SpanINS0_13BackendOptionEEE"
+
+
+class _Value(ctypes.Union):
+    """Of ``std::variant<bool, int, std::array<char, 256>>``."""
+
+    _fields_ = [("boolean", ctypes.c_bool), ("integer", ctypes.c_int), ("text", ctypes.c_char * 256)]
+
+
+class _Option(ctypes.Structure):
+    _fields_ = [("key", ctypes.c_char * 64), ("value", _Value), ("index", ctypes.c_uint8)]
+
+
+def share_packed_weights() -> bool:
+    """Let methods that load from now on hold one packed copy of a weight together, instead of one each. The numbers are
+    the same. Returns whether this ExecuTorch has the option."""
+    import executorch
+
+    for library in (Path(executorch.__path__[0]) / "lib").glob("libexecutorch.*"):
+        set_option = getattr(ctypes.CDLL(str(library)), _SET_OPTION, None)
+        if set_option is not None:
+            option = _Option(b"weight_cache_enabled", _Value(boolean=True), 0)
+            set_option.argtypes = (ctypes.c_char_p, ctypes.POINTER(_Option), ctypes.c_size_t)
+            return set_option(BACKEND, ctypes.byref(option), 1) == 0
+    return False

@@ -1,0 +1,115 @@
+"""8da4w, 8da8w and an 8-bit embedding on the CPU: what is quantized, what is refused, that rows stand alone."""
+
+import re
+
+import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (gives torchao's tensors CUDA's products)
+import pytest
+import torch
+from commands import fail_command
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.extension.llm.export.quantize import quantize_model_
+from executorch.runtime import Runtime
+from random_checkpoints import random_model
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from eagle3.export.cli import main as export_main
+from eagle3.export.lowering.xnnpack import quantization
+from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
+from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+RECIPES = {"8da4w": Recipe("8da4w", "8w", 32), "8da8w": Recipe("8da8w", "8w", 0)}
+
+
+class Model(nn.Module):
+    """An embedding and a linear: ids [1, T] -> [1, T, 96]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.linear = nn.Embedding(50, 128), nn.Linear(128, 96, bias=False)
+
+    def forward(self, ids):
+        return self.linear(self.embedding(ids))
+
+
+def quantized(recipe: Recipe) -> Model:
+    model = Model().eval().requires_grad_(False)
+    for module in (model.embedding, model.linear):
+        module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
+    return model
+
+
+def lowered(model: nn.Module, ids: torch.Tensor):
+    program = torch.export.export(model, (ids[:, :5],), dynamic_shapes=({1: Dim("rows", min=1, max=16)},), strict=False)
+    with applicable_passes():
+        edge = to_edge_transform_and_lower(
+            {"forward": program},
+            partitioner=[LinearsKept()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        )
+    left = {str(node.target) for node in edge.exported_program().graph.nodes if node.op == "call_function"}
+    return left, Runtime.get().load_program(edge.to_executorch().buffer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
+    """What a verify of many rows is worth: its rows are those of as many steps."""
+    model, ids = quantized(RECIPES[recipe]), torch.randint(50, (1, 12))
+    left, program = lowered(model, ids)
+    method = program.load_method("forward")
+    assert not any("linear" in target or "quantize" in target for target in left)
+
+    def run(rows: int) -> torch.Tensor:
+        return torch.cat([method.execute((part.contiguous(),))[0].clone() for part in ids.split(rows, 1)], 1)
+
+    assert torch.equal(run(1), run(4)) and torch.equal(run(4), run(12))
+    moved = (run(4) - model(ids)).abs().amax(-1)[0]
+    assert moved.median() < 1e-5 and moved.max() < 0.02  # where a sum rounds otherwise, a code of a row may turn
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_are_executorchs_own(recipe, monkeypatch):
+    monkeypatch.setattr(quantization, "ELEMENTS", 7 * 128)  # a few rows at a time
+    ours, theirs = quantized(RECIPES[recipe]), Model()
+    quantize_model_(theirs, qlinear_config=recipe, qembedding_config="8w")
+    for name in ("linear", "embedding"):
+        mine, other = getattr(ours, name).weight, getattr(theirs, name).weight
+        assert torch.equal(mine.qdata, other.qdata)
+        torch.testing.assert_close(mine.scale, other.scale, rtol=2**-8, atol=0)  # of groups, XNNPACK has 8 bits
+    ids = torch.arange(50)[None]
+    assert torch.equal(ours.embedding(ids), F.embedding(ids, theirs.embedding.weight.dequantize()))
+
+
+def test_a_tied_head_and_its_embedding_are_quantized_each_for_itself():
+    model = random_model("qwen3-4B", num_hidden_layers=1)
+    family, config = TARGETS["qwen3-4B"].module(), model.config
+    convert = XnnpackWeights(family.skeleton(config, 64).model, RECIPES["8da4w"])
+    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    target = family.load(weights.items(), config, 64, torch.float32, EagerAttention, convert)
+    assert type(target.embed_tokens.weight.data) is Int8Rows
+    kinds = {type(module.weight.data) for module in target.modules() if isinstance(module, nn.Linear)}
+    assert kinds == {DynamicWeight} and target.lm_head.weight.target_dtype == torch.int4
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--qlinear", "default"), "none, 8da4w, 8da8w"),
+        (("--draft-qlinear", "sensitive"), "none, 8da4w, 8da8w"),
+        (("--backend", "cuda", "--qlinear", "8da4w"), "none, default, sensitive"),
+        (("--backend", "cuda", "--qembedding", "8w"), "means nothing to --backend cuda"),
+        (("--group-size", 64), "--group-size 64 is for 8da4w: type --qlinear 8da4w"),
+        (("--qlinear", "8da4w", "--group-size", 48), "q_proj takes 256 inputs, .* type --group-size 32, 64, 128, 256"),
+        (("--draft-qlinear", "8da4w", "--group-size", 512), "fc takes 768 inputs"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_read(flags, says, tmp_path):
+    asked = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", *flags, "--output-dir", tmp_path / "out")
+    code, line = fail_command(export_main, *asked)
+    assert code == 1 and str(flags[-2]) in line
+    assert re.search(says, line), line
