@@ -1,7 +1,6 @@
 """The gate of an MLP in the launch of its product: the numbers are those of two launches, bit for bit; what is found in
 a traced graph; what it compiles to, with no GPU."""
 
-import itertools
 import re
 
 import numpy as np
@@ -60,8 +59,7 @@ def test_the_bits_are_those_of_a_product_gated_by_itself(kind, activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("order", list(itertools.permutations(range(2))))
-def test_it_does_not_matter_who_arrives_last(order, activation, monkeypatch):
+def test_it_does_not_matter_who_arrives_last(activation, monkeypatch):
     x, weight, arrived = torch.randn(3, 512).bfloat16(), torch.randn(256, 512).bfloat16() / 8, sums.counters()
     expected = gated(of_bf16(x, weight, arrived, count=2), activation)
     numbered = InterpreterBuilder.create_get_program_id
@@ -69,7 +67,7 @@ def test_it_does_not_matter_who_arrives_last(order, activation, monkeypatch):
     def renumbered(self, axis):
         handle = numbered(self, axis)
         if axis == 1:
-            handle.data = np.array([int(handle.data[0]) ^ 2 * order[0]], dtype=np.int32)  # of 2 tiles each, up first
+            handle.data = np.array([int(handle.data[0]) ^ 2], dtype=np.int32)  # of two tiles each, up before gate
         return handle
 
     monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", renumbered)
