@@ -6,6 +6,7 @@ The module is imported only when it is used and has, in the order of an export,
 - ``memory(plan) -> (bytes, whose)``: of what will run the artifact, or of this machine;
 - ``footprint(plan) -> GpuMemory``, None for a CPU, where weights are mapped; ``cure(plan, bytes)``: the flags with
   which a run takes no more than that, None where none do;
+- ``export_bytes(plan)``: what the export takes of this machine's memory, None where weights stay mapped;
 - ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
 - ``conversion(plan)``: called with name and value of each of the target's tensors as it is read, it returns what the
   model is to hold; its ``record()`` is what the manifest says of that;

@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3.export.memory import free_memory
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import NEAR_TIE, PREFILL, near_tie
@@ -71,11 +71,9 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
 def why_not(folder: Path) -> str | None:
     """Why the artifact had better not be tried beside the export that made it: too little memory."""
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
-    with suppress(OSError):  # Linux
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-        if takes > free:
-            return f"it would take about {takes / 1e9:.1f} GB beside the export, {free / 1e9:.1f} GB are free"
+    free = free_memory()
+    if free is not None and takes > free:
+        return f"it would take about {takes / 1e9:.1f} GB beside the export, {free / 1e9:.1f} GB are free"
     return None
 
 

@@ -1,6 +1,8 @@
 """How much memory the KV caches of an artifact take, known from configurations alone, and what a run is made of."""
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,14 @@ class GpuMemory:
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in asdict(self).items())
         return f"{self.total / GIB:.2f} GiB of GPU memory ({parts})"
+
+
+def free_memory() -> int | None:
+    """Bytes that programs may still take on this machine, None where Linux is not there to say it."""
+    with suppress(OSError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return None
 
 
 def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: torch.dtype) -> int:

@@ -16,6 +16,7 @@ from eagle3.export.draft.head import load_draft
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output_folder import full_disk_named, whole_folder
 from eagle3.export.plan import MethodPlan, Plan
+from eagle3.export.preflight import check_export_memory
 from eagle3.export.progress import Progress
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
@@ -28,6 +29,7 @@ from eagle3.targets.spec import Convert
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
     backend = BACKENDS[plan.config.backend].load()
+    check_export_memory(plan, backend)
     output = plan.config.output_dir
     progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}")
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.memory import GIB, draft_cache_bytes, target_cache_bytes
+from eagle3.export.memory import GIB, draft_cache_bytes, free_memory, target_cache_bytes
 from eagle3.export.plan import Plan
 from eagle3.export.progress import Progress
 
@@ -49,6 +49,18 @@ def check_memory(plan: Plan, backend: Any) -> None:
             f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, {whose} has "
             f"{has / 1e9:,.1f} GB: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
         )
+
+
+def check_export_memory(plan: Plan, backend: Any) -> None:
+    """Raise ValueError where this machine has too little memory free for the export itself."""
+    takes, free = backend.export_bytes(plan), free_memory()
+    if takes is None or free is None or takes <= free:
+        return
+    smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe not in ("none", plan.qlinear)]
+    advice = f", or type --qlinear {smaller[0]}" if plan.qlinear == "none" and smaller else ""
+    raise ValueError(
+        f"the export takes about {takes / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free here: free some{advice}"
+    )
 
 
 def check_footprint(plan: Plan, backend: Any, progress: Progress) -> None:

@@ -26,6 +26,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
+        "export_bytes": _export_bytes(plan),
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},
     }
 
@@ -44,12 +45,18 @@ def plan_text(plan: Plan) -> str:
     ]
     if memory := _gpu_memory(plan):
         lines.append(f"memory   a run takes {memory}")
+    if takes := _export_bytes(plan):
+        lines.append(f"memory   the export takes about {_mb(takes)}")
     if plan.qlinear == "checkpoint":
         lines.insert(1, quantized_text(plan))
     for method in plan.methods:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
         lines.append(f"method   {method.name:<14} {span} rows")
     return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def _export_bytes(plan: Plan) -> int | None:
+    return BACKENDS[plan.config.backend].load().export_bytes(plan)
 
 
 def _gpu_memory(plan: Plan) -> GpuMemory | None:

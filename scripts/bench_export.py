@@ -1,4 +1,5 @@
-"""What an export of Gemma 4 31B costs: seconds per stage and peak memory, at any number of its full-width layers.
+"""What an export costs, of Gemma 4 31B or of a model for the CPU: seconds per stage and peak memory, at any number of
+full-width layers.
 
     python scripts/bench_export.py --layers 12 --cuda-arch sm_90
 
@@ -21,12 +22,13 @@ from pathlib import Path
 
 import click
 import torch
+from cpu_models import CPU_MODELS, run_text, save_cpu_target
 from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from safetensors.torch import save_file
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, PreTrainedConfig
 
 from eagle3.export.lowering.cuda.quantization import fitted_recipe
 from eagle3.runner.artifact import find_model, load_artifact
@@ -36,6 +38,7 @@ from eagle3.targets import gemma4
 SAMPLE_SECONDS = 0.1
 DRAFT_VOCABULARY = 32000
 FULL_LAYERS = 60
+KINDS = ("target", "draft")
 
 
 def gemma4_config(layers: int) -> Gemma4TextConfig:
@@ -102,16 +105,18 @@ def save_target(folder: Path, config: Gemma4TextConfig, unquantized: bool = Fals
     config.save_pretrained(folder)
 
 
-def save_draft(folder: Path, config: Gemma4TextConfig, aux_layers: list[int]) -> None:
-    """The shape of RedHatAI/gemma-4-31B-it-speculator.eagle3: 2.24 B parameters."""
+def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) -> None:
+    """Of the target's widths; for Gemma 4 31B the shape of RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B
+    parameters."""
     width, inner = config.hidden_size, config.intermediate_size
+    heads, kv_heads = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     shapes = {
         "embed_tokens.weight": (config.vocab_size, width),
         "fc.weight": (width, len(aux_layers) * width),
-        "layers.0.self_attn.q_proj.weight": (32 * 256, 2 * width),
-        "layers.0.self_attn.k_proj.weight": (16 * 256, 2 * width),
-        "layers.0.self_attn.v_proj.weight": (16 * 256, 2 * width),
-        "layers.0.self_attn.o_proj.weight": (width, 32 * 256),
+        "layers.0.self_attn.q_proj.weight": (heads, 2 * width),
+        "layers.0.self_attn.k_proj.weight": (kv_heads, 2 * width),
+        "layers.0.self_attn.v_proj.weight": (kv_heads, 2 * width),
+        "layers.0.self_attn.o_proj.weight": (width, heads),
         "layers.0.mlp.gate_proj.weight": (inner, width),
         "layers.0.mlp.up_proj.weight": (inner, width),
         "layers.0.mlp.down_proj.weight": (width, inner),
@@ -129,9 +134,9 @@ def save_draft(folder: Path, config: Gemma4TextConfig, aux_layers: list[int]) ->
         "model_type": "llama",
         "hidden_size": width,
         "intermediate_size": inner,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": 131072,
@@ -194,27 +199,48 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 
 
 @click.command()
-@click.option("--layers", default="6,12", show_default=True, help="Numbers of layers, each an export of its own.")
+@click.option("--backend", type=click.Choice(["cuda", "xnnpack"]), default="cuda", show_default=True)
+@click.option(
+    "--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True, help="On xnnpack."
+)
+@click.option("--layers", help="Numbers of layers, each an export of its own. Default: 6,12; on xnnpack all.")
 @click.option("--cuda-arch", help="As eagle3-export's.")
-@click.option("--unquantized", is_flag=True, help="A checkpoint in bfloat16, quantized by the export.")
+@click.option("--qlinear", default="8da4w", show_default=True, help="Of target and draft, on xnnpack.")
+@click.option("--acceptance", default=3.0, show_default=True, help="Acceptance length to reckon with, on xnnpack.")
+@click.option("--unquantized", is_flag=True, help="A checkpoint in bfloat16, quantized by the export, on cuda.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
 @click.option("--cost", "with_cost", is_flag=True, help="Count what a round takes on the GPUs of the architecture.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
-    layers: str, cuda_arch: str | None, unquantized: bool, folder: Path | None, with_cost: bool, as_json: bool
+    backend: str,
+    target: str,
+    layers: str | None,
+    cuda_arch: str | None,
+    qlinear: str,
+    acceptance: float,
+    unquantized: bool,
+    folder: Path | None,
+    with_cost: bool,
+    as_json: bool,
 ) -> None:
-    """Export synthetic Gemma 4 31B checkpoints of a few layers and report what it took.
+    """Export synthetic checkpoints of a few full-width layers and report what it took: of Gemma 4 31B for a GPU, of
+    models that people run on a CPU for it; those run too.
 
     \b
     Examples:
       python scripts/bench_export.py --layers 6,12 --cuda-arch sm_90
       python scripts/bench_export.py --layers 6 --cuda-arch sm_90 --cost
+      python scripts/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
     results = []
+    counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
         place = folder or Path(temporary)
-        for count in map(int, layers.split(",")):
-            results.append(measure(count, cuda_arch, place / str(count), unquantized))
+        for count in counts:
+            if backend == "xnnpack":
+                results.append(measure_on_cpu(target, count, qlinear, acceptance, place / f"{target}-{count or 'all'}"))
+            else:
+                results.append(measure(count, cuda_arch, place / str(count), unquantized))
             if with_cost:
                 results[-1]["cost"] = cost_of_a_round(place / str(count) / "artifact")
             if not as_json:
@@ -228,22 +254,48 @@ def main(
 
 
 def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool = False) -> dict:
-    target, draft, output = place / "target", place / "draft", place / "artifact"
-    if not (target / "config.json").is_file():
-        for path in (target, draft):
-            path.mkdir(parents=True)
+    if not (place / "target" / "config.json").is_file():
         config = gemma4_config(layers)
-        save_target(target, config, unquantized)
-        save_draft(draft, config, [1, layers // 2, layers - 1])
-    command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", "gemma4-31B", "--overwrite"]
-    command += ["--checkpoint", str(target), "--draft", str(draft), "--output-dir", str(output)]
-    peaks, seconds = watched(command + (["--cuda-arch", cuda_arch] if cuda_arch else []))
+        make_folders(place)
+        save_target(place / "target", config, unquantized)
+        save_draft(place / "draft", config, [1, layers // 2, layers - 1])
+    return exported(place, layers, "gemma4-31B", ["--cuda-arch", cuda_arch] if cuda_arch else [])
+
+
+def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: float, place: Path) -> dict:
+    """With what a run takes, in a process of its own."""
+    config = CPU_MODELS[target](*([layers] if layers else []))
+    layers = config.num_hidden_layers
+    if not (place / "target" / "config.json").is_file():
+        make_folders(place)
+        save_cpu_target(place / "target", target, config, random_weight)
+        save_draft(place / "draft", config, [1, layers // 2, layers - 1])
+    flags = ["--backend", "xnnpack", "--qlinear", qlinear, "--draft-qlinear", qlinear, "--with-decode", "--no-check"]
+    result = exported(place, layers, target, [*flags, "--max-seq-len", "1024", "--max-prefill", "128"])
+    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(place / "artifact")]
+    done = subprocess.run([*command, "--acceptance", str(acceptance)], stdout=subprocess.PIPE, text=True, check=True)
+    return result | {"run": json.loads(done.stdout)}
+
+
+def make_folders(place: Path) -> None:
+    for kind in KINDS:
+        (place / kind).mkdir(parents=True)
+
+
+def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:
+    """What the export of the target and draft in ``place`` took."""
+    output = place / "artifact"
+    command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", target, "--overwrite"]
+    command += ["--checkpoint", str(place / "target"), "--draft", str(place / "draft"), "--output-dir", str(output)]
+    peaks, seconds = watched([*command, *flags])
     record = json.loads((output / "export.json").read_text())
-    weights = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**30 for folder in (target, draft)]
+    weights = [
+        sum(path.stat().st_size for path in (place / name).glob("*.safetensors")) for name in ("target", "draft")
+    ]
     return {
         "layers": layers,
-        "target_gib": round(weights[0], 2),
-        "draft_gib": round(weights[1], 2),
+        "target_gib": round(weights[0] / 2**30, 2),
+        "draft_gib": round(weights[1] / 2**30, 2),
         "seconds": round(seconds),
         "peak_anonymous_gib": round(peaks["RssAnon"], 2),
         "peak_resident_gib": round(peaks["VmHWM"], 2),
@@ -307,6 +359,8 @@ def show(result: dict) -> None:
     )
     for stage, seconds in result["stages"].items():
         click.echo(f"  {stage:<24} {seconds:>8.1f} s")
+    if "run" in result:
+        click.echo(run_text(result["run"]))
     if "cost" in result:
         show_cost(result)
 

@@ -14,11 +14,15 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
+from eagle3.export import preflight
 from eagle3.export.cli import main as export_main
-from eagle3.export.lowering.xnnpack import quantization
+from eagle3.export.config import ExportConfig
+from eagle3.export.lowering.xnnpack import backend, quantization
+from eagle3.export.lowering.xnnpack.memory import _model_bytes
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.export.plan import make_plan
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -113,3 +117,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(flags, says, tmp_p
     code, line = fail_command(export_main, *asked)
     assert code == 1 and str(flags[-2]) in line
     assert re.search(says, line), line
+
+
+def test_an_export_that_does_not_fit_is_refused_with_the_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "free_memory", lambda: 1_000_000_000)
+    plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend="xnnpack"))
+    with pytest.raises(ValueError, match="takes about 1.1 GB of memory, 1.0 GB are free .* type --qlinear 8da4w"):
+        preflight.check_export_memory(plan, backend)
+
+
+def test_the_memory_of_an_export_is_that_of_its_weights_held_and_written():
+    skeleton = TARGETS["qwen3-4B"].module().skeleton(random_model("qwen3-4B").config, 64)
+    linears = sum(m.weight.numel() for m in skeleton.model.modules() if isinstance(m, nn.Linear))
+    embedding = skeleton.model.get_input_embeddings().weight.numel()
+    rest = sum(p.numel() for p in skeleton.model.parameters()) - linears  # the head is the embedding, counted with it
+    found = _model_bytes(skeleton.model, RECIPES["8da8w"])
+    assert found == 2 * linears + 2 * embedding + 8 * rest

@@ -110,6 +110,10 @@ def memory(plan: Plan) -> tuple[int, str]:
     return gpu.memory, gpu.name
 
 
+def export_bytes(plan: Plan) -> None:
+    return None
+
+
 def conversion(plan: Plan) -> CudaWeights:
     """The target is quantized as it is read, and laid out for its kernels; the model stays on the host."""
     target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.memory import export_bytes  # noqa: F401  (the backend's)
 from eagle3.export.lowering.xnnpack.quantization import recipes
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights, quantize

@@ -40,6 +40,15 @@ class Recipe:
         kinds = ((nn.Linear, self.linear), (nn.Embedding, self.embedding))
         return any(isinstance(module, kind) and recipe in QUANTIZED for kind, recipe in kinds)
 
+    def weight_bytes(self, module: nn.Module) -> tuple[float, float]:
+        """Of a weight of a ``module`` that the recipe covers: held by torchao, where codes of 4 bits take 8, and
+        written."""
+        if isinstance(module, nn.Embedding):
+            return 1, 1
+        if self.group:
+            return 1 + 5 / self.group, 1 / 2 + 2 / self.group
+        return 1, 1
+
     def quantized(self, module: nn.Module, weight: Tensor) -> Tensor:
         """``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers, some rows at a time."""
         quantize = self._linear if isinstance(module, nn.Linear) else self._embedding

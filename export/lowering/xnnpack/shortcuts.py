@@ -1,4 +1,4 @@
-"""Shortcuts through ExecuTorch's lowering to XNNPACK, for time alone: the program is the same.
+"""Shortcuts through ExecuTorch's lowering to XNNPACK, for time and memory alone: the program is the same.
 
 With dynamic lengths each pass over a graph takes seconds on one core. Left out is what cannot change a program of
 linear layers, dynamically quantized or not, and elementwise operations.
@@ -6,11 +6,13 @@ linear layers, dynamically quantized or not, and elementwise operations.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 from executorch.backends.xnnpack import _passes as passes
 from executorch.backends.xnnpack import xnnpack_preprocess
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir._serialize._named_data_store import NamedDataStore
 
 _FOR_OTHER_GRAPHS = (
     passes.ConvertToUpsampleBilinear2d,
@@ -24,6 +26,18 @@ _FOR_OTHER_GRAPHS = (
     passes.PropagateCustomMetaPass,
     passes.RemoveGetItemPass,
 )
+
+
+class _SharedBytes(NamedDataStore):
+    """Named data whose bytes are in memory once, however many delegates of however many methods name them. The name is
+    the data's hash."""
+
+    def __init__(self, pool: dict[str, bytes]):
+        super().__init__()
+        self.pool = pool
+
+    def add_named_data(self, key, data, *args, **kwargs):
+        super().add_named_data(key, self.pool.setdefault(key, data), *args, **kwargs)
 
 
 class LinearsKept(XnnpackPartitioner):
@@ -42,7 +56,11 @@ class _Passes(passes.XNNPACKPassManager):
 
 @contextmanager
 def applicable_passes() -> Iterator[None]:
-    """Within it XNNPACK's preprocessing skips the passes for convolutions, batch norms, pooling, quantized padding, dim
-    orders and constants in files of their own."""
-    with mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes):
+    """Within it XNNPACK's preprocessing keeps each weight once for all methods, and skips the passes for convolutions,
+    batch norms, pooling, quantized padding, dim orders and constants in files of their own."""
+    stores = partial(_SharedBytes, {})
+    with (
+        mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes),
+        mock.patch.object(xnnpack_preprocess, "NamedDataStore", stores),
+    ):
         yield

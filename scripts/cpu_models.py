@@ -1,0 +1,160 @@
+"""Synthetic checkpoints of models that people run on a CPU, and what an artifact of one takes here.
+
+Widths are those of the published models and of published EAGLE-3 heads for them, weights are random: good for size and
+speed alone. ``python scripts/cpu_models.py ARTIFACT --acceptance 3.3`` runs an artifact: memory, milliseconds a call,
+the speed-up that the acceptance length makes of them. ``bench_export.py --backend xnnpack`` does all of it.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.session import Session
+from eagle3.targets import TARGETS
+
+SHARED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}
+CPU_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen3-4B": lambda layers=36: Qwen3Config(
+        **SHARED,
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=layers,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    ),
+    "llama3.1-8B": lambda layers=32: LlamaConfig(
+        **SHARED,
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ),
+}
+"""By target; called with a number of layers, or without for all."""
+PROMPT = 64
+"""Tokens in the cache when a call is timed."""
+
+
+def save_cpu_target(
+    folder: Path, target: str, config: PreTrainedConfig, make: Callable[[torch.Size, None], torch.Tensor]
+) -> None:
+    """A shard a layer, so that no more than one is in memory; ``make`` makes a weight."""
+    shapes: dict[str, dict[str, torch.Size]] = {}
+    for name, value in TARGETS[target].module().skeleton(config, max_seq_len=1024).model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        parts = name.split(".")
+        shard = parts[2] if parts[1] == "layers" else parts[-2]
+        shapes.setdefault(shard, {})[name] = value.shape
+    weight_map = {}
+    for shard, named in shapes.items():
+        save_file({name: make(shape, None) for name, shape in named.items()}, folder / f"{shard}.safetensors")
+        weight_map |= dict.fromkeys(named, f"{shard}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config.save_pretrained(folder)
+
+
+class Timed:
+    """Calls of a session over a prompt of random tokens, each at the first free position."""
+
+    def __init__(self, session: Session):
+        self.session, metadata = session, session.metadata
+        generator = torch.Generator().manual_seed(0)
+        length = max(metadata.min_prefill, min(PROMPT, metadata.max_prefill))
+        self.tokens = torch.randint(metadata.vocab_size, (1, length + 16), generator=generator)
+        self.at = length
+        self.feature = session.prefill(self.tokens[:, :length], session.positions[:length]).feature[:, -1:]
+
+    def verify(self, rows: int) -> float:
+        return self._timed(self.session.target_verify, rows)
+
+    def decode(self) -> float:
+        return self._timed(self.session.decode, 1)
+
+    def draft(self, rows: int) -> float:
+        return self._timed(self.session.draft_decode, rows, self.feature.repeat(1, rows, 1))
+
+    def _timed(self, method: Callable, rows: int, *feature: torch.Tensor) -> float:
+        """Milliseconds of a call."""
+        fed = self.tokens[:, self.at : self.at + rows].contiguous()
+        start = time.perf_counter()
+        method(fed, *feature, self.session.positions[self.at : self.at + rows])
+        return 1e3 * (time.perf_counter() - start)
+
+
+def measure(artifact: Path, acceptance: float, repeats: int) -> dict[str, float]:
+    """Milliseconds are medians of calls in turn. A round is a verify, the draft's rows of the tokens that it accepted,
+    and a row for each further proposal."""
+    before = memory()
+    start = time.perf_counter()
+    session = open_session(open_artifact(artifact))
+    loaded = time.perf_counter() - start
+    timed, chain = Timed(session), session.metadata.chain_len
+    accepted = max(1, round(acceptance))
+    calls = {
+        "decode": timed.decode,
+        "verify": lambda: timed.verify(chain + 1),
+        "draft_accepted": lambda: timed.draft(accepted),
+        "draft_row": lambda: timed.draft(1),
+    }
+    took = {name: [call() for _ in range(repeats)] for name, call in calls.items()}  # the first of each warms up
+    for _ in range(repeats):
+        for name, call in calls.items():
+            took[name].append(call())
+    ms = {name: statistics.median(times[repeats:]) for name, times in took.items()}
+    whole = ms["verify"] + ms["draft_accepted"] + (chain - 1) * ms["draft_row"]
+    after = memory()
+    return {
+        "load_seconds": loaded,
+        "private_mib": after["RssAnon"] - before["RssAnon"],
+        "mapped_mib": after["RssFile"] - before["RssFile"],
+        **{f"{name}_ms": value for name, value in ms.items()},
+        "verify_decodes": ms["verify"] / ms["decode"],
+        "round_ms": whole,
+        "speedup": acceptance * ms["decode"] / whole,
+    }
+
+
+def run_text(run: dict[str, float]) -> str:
+    """What ``measure`` found, for a person."""
+    return (
+        f"  loads in {run['load_seconds']:.1f} s, {run['private_mib']:,.0f} MiB private, {run['mapped_mib']:,.0f} MiB "
+        f"mapped\n  decode {run['decode_ms']:.1f} ms, a verify {run['verify_ms']:.1f} ms "
+        f"({run['verify_decodes']:.2f} decodes), a draft row {run['draft_row_ms']:.1f} ms, a round "
+        f"{run['round_ms']:.1f} ms: {run['speedup']:.2f} times as fast as decoding"
+    )
+
+
+def memory() -> dict[str, float]:
+    """MiB of this process by Linux's names."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":") for line in lines)
+    return {key: int(fields[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile")}
+
+
+@click.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--acceptance", default=3.0, show_default=True, help="Acceptance length to reckon the speed-up with.")
+@click.option("--repeats", default=15, show_default=True)
+def main(artifact: Path, acceptance: float, repeats: int) -> None:
+    """Run an artifact that has decode, and print one JSON object."""
+    click.echo(json.dumps(measure(artifact, acceptance, repeats)))
+
+
+if __name__ == "__main__":
+    main()
