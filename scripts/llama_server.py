@@ -68,11 +68,15 @@ def convert(build: Build, shipped: str, folder: Path, weights: str) -> list[Path
         target = with_accepted_tokenizer(spec.checkpoint, Path(temporary))
         for checkpoint, file in zip((target, spec.draft), files["f32"], strict=True):
             if not file.is_file():
+                part = file.with_suffix(".part")
                 command = [sys.executable, str(build.source / CONVERTER), str(checkpoint), "--outtype", "f32"]
-                run([*command, "--target-model-dir", str(target), "--outfile", str(file)])
+                run([*command, "--target-model-dir", str(target), "--outfile", str(part)])
+                part.rename(file)
     for full, file in zip(files["f32"], files[weights], strict=True):
         if not file.is_file():
-            run([build.tool("llama-quantize"), str(full), str(file), weights])
+            part = file.with_suffix(".part")
+            run([build.tool("llama-quantize"), str(full), str(part), weights])
+            part.rename(file)
     return files[weights]
 
 
