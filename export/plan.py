@@ -168,7 +168,7 @@ def whole_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) 
     for."""
     rows, most = 2 * chain_len, small_m_limit(chain_len)
     wanted = BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
-    quantized = config.draft_qlinear not in (None, "none")
+    quantized = BACKENDS[config.backend].quantizes and config.draft_qlinear not in (None, "none")
     if not (wanted and quantized and draft.kind == P_EAGLE and rows > most):
         return wanted, ()
     reason = f"a P-EAGLE of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"

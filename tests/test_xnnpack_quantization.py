@@ -6,7 +6,9 @@ import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (gives torch
 import pytest
 import torch
 from commands import fail_command
+from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir.lowered_backend_module import get_lowered_submodules
 from executorch.extension.llm.export.quantize import quantize_model_
 from executorch.runtime import Runtime
 from random_checkpoints import random_model
@@ -133,3 +135,30 @@ def test_the_memory_of_an_export_is_that_of_its_weights_held_and_written():
     rest = sum(p.numel() for p in skeleton.model.parameters()) - linears  # the head is the embedding, counted with it
     found = _model_bytes(skeleton.model, RECIPES["8da8w"])
     assert found == 2 * linears + 2 * embedding + 8 * rest
+
+
+def test_a_weight_is_in_memory_once_as_it_is_held_and_once_as_it_is_written_for_all_methods(monkeypatch):
+    programs = []
+    preprocess = XnnpackBackend.preprocess
+
+    def seen(program, specs):
+        programs.append(program)
+        return preprocess(program, specs)
+
+    monkeypatch.setattr(XnnpackBackend, "preprocess", seen)
+    model, ids = quantized(RECIPES["8da8w"]), torch.zeros(1, 4, dtype=torch.long)
+    traced = {name: torch.export.export(model, (ids[:, :rows],), strict=False) for name, rows in (("a", 4), ("b", 2))}
+    with applicable_passes():
+        edge = to_edge_transform_and_lower(
+            traced,
+            partitioner=[LinearsKept()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        )
+    held = [value.data_ptr() for program in programs for value in program.state_dict.values() if value.ndim == 2]
+    assert model.linear.weight.qdata.data_ptr() in held and len(held) == 2 * len(set(held))
+    written = [
+        lowered.named_data_store_output.buffers
+        for name in traced
+        for _, lowered, _ in get_lowered_submodules(edge.exported_program(name).graph_module)
+    ]
+    assert [id(data) for data in written[0]] == [id(data) for data in written[1]]

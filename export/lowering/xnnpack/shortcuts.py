@@ -4,6 +4,7 @@ With dynamic lengths each pass over a graph takes seconds on one core. Left out 
 linear layers, dynamically quantized or not, and elementwise operations.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,8 @@ from executorch.backends.xnnpack import _passes as passes
 from executorch.backends.xnnpack import xnnpack_preprocess
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch.export import ExportedProgram
 
 _FOR_OTHER_GRAPHS = (
     passes.ConvertToUpsampleBilinear2d,
@@ -54,6 +57,12 @@ class _Passes(passes.XNNPACKPassManager):
         self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
 
 
+def _copied_without_weights(program: ExportedProgram, compile_specs: list[CompileSpec]) -> ExportedProgram:
+    """ExecuTorch copies a delegate's program with its weights before its passes, of which ours change none."""
+    weights = (*program.state_dict.values(), *program.constants.values())
+    return copy.deepcopy(program, {id(weight): weight for weight in weights})
+
+
 @contextmanager
 def applicable_passes() -> Iterator[None]:
     """Within it XNNPACK's preprocessing keeps each weight once for all methods, and skips the passes for convolutions,
@@ -62,5 +71,8 @@ def applicable_passes() -> Iterator[None]:
     with (
         mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes),
         mock.patch.object(xnnpack_preprocess, "NamedDataStore", stores),
+        mock.patch.object(
+            xnnpack_preprocess.XnnpackBackend, "copy_exported_program_for_preprocess", _copied_without_weights
+        ),
     ):
         yield
