@@ -6,12 +6,17 @@ the speed-up that the acceptance length makes of them. ``bench_export.py --backe
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import click
+
+if __name__ == "__main__":  # as eagle3-run does; an export, which imports this too, multiplies on every core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config

@@ -20,7 +20,8 @@ from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.k_quants import KQuantTensor
 from eagle3.export.lowering.xnnpack import backend as xnnpack
-from eagle3.export.lowering.xnnpack.weights import Dequantized
+from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
 from eagle3.export.pipeline import load_speculator, make_metadata, trace
 from eagle3.export.plan import make_plan
 from eagle3.runner.contract import TARGET_VERIFY
@@ -83,7 +84,7 @@ def test_every_kind_of_tensor_is_what_gguf_py_says(kind, tmp_path):
     source = GGUFFile(tmp_path / "one.gguf")
     ((name, header),) = source.headers().items()
     ((name, raw),) = source.tensors()
-    value = Dequantized()(name, raw)
+    value = XnnpackWeights(torch.nn.Module(), Recipe("none", "none", 0))(name, raw)
     assert (name, header.shape, header.dtype) == ("layers.0.mlp.up_proj.weight", (6, 512), kind)
     assert header.bytes == data.nbytes
     assert torch.equal(value.float(), torch.from_numpy(gguf.dequantize(data, TYPES[kind])))

@@ -23,7 +23,7 @@ class _Option(ctypes.Structure):
 
 def share_packed_weights() -> bool:
     """Let methods that load from now on hold one packed copy of a weight together, instead of one each. The numbers are
-    the same. Returns whether this ExecuTorch has the option."""
+    the same. Returns whether this ExecuTorch, loaded before, has the option."""
     import executorch
 
     for library in (Path(executorch.__path__[0]) / "lib").glob("libexecutorch.*"):

@@ -1,5 +1,5 @@
 """What an export to the CPU takes of this machine's memory, from configurations alone: every weight as it is computed
-with here, and as it is written, both at once."""
+with here, and as it is written, both at once; copies of the one that is being written."""
 
 import torch
 from torch import nn
@@ -18,7 +18,15 @@ def export_bytes(plan: Plan) -> int:
     with torch.device("meta"):
         head = DraftHead(plan.draft, max_seq_len=1)
     skeleton = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len)
-    return OVERHEAD + round(_model_bytes(skeleton.model, target) + _model_bytes(head, draft))
+    models = ((skeleton.model, target), (head, draft))
+    return OVERHEAD + round(sum(_model_bytes(*each) for each in models) + max(_copies(*each) for each in models))
+
+
+def _copies(model: nn.Module, recipe: Recipe) -> int:
+    """Bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice over, and
+    codes of 4 bits were 8 before."""
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return max(module.weight.numel() * (2 if recipe.covers(module) else 2 * FLOAT) for module in linears)
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> float:

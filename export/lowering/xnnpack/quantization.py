@@ -52,10 +52,15 @@ class Recipe:
     def quantized(self, module: nn.Module, weight: Tensor) -> Tensor:
         """``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers, some rows at a time."""
         quantize = self._linear if isinstance(module, nn.Linear) else self._embedding
-        parts = [quantize(part.float()) for part in weight.split(max(1, ELEMENTS // weight.shape[1]))]
-        kind = type(parts[0])
-        data = (torch.cat([getattr(part, name) for part in parts]) for name in kind.tensor_data_names)
-        return kind(*data, *(getattr(parts[0], name) for name in kind.tensor_attribute_names))
+        rows, data = max(1, ELEMENTS // weight.shape[1]), {}
+        for start in range(0, weight.shape[0], rows):
+            part = quantize(weight[start : start + rows].float())
+            for name in part.tensor_data_names:
+                values = getattr(part, name)
+                if not start:
+                    data[name] = values.new_empty(weight.shape[0], *values.shape[1:])
+                data[name][start : start + rows] = values
+        return type(part)(*data.values(), *(getattr(part, name) for name in part.tensor_attribute_names))
 
     def _linear(self, weight: Tensor) -> Tensor:
         holder = nn.Linear(1, 1, bias=False, device="meta")

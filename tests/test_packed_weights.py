@@ -1,0 +1,32 @@
+"""Methods of an artifact for the CPU hold one packed copy of a weight together."""
+
+import subprocess
+import sys
+
+from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.runner.hosts.xnnpack_options import share_packed_weights
+
+LOADED = """
+import sys
+from pathlib import Path
+from eagle3.runner import artifact
+if sys.argv[2] == "own":
+    artifact.share_packed_weights = lambda: None
+opened = artifact.open_artifact(Path(sys.argv[1]))
+session = artifact.open_session(opened)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")))
+"""
+
+
+def test_this_executorch_has_the_option():
+    load_runtime()  # registers the backend
+    assert share_packed_weights()
+
+
+def test_a_weight_is_packed_once_for_all_methods(artifact):
+    def private_bytes(whose: str) -> int:
+        command = [sys.executable, "-c", LOADED, str(artifact), whose]
+        return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+    weights = (artifact / "model.pte").stat().st_size
+    assert private_bytes("own") - private_bytes("shared") > weights  # there are three methods of the target
