@@ -38,6 +38,8 @@ class Backend:
     the others dequantize as it loads."""
     recipes: tuple[str, ...] = ("none",)
     """What ``--qlinear`` and ``--draft-qlinear`` may name: what there are kernels for."""
+    draft_recipe: str = "none"
+    """The draft's unless said: the tokens do not depend on it, acceptance may."""
     speculates: bool = False
     """Whether a greedy round is one method by default: where each call costs copies and waits that it saves."""
     flags: frozenset[str] = frozenset()
@@ -70,5 +72,6 @@ BACKENDS: dict[str, Backend] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
+        draft_recipe="8da8w",
     ),
 }

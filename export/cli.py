@@ -70,7 +70,13 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     + "; ".join(f"{', '.join(backend.recipes)} on {name}" for name, backend in BACKENDS.items())
     + ". Default: default on cuda (INT4 linears, INT8 embedding), none on xnnpack.",
 )
-@click.option("--draft-qlinear", type=click.Choice(RECIPES), help="The same for the draft head. Default: none.")
+@click.option(
+    "--draft-qlinear",
+    type=click.Choice(RECIPES),
+    help="The same for the draft head. Default: "
+    + ", ".join(f"{backend.draft_recipe} on {name}" for name, backend in BACKENDS.items())
+    + ".",
+)
 @click.option(
     "--group-size",
     type=click.IntRange(1),

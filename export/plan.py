@@ -142,7 +142,7 @@ def make_plan(config: ExportConfig) -> Plan:
         max_seq_len=max_seq_len,
         methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len), whole),
         qlinear=choose_recipe(config, target_headers),
-        draft_qlinear=config.draft_qlinear or "none",
+        draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe,
         bos_id=bos_id,
         eos_ids=eos_ids,
         warnings=(
