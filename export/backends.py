@@ -68,7 +68,7 @@ BACKENDS: dict[str, Backend] = {
         packages=("triton",),
     ),
     "xnnpack": Backend(
-        "the CPU in float32 (XNNPACK, ExecuTorch's LLM ops)",
+        "the CPU in float32 or with weights of 8 or 4 bits (XNNPACK, ExecuTorch's LLM ops)",
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
