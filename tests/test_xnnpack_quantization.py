@@ -132,6 +132,16 @@ def test_a_tied_head_and_its_embedding_are_quantized_each_for_itself():
     assert kinds == {DynamicWeight} and target.lm_head.weight.target_dtype == torch.int4
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama4-scout", "qwen3-30B-A3B"])
+def test_experts_are_quantized_and_what_chooses_them_is_not(name):
+    skeleton = TARGETS[name].module().skeleton(random_model(name, num_hidden_layers=2).config, 64)
+    covered = XnnpackWeights(skeleton.model, RECIPES["8da4w"]).covered
+    experts = {key for key in covered if "experts.gate_up" in key or "experts.down" in key}
+    names = dict(skeleton.model.named_parameters())
+    routers = {key for key in names if key.endswith(("router.weight", "mlp.gate.weight"))}
+    assert len(experts) == 4 and len(routers) == 2 and not routers & covered.keys()
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
