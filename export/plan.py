@@ -207,7 +207,9 @@ def check_flags(config: ExportConfig) -> None:
                 f"{', '.join(backend.recipes)}"
             )
     if config.group_size is not None and GROUPED not in (config.qlinear, config.draft_qlinear):
-        raise ValueError(f"--group-size {config.group_size} is for {GROUPED}: type --qlinear {GROUPED}")
+        raise ValueError(
+            f"--group-size {config.group_size} is for {GROUPED}: type --qlinear {GROUPED}, or leave it out"
+        )
 
 
 def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> None:

@@ -75,7 +75,8 @@ def quantized_text(plan: Plan) -> str:
     if BACKENDS[plan.config.backend].quantizes:
         return f"weights  {len(quantized)} are quantized already ({kinds}) and keep their codes"
     dense = sum(4 * header.elements for header in quantized)
-    return f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load, {_mb(dense)}"
+    line = f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load, {_mb(dense)}"
+    return line + ("; then the embedding is quantized to 8 bits" if plan.config.qembedding == "8w" else "")
 
 
 def result_text(plan: Plan, record: dict[str, Any]) -> str:

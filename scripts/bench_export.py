@@ -254,7 +254,7 @@ def main(
 
 
 def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool = False) -> dict:
-    if not (place / "target" / "config.json").is_file():
+    if not (place / "draft" / "config.json").is_file():
         config = gemma4_config(layers)
         make_folders(place)
         save_target(place / "target", config, unquantized)
@@ -266,7 +266,7 @@ def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: fl
     """With what a run takes, in a process of its own."""
     config = CPU_MODELS[target](*([layers] if layers else []))
     layers = config.num_hidden_layers
-    if not (place / "target" / "config.json").is_file():
+    if not (place / "draft" / "config.json").is_file():
         make_folders(place)
         save_cpu_target(place / "target", target, config, random_weight)
         save_draft(place / "draft", config, [1, layers // 2, layers - 1])
@@ -279,7 +279,7 @@ def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: fl
 
 def make_folders(place: Path) -> None:
     for kind in KINDS:
-        (place / kind).mkdir(parents=True)
+        (place / kind).mkdir(parents=True, exist_ok=True)
 
 
 def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:

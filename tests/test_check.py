@@ -17,9 +17,14 @@ from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
-from eagle3.export.pipeline import load_speculator
+from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.plan import make_plan
 from eagle3.export.taps import choose_taps
+from eagle3.runner.contract import near_tie
+from eagle3.runner.loop import complete
+from eagle3.runner.session import EagerSession
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -34,6 +39,17 @@ def plan():
 @pytest.fixture(scope="module")
 def speculator(plan):
     return load_speculator(plan, EagerAttention, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def quantized(plan):
+    """In 8da4w, eager, with the prompts of a check and what it says to them."""
+    skeleton = TINY.module().skeleton(plan.target_config, plan.max_seq_len)
+    convert = XnnpackWeights(skeleton.model, Recipe("8da4w", "8w", 32))
+    speculator = load_speculator(plan, EagerAttention, torch.float32, convert)
+    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    prompts = sample_prompts(TINY.checkpoint, plan)
+    return speculator, [(prompt, complete(session, prompt, max_new_tokens=32).token_ids) for prompt in prompts]
 
 
 def test_an_export_records_what_its_check_and_its_twins_found(artifact):
@@ -64,6 +80,21 @@ def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, a
     wrong = [*said[:5], (said[5] + 1) % 2048, *said[6:]]
     with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5} where"):
         compare_tokens(speculator, prompts[0], wrong, 64)
+
+
+@pytest.mark.parametrize("linear", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
+def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantized, linear):
+    """Its rows in another order."""
+    speculator, pairs = quantized
+    for prompt, said in pairs:
+        compare_tokens(speculator, prompt, said, 64, near_tie("8da4w"))
+    codes = speculator.target.model.layers[3].get_submodule(linear).weight.data.qdata
+    right = codes.clone()
+    codes.copy_(right.roll(1, 0))
+    with pytest.raises(ValueError, match="the lowering changed what the model computes"):
+        for prompt, said in pairs:
+            compare_tokens(speculator, prompt, said, 64, near_tie("8da4w"))
+    codes.copy_(right)
 
 
 def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artifact, monkeypatch):

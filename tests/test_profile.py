@@ -1,14 +1,29 @@
 """eagle3-bench --profile: parts of a step that add up to it, over the shipped artifact."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from commands import fail_command, run_command
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.lowered_backend_module import get_lowered_backend_modules
+from torch import nn
 
+from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.bench.cli import main
-from eagle3.runner.bench.profile import BETWEEN, BETWEEN_NODES, BETWEEN_OPERATORS, parts
+from eagle3.runner.bench.profile import BETWEEN, BETWEEN_NODES, BETWEEN_OPERATORS, calls, parts
 from eagle3.runner.bench.report import profile_text
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.inspect.xnnpack import read_graphs
+
+
+class Clamped(nn.Module):
+    """As gpt-oss clamps its gates: at one end."""
+
+    def forward(self, x):
+        return x.clamp(max=7.0) * x
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +77,19 @@ def test_parts_are_means_over_the_same_typical_calls():
 def test_prompts_and_a_profile_are_two_things(artifact):
     for given in ([], ["--profile", "--prompts", "x.jsonl"]):
         assert "give one of --prompts and --profile" in fail_command(main, artifact, *given)[1]
+
+
+def test_the_longest_chunk_ends_within_a_short_context(artifact):
+    """A chunk may be all of it but a token."""
+    session = open_session(open_artifact(artifact))
+    session.metadata = replace(session.metadata, max_seq_len=80)  # chunks have 64 rows, a step is timed at 40
+    session.prefill = lambda tokens, positions: (tokens.shape[1], positions.tolist())
+    rows, positions = calls(session)[PREFILL].run(session)
+    assert rows == len(positions) == 64 and positions[-1] == 79
+
+
+def test_a_clamp_without_an_end_is_read():
+    program = torch.export.export(Clamped(), (torch.ones(1, 8),))
+    edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    (delegate,) = get_lowered_backend_modules(edge.exported_program().graph_module)
+    assert read_graphs([delegate.processed_bytes]).nodes == {"Clamp": 1, "Multiply": 1}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,9 @@ def test_it_is_not_quantized_twice(quantized, tmp_path):
 def test_the_cpu_dequantizes_it_exactly(quantized):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=quantized, backend="xnnpack"))
     assert "dequantized to float32 as they load" in plan_text(plan)
+    assert "then the embedding is quantized" not in plan_text(plan)
+    in_8_bits = replace(plan, config=replace(plan.config, qembedding="8w"))
+    assert "then the embedding is quantized to 8 bits" in plan_text(in_8_bits)
     convert = xnnpack.conversion(plan)
     found = load_speculator(plan, EagerAttention, xnnpack.DTYPE, convert).target.model.state_dict()
     dense = {name: value for name, value in plan.target_source.tensors() if isinstance(value, TorchAOBaseTensor)}

@@ -23,8 +23,10 @@ from eagle3.export.lowering.xnnpack import backend, quantization
 from eagle3.export.lowering.xnnpack.memory import _model_bytes
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
 from eagle3.export.plan import make_plan
+from eagle3.runner.hosts.xnnpack_options import share_packed_weights
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -43,16 +45,32 @@ class Model(nn.Module):
         return self.linear(self.embedding(ids))
 
 
-def quantized(recipe: Recipe) -> Model:
-    model = Model().eval().requires_grad_(False)
-    for module in (model.embedding, model.linear):
-        module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
+class Multiples(nn.Module):
+    """Linears of a weight times each of ``factors``, whose codes are the same: ids [1, T] -> [factors, 1, T, 96]."""
+
+    def __init__(self, *factors: float):
+        super().__init__()
+        one = Model()
+        self.embedding, self.linears = one.embedding, nn.ModuleList(nn.Linear(128, 96, False) for _ in factors)
+        for linear, factor in zip(self.linears, factors, strict=True):
+            linear.weight.data = factor * one.linear.weight.data
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return torch.stack([linear(x) for linear in self.linears])
+
+
+def quantized(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
+    model = (model or Model()).eval().requires_grad_(False)
+    for module in model.modules():
+        if recipe.covers(module):
+            module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
     return model
 
 
 def lowered(model: nn.Module, ids: torch.Tensor):
     program = torch.export.export(model, (ids[:, :5],), dynamic_shapes=({1: Dim("rows", min=1, max=16)},), strict=False)
-    with applicable_passes():
+    with applicable_passes(), scales_in_names():
         edge = to_edge_transform_and_lower(
             {"forward": program},
             partitioner=[LinearsKept()],
@@ -79,6 +97,18 @@ def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_of_the_same_codes_are_packed_each_with_its_scales(recipe):
+    """In one program and in another one of the process: packed weights are shared by name."""
+    assert share_packed_weights()
+    ids, loaded = torch.randint(50, (1, 5)), []
+    for factors in ((1, 2), (4, 1)):
+        model = quantized(RECIPES[recipe], Multiples(*factors))
+        assert torch.equal(model.linears[0].weight.qdata, model.linears[1].weight.qdata)
+        loaded.append(lowered(model, ids)[1].load_method("forward"))
+        torch.testing.assert_close(loaded[-1].execute((ids,))[0], model(ids), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_are_executorchs_own(recipe, monkeypatch):
     monkeypatch.setattr(quantization, "ELEMENTS", 7 * 128)  # a few rows at a time
     ours, theirs = quantized(RECIPES[recipe]), Model()
@@ -100,6 +130,16 @@ def test_a_tied_head_and_its_embedding_are_quantized_each_for_itself():
     assert type(target.embed_tokens.weight.data) is Int8Rows
     kinds = {type(module.weight.data) for module in target.modules() if isinstance(module, nn.Linear)}
     assert kinds == {DynamicWeight} and target.lm_head.weight.target_dtype == torch.int4
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama4-scout", "qwen3-30B-A3B"])
+def test_experts_are_quantized_and_what_chooses_them_is_not(name):
+    skeleton = TARGETS[name].module().skeleton(random_model(name, num_hidden_layers=2).config, 64)
+    covered = XnnpackWeights(skeleton.model, RECIPES["8da4w"]).covered
+    experts = {key for key in covered if "experts.gate_up" in key or "experts.down" in key}
+    names = dict(skeleton.model.named_parameters())
+    routers = {key for key in names if key.endswith(("router.weight", "mlp.gate.weight"))}
+    assert len(experts) == 4 and len(routers) == 2 and not routers & covered.keys()
 
 
 @pytest.mark.parametrize(

@@ -67,14 +67,16 @@ def profile(path: Path) -> dict[str, Any]:
 
 
 def calls(session: Session) -> dict[str, Call]:
-    """A call of each method as generation makes it: the longest chunk, a window, a token."""
+    """A call of each method as generation makes it: the longest chunk, a window, a token. The chunk begins earlier
+    where the context would end in it. ``speculate`` is left out: it does what two of these do."""
     metadata = session.metadata
     at, window, chunk = step_position(metadata.max_seq_len), metadata.chain_len + 1, metadata.max_prefill
+    first = min(at, metadata.max_seq_len - chunk)
     tokens, positions = torch.arange(1, chunk + 1)[None] % metadata.vocab_size, session.positions
     rows, token = tokens[:, :window].contiguous(), tokens[:, :1].contiguous()
     feature = session.target_verify(rows, positions[at : at + window]).feature[:, :1].contiguous()
     found = {
-        PREFILL: Call(chunk, lambda session: session.prefill(tokens, positions[at : at + chunk])),
+        PREFILL: Call(chunk, lambda session: session.prefill(tokens, positions[first : first + chunk])),
         TARGET_VERIFY: Call(window, lambda session: session.target_verify(rows, positions[at : at + window])),
         DRAFT_DECODE: Call(1, lambda session: session.draft_decode(token, feature, positions[at : at + 1])),
     }

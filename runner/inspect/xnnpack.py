@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable
@@ -58,7 +59,8 @@ def _decode(blob: bytes) -> dict[str, Any]:
         schema.write_bytes(_get_schema_bytes())
         data.write_bytes(blob[offset : offset + size])
         _flatc_decompile(folder, str(schema), str(data), ["--raw-binary"])
-        return json.loads(data.with_suffix(".json").read_text())
+        # flatc writes the open end of a clamp as inf, which JSON has not
+        return json.loads(re.sub(r"\binf\b", "Infinity", data.with_suffix(".json").read_text()))
 
 
 def _tensor_value(value: dict[str, Any]) -> dict[str, Any]:

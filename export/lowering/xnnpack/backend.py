@@ -25,6 +25,7 @@ from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_
 from eagle3.export.lowering.xnnpack.memory import export_bytes  # noqa: F401  (the backend's)
 from eagle3.export.lowering.xnnpack.quantization import recipes
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights, quantize
 from eagle3.export.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
@@ -88,7 +89,7 @@ def lower(
     programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
 ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
-    with applicable_passes():
+    with applicable_passes(), scales_in_names():
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=[LinearsKept()],

@@ -23,10 +23,11 @@ def export_bytes(plan: Plan) -> int:
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
-    """Bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice over, and
-    codes of 4 bits were 8 before."""
+    """Bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice over, codes a
+    third time with their scales' hash behind them; codes of 4 bits were 8 before."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
-    return max(module.weight.numel() * (2 if recipe.covers(module) else 2 * FLOAT) for module in linears)
+    codes = 2 if recipe.group else 3
+    return max(module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> float:

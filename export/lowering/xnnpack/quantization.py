@@ -37,8 +37,10 @@ class Recipe:
     group: int
 
     def covers(self, module: nn.Module) -> bool:
-        kinds = ((nn.Linear, self.linear), (nn.Embedding, self.embedding))
-        return any(isinstance(module, kind) and recipe in QUANTIZED for kind, recipe in kinds)
+        """Not a router, which chooses experts: where one is a linear (Llama 4's), it is of a class of its own."""
+        if isinstance(module, nn.Embedding):
+            return self.embedding in QUANTIZED
+        return type(module) is nn.Linear and self.linear in QUANTIZED
 
     def weight_bytes(self, module: nn.Module) -> tuple[float, float]:
         """Of a weight of a ``module`` that the recipe covers: held by torchao, where codes of 4 bits take 8, and
@@ -80,7 +82,8 @@ class Recipe:
         """Raise ValueError, naming the linear of ``model`` that the groups do not fit."""
         if not self.group:
             return
-        linears = {name: module.in_features for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        covered = ((name, module) for name, module in model.named_modules() if self.covers(module))
+        linears = {name: module.in_features for name, module in covered if isinstance(module, nn.Linear)}
         for name, width in linears.items():
             if self.group % LEAST_GROUP or width % self.group:
                 fits = _divisors(gcd(*linears.values()))
