@@ -46,11 +46,10 @@ def eager_target(checkpoints):
 
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory):
-    """gemma4-tiny exported to the CPU by the command itself, with decode: the artifact's folder."""
+    """gemma4-tiny exported to the CPU by the command itself, with decode, all in float32: the artifact's folder."""
     folder = tmp_path_factory.mktemp("export") / "out"
-    run_command(
-        export_main, "--target-model", "gemma4-tiny", "--backend", "xnnpack", "--with-decode", "--output-dir", folder
-    )
+    flags = ("--backend", "xnnpack", "--draft-qlinear", "none", "--with-decode")
+    run_command(export_main, "--target-model", "gemma4-tiny", *flags, "--output-dir", folder)
     return folder
 
 

@@ -68,7 +68,7 @@ def family_plan(name: str, folder: Path) -> Plan:
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
     outputs["speculate"] = name in WITH_SPECULATE
-    return make_plan(ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack"))
+    return make_plan(ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack", draft_qlinear="none"))
 
 
 def main(output: Path) -> None:
