@@ -39,7 +39,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             check_finite(plan.target_source, is_read)
             check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
         convert = backend.conversion(plan)
-        if plan.qlinear == "checkpoint":
+        if plan.quantized_headers:
             progress.say(quantized_text(plan))
         with progress.stage("load target and draft"):
             speculator = load_speculator(plan, backend.attention, backend.DTYPE, convert)

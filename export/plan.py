@@ -61,11 +61,17 @@ class Plan:
     methods: tuple[MethodPlan, ...]
     qlinear: str
     draft_qlinear: str
-    """Of the weights: a recipe of ``RECIPES``; "checkpoint" where the target's are quantized already."""
+    """Of the weights: a recipe of the backend's; "checkpoint" where the target's are quantized already, and no recipe
+    quantizes them again."""
     bos_id: int  # -1: none
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
     """What may be wrong without being an error, a line each."""
+
+    @property
+    def quantized_headers(self) -> list[TensorHeader]:
+        """Of the target's weights that the checkpoint has quantized."""
+        return [header for header in self.target_headers.values() if header.quantized]
 
     @property
     def speculates(self) -> bool:
@@ -155,12 +161,14 @@ def make_plan(config: ExportConfig) -> Plan:
 
 
 def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
-    """``Plan.qlinear``. Raises ValueError for a recipe that would quantize a second time."""
+    """``Plan.qlinear``. Raises ValueError for a recipe where the checkpoint's own codes are kept."""
+    keeps_codes = BACKENDS[config.backend].quantizes
     if any(header.quantized for header in headers.values()):
-        if config.qlinear is not None:
+        if keeps_codes and config.qlinear is not None:
             raise ValueError(f"the checkpoint is quantized already: leave --qlinear {config.qlinear} out")
-        return "checkpoint"
-    return config.qlinear or ("default" if BACKENDS[config.backend].quantizes else "none")
+        if config.qlinear in (None, "none"):
+            return "checkpoint"
+    return config.qlinear or ("default" if keeps_codes else "none")
 
 
 def whole_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) -> tuple[bool, tuple[str, ...]]:

@@ -47,7 +47,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"memory   a run takes {memory}")
     if takes := _export_bytes(plan):
         lines.append(f"memory   the export takes about {_mb(takes)}")
-    if plan.qlinear == "checkpoint":
+    if plan.quantized_headers:
         lines.insert(1, quantized_text(plan))
     for method in plan.methods:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
@@ -70,13 +70,16 @@ def draft_text(plan: Plan) -> str:
 
 def quantized_text(plan: Plan) -> str:
     """How many of a quantized checkpoint's weights are, and what becomes of them."""
-    quantized = [header for header in plan.target_headers.values() if header.quantized]
+    quantized = plan.quantized_headers
     kinds = " and ".join(sorted({header.dtype for header in quantized}))
     if BACKENDS[plan.config.backend].quantizes:
         return f"weights  {len(quantized)} are quantized already ({kinds}) and keep their codes"
     dense = sum(4 * header.elements for header in quantized)
-    line = f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load, {_mb(dense)}"
-    return line + ("; then the embedding is quantized to 8 bits" if plan.config.qembedding == "8w" else "")
+    line = f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load"
+    if plan.qlinear != "checkpoint":
+        return f"{line}, then quantized again: {plan.qlinear}"
+    again = "; then the embedding is quantized to 8 bits" if plan.config.qembedding == "8w" else ""
+    return f"{line}, {_mb(dense)}{again}"
 
 
 def result_text(plan: Plan, record: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
 from eagle3.export.pipeline import load_speculator, make_metadata, trace
 from eagle3.export.plan import make_plan
+from eagle3.export.report import plan_text
 from eagle3.runner.contract import TARGET_VERIFY
 from eagle3.runner.loop import complete
 from eagle3.runner.session import EagerSession
@@ -45,8 +46,9 @@ def file(model, tmp_path_factory) -> Path:
     return gemma4_gguf(tmp_path_factory.mktemp("gguf") / "tiny-Q4_K_M.gguf", model, Q4_K_M)
 
 
-def planned(file: Path, backend: str = "xnnpack"):
-    return make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=file, config_folder=TINY, backend=backend))
+def planned(file: Path, backend: str = "xnnpack", **flags):
+    config = ExportConfig("gemma4-tiny", output_dir=None, checkpoint=file, config_folder=TINY, backend=backend, **flags)
+    return make_plan(config)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,21 @@ def test_on_the_cpu_its_tokens_are_transformers_own(plan, reference):
         assert (
             complete(session, prompt, max_new_tokens=40, stop_ids=()).token_ids == expected[0, len(prompt) :].tolist()
         )
+
+
+def test_on_the_cpu_it_is_quantized_again_where_that_is_asked_for(file, reference):
+    plan = planned(file, qlinear="8da8w")
+    assert "dequantized to float32 as they load, then quantized again: 8da8w" in plan_text(plan)
+    speculator = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan))
+    weights, linears = reference.state_dict(), []
+    for name, module in speculator.target.named_modules():
+        if name.endswith("_proj") and "layers.0." in name:
+            (own,) = (key for key in weights if key.endswith(f"{name[name.index('layers.0.') :]}.weight"))
+            expected = Recipe("8da8w", "8w", 0).quantized(module, weights[own])
+            assert torch.equal(module.weight.qdata, expected.qdata)
+            assert torch.equal(module.weight.scale, expected.scale)
+            linears.append(name)
+    assert len(linears) == 7
 
 
 ARCH = None if torch.cuda.is_available() else "sm_90"
