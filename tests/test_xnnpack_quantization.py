@@ -5,16 +5,18 @@ import re
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (gives torchao's tensors CUDA's products)
 import pytest
 import torch
-from commands import fail_command
+from commands import fail_command, run_command
 from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import get_lowered_submodules
 from executorch.extension.llm.export.quantize import quantize_model_
 from executorch.runtime import Runtime
-from random_checkpoints import random_model
+from family_configs import family_config
+from random_checkpoints import random_model, save_random_draft
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from eagle3.export import preflight
 from eagle3.export.cli import main as export_main
@@ -140,6 +142,17 @@ def test_experts_are_quantized_and_what_chooses_them_is_not(name):
     names = dict(skeleton.model.named_parameters())
     routers = {key for key in names if key.endswith(("router.weight", "mlp.gate.weight"))}
     assert len(experts) == 4 and len(routers) == 2 and not routers & covered.keys()
+
+
+def test_a_step_of_softcapped_attention_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(family_config("gemma2"))
+    model.save_pretrained(tmp_path / "target")
+    save_random_draft(tmp_path / "draft", model.config, (0, 1, 2))
+    paths = ("--checkpoint", tmp_path / "target", "--draft", tmp_path / "draft", "--output-dir", tmp_path / "out")
+    asked = ("--target-model", "auto", "--backend", "xnnpack", "--dry-run", *paths)
+    assert run_command(export_main, *asked)
+    _, line = fail_command(export_main, *asked, "--with-decode")
+    assert "attn_logit_softcapping 5.0" in line and "leave it out" in line
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,13 @@ attention = LlmOpsAttention
 
 
 def check(plan: Plan) -> None:
-    """Raise ValueError for groups that do not fit a linear."""
+    """Raise ValueError for groups that do not fit a linear, and for what ExecuTorch cannot partition."""
+    softcap = getattr(plan.target_config, "attn_logit_softcapping", None)
+    if plan.config.with_decode and softcap:  # fixed shapes alone: "Invalid partition, found dependency cycles"
+        raise ValueError(
+            f"--with-decode: ExecuTorch finds no partition of one row's attention with a softcap "
+            f"(attn_logit_softcapping {softcap}) for XNNPACK: leave it out, a step is a target_verify then"
+        )
     target, draft = recipes(plan)
     target.check("--qlinear", plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model)
     with torch.device("meta"):
