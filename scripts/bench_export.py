@@ -232,6 +232,8 @@ def main(
       python scripts/bench_export.py --layers 6 --cuda-arch sm_90 --cost
       python scripts/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
+    if backend == "xnnpack" and (cuda_arch or unquantized or with_cost):
+        raise click.UsageError("--cuda-arch, --unquantized and --cost are for cuda: leave them out")
     results = []
     counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:

@@ -108,6 +108,8 @@ def measure(artifact: Path, acceptance: float, repeats: int) -> dict[str, float]
     before = memory()
     start = time.perf_counter()
     session = open_session(open_artifact(artifact))
+    if not session.has_decode:
+        raise click.UsageError(f"{artifact} has no method decode: export it with --with-decode")
     loaded = time.perf_counter() - start
     timed, chain = Timed(session), session.metadata.chain_len
     accepted = max(1, round(acceptance))
