@@ -13,9 +13,12 @@ from unittest import mock
 from executorch.backends.xnnpack import _passes as passes
 from executorch.backends.xnnpack import xnnpack_preprocess
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import lowered_backend_module
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 _FOR_OTHER_GRAPHS = (
     passes.ConvertToUpsampleBilinear2d,
@@ -63,12 +66,20 @@ def _copied_without_weights(program: ExportedProgram, compile_specs: list[Compil
     return copy.deepcopy(program, {id(weight): weight for weight in weights})
 
 
+def _sorted_in_place(module: GraphModule) -> GraphModule:
+    """For each delegate that is cut out ExecuTorch copies the whole graph in topological order and makes Python of it:
+    the more layers, the more of the time, two thirds of an export's of 32. Order is all that is wanted."""
+    stable_topological_sort(module.graph)
+    return module
+
+
 @contextmanager
 def applicable_passes() -> Iterator[None]:
     """Within it XNNPACK's preprocessing keeps each weight once for all methods, and skips the passes for convolutions,
     batch norms, pooling, quantized padding, dim orders and constants in files of their own."""
     stores = partial(_SharedBytes, {})
     with (
+        mock.patch.object(lowered_backend_module, "legalize_graph", _sorted_in_place),
         mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes),
         mock.patch.object(xnnpack_preprocess, "NamedDataStore", stores),
         mock.patch.object(
