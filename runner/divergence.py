@@ -209,6 +209,5 @@ def _margin(logits: Tensor) -> float:
 
 def rounding(logits: Tensor, dtype: torch.dtype, tie: float = NEAR_TIE) -> float:
     """What two of the logits [V] may be moved by, in standard deviations: by two steps of the activations' ``dtype`` at
-    the size of the largest logit, where that is more than ``tie``, which rounding in
-    float32 adds up to."""
+    the size of the largest logit, where that is more than ``tie``, which rounding in float32 adds up to."""
     return max(tie, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))
