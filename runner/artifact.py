@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.runner.contract import METHODS, MODEL_FILE, RUNTIMES, Metadata
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
-from eagle3.runner.hosts.xnnpack_options import share_packed_weights
+from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE
 from eagle3.runner.inspect.program import CUDA_BACKEND
 from eagle3.runner.record import compare, silent
@@ -105,8 +106,8 @@ def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO
                 program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
             else:
                 load_llm_ops(load_runtime())
-                share_packed_weights()
-            return ExecuTorchSession(program, artifact.metadata)
+            with nullcontext() if is_cuda(artifact) else packed_weights_shared():
+                return ExecuTorchSession(program, artifact.metadata)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             advice = "it needs an NVIDIA GPU with memory free" if is_cuda(artifact) else "export it again"

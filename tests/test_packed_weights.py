@@ -4,14 +4,15 @@ import subprocess
 import sys
 
 from eagle3.runner.hosts.executorch_host import load_runtime
-from eagle3.runner.hosts.xnnpack_options import share_packed_weights
+from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 
 LOADED = """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from eagle3.runner import artifact
 if sys.argv[2] == "own":
-    artifact.share_packed_weights = lambda: None
+    artifact.packed_weights_shared = nullcontext
 opened = artifact.open_artifact(Path(sys.argv[1]))
 session = artifact.open_session(opened)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")))
@@ -20,7 +21,8 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 def test_this_executorch_has_the_option():
     load_runtime()  # registers the backend
-    assert share_packed_weights()
+    with packed_weights_shared() as has:
+        assert has
 
 
 def test_a_weight_is_packed_once_for_all_methods(artifact):

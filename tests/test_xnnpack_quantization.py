@@ -28,7 +28,7 @@ from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_pas
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
 from eagle3.export.plan import make_plan
-from eagle3.runner.hosts.xnnpack_options import share_packed_weights
+from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -101,12 +101,14 @@ def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_of_the_same_codes_are_packed_each_with_its_scales(recipe):
     """In one program and in another one of the process: packed weights are shared by name."""
-    assert share_packed_weights()
     ids, loaded = torch.randint(50, (1, 5)), []
     for factors in ((1, 2), (4, 1)):
         model = quantized(RECIPES[recipe], Multiples(*factors))
         assert torch.equal(model.linears[0].weight.qdata, model.linears[1].weight.qdata)
-        loaded.append(lowered(model, ids)[1].load_method("forward"))
+        program = lowered(model, ids)[1]
+        with packed_weights_shared() as shared:
+            loaded.append(program.load_method("forward"))
+        assert shared
         torch.testing.assert_close(loaded[-1].execute((ids,))[0], model(ids), rtol=0, atol=0.05)
 
 

@@ -22,6 +22,7 @@ from eagle3.runner.bench.measure import step_position
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
+from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.runner.inspect.program import read_pte
 from eagle3.runner.inspect.xnnpack import read_graphs
 from eagle3.runner.session import Session
@@ -91,7 +92,8 @@ def traced(artifact: Artifact, name: str, call: Call) -> dict[str, Any]:
         from executorch.devtools import Inspector  # seconds: it imports ExecuTorch's compiler
 
         program = load_runtime().load_program(artifact.model, enable_etdump=True)
-        session = ExecuTorchSession(program, artifact.metadata, [name])
+        with packed_weights_shared():
+            session = ExecuTorchSession(program, artifact.metadata, [name])
         for _ in range(CALLS):
             call.run(session)
         with TemporaryDirectory() as folder:

@@ -5,6 +5,8 @@ headers (``include/executorch/runtime/backend/options.h``).
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 BACKEND = b"XnnpackBackend"
@@ -21,15 +23,25 @@ class _Option(ctypes.Structure):
     _fields_ = [("key", ctypes.c_char * 64), ("value", _Value), ("index", ctypes.c_uint8)]
 
 
-def share_packed_weights() -> bool:
-    """Let methods that load from now on hold one packed copy of a weight together, instead of one each. The numbers are
-    the same. Returns whether this ExecuTorch, loaded before, has the option."""
+@contextmanager
+def packed_weights_shared() -> Iterator[bool]:
+    """Methods that load within it hold one packed copy of a weight together, instead of one each; other programs of the
+    process, which load outside, are left alone. The numbers are the same. Yields whether this ExecuTorch, loaded
+    before, has the option."""
+    has = _set_weight_cache(True)
+    try:
+        yield has
+    finally:
+        _set_weight_cache(False)
+
+
+def _set_weight_cache(enabled: bool) -> bool:
     import executorch
 
     for library in (Path(executorch.__path__[0]) / "lib").glob("libexecutorch.*"):
         set_option = getattr(ctypes.CDLL(str(library)), _SET_OPTION, None)
         if set_option is not None:
-            option = _Option(b"weight_cache_enabled", _Value(boolean=True), 0)
+            option = _Option(b"weight_cache_enabled", _Value(boolean=enabled), 0)
             set_option.argtypes = (ctypes.c_char_p, ctypes.POINTER(_Option), ctypes.c_size_t)
             return set_option(BACKEND, ctypes.byref(option), 1) == 0
     return False
