@@ -37,9 +37,15 @@ class GpuMemory:
 
 def free_memory() -> int | None:
     """Bytes that programs may still take on this machine, None where Linux is not there to say it."""
+    return linux_bytes("/proc/meminfo", "MemAvailable")
+
+
+def linux_bytes(file: str, key: str) -> int | None:
+    """Of a line of one of Linux's own files, None where there is none."""
     with suppress(OSError):
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
     return None
 
 

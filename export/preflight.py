@@ -56,7 +56,7 @@ def check_export_memory(plan: Plan, backend: Any) -> None:
     takes, free = backend.export_bytes(plan), free_memory()
     if takes is None or free is None or takes <= free:
         return
-    smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe not in ("none", plan.qlinear)]
+    smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe != "none"]
     advice = f", or type --qlinear {smaller[0]}" if plan.qlinear == "none" and smaller else ""
     raise ValueError(
         f"the export takes about {takes / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free here: free some{advice}"

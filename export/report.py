@@ -26,7 +26,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
-        "export_bytes": _export_bytes(plan),
+        "export_bytes": BACKENDS[plan.config.backend].load().export_bytes(plan),
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},
     }
 
@@ -45,7 +45,7 @@ def plan_text(plan: Plan) -> str:
     ]
     if memory := _gpu_memory(plan):
         lines.append(f"memory   a run takes {memory}")
-    if takes := _export_bytes(plan):
+    if takes := facts["export_bytes"]:
         lines.append(f"memory   the export takes about {_mb(takes)}")
     if plan.quantized_headers:
         lines.insert(1, quantized_text(plan))
@@ -53,10 +53,6 @@ def plan_text(plan: Plan) -> str:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
         lines.append(f"method   {method.name:<14} {span} rows")
     return "\n".join([*lines, "nothing was written (--dry-run)"])
-
-
-def _export_bytes(plan: Plan) -> int | None:
-    return BACKENDS[plan.config.backend].load().export_bytes(plan)
 
 
 def _gpu_memory(plan: Plan) -> GpuMemory | None:

@@ -23,6 +23,7 @@ from eagle3.runner.statistics import GenerationStats
 from eagle3.targets import TARGETS
 
 CONVERTER = "convert_hf_to_gguf.py"
+PART = "{part}"
 WEIGHT_TYPES = "f32", "q8_0"
 CACHE_TYPES = "f32", "f16"
 START_SECONDS = 60
@@ -67,17 +68,19 @@ def convert(build: Build, shipped: str, folder: Path, weights: str) -> list[Path
     with tempfile.TemporaryDirectory() as temporary:
         target = with_accepted_tokenizer(spec.checkpoint, Path(temporary))
         for checkpoint, file in zip((target, spec.draft), files["f32"], strict=True):
-            if not file.is_file():
-                part = file.with_suffix(".part")
-                command = [sys.executable, str(build.source / CONVERTER), str(checkpoint), "--outtype", "f32"]
-                run([*command, "--target-model-dir", str(target), "--outfile", str(part)])
-                part.rename(file)
+            command = [sys.executable, str(build.source / CONVERTER), str(checkpoint), "--outtype", "f32"]
+            make(file, [*command, "--target-model-dir", str(target), "--outfile", PART])
     for full, file in zip(files["f32"], files[weights], strict=True):
-        if not file.is_file():
-            part = file.with_suffix(".part")
-            run([build.tool("llama-quantize"), str(full), str(part), weights])
-            part.rename(file)
+        make(file, [build.tool("llama-quantize"), str(full), PART, weights])
     return files[weights]
+
+
+def make(file: Path, command: Sequence[str]) -> None:
+    """Run a command that writes ``PART``, which becomes the file; nothing where that is there already."""
+    if not file.is_file():
+        part = file.with_suffix(".part")
+        run([str(part) if word == PART else word for word in command])
+        part.rename(file)
 
 
 def with_accepted_tokenizer(checkpoint: Path, folder: Path) -> Path:

@@ -100,10 +100,10 @@ def test_halves_are_of_about_the_same_work():
 
 @pytest.mark.parametrize(("cores", "free", "forks"), [(2, 1 << 40, True), (2, 1, False), (1, 1 << 40, False)])
 def test_two_processes_take_two_cores_and_twice_the_memory(cores, free, forks):
-    kilobytes = {"RssAnon": 1 << 20, "MemAvailable": free}
     with (
         patch.object(os, "sched_getaffinity", lambda pid: set(range(cores))),
-        patch.object(processes, "_kilobytes", lambda file, key: kilobytes[key]),
+        patch.object(processes, "linux_bytes", lambda file, key: {"RssAnon": 1 << 20}[key]),
+        patch.object(processes, "free_memory", lambda: free),
     ):
         assert may_fork() is forks
 

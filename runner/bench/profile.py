@@ -5,12 +5,11 @@ means over the middle half of the calls by their length, the same calls for ever
 takes time of its own: what a call takes without it stands beside.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 
 from eagle3.runner.artifact import Artifact, is_cuda, open_artifact, open_session
 from eagle3.runner.bench.machine import cores, machine
-from eagle3.runner.bench.measure import step_position
+from eagle3.runner.bench.measure import step_milliseconds, step_position
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
@@ -55,7 +54,7 @@ def profile(path: Path) -> dict[str, Any]:
         graph = read_graphs(map(pte.delegate_blob, delegates))
         methods[name] = {
             "rows": call.rows,
-            "ms": median(milliseconds(lambda run=call.run: run(session))),
+            "ms": milliseconds(lambda run=call.run: run(session)),
             "delegates": len(delegates),
             "nodes": dict(graph.nodes.most_common()),
             "weight_bytes": graph.weight_bytes,
@@ -124,14 +123,9 @@ def parts(events: list[tuple[str, bool, list[float]]]) -> dict[str, Any]:
     return {"traced_ms": total, "parts": named}
 
 
-def milliseconds(call: Callable[[], Any], calls: int = CALLS) -> list[float]:
-    """Of each call, after some to warm up."""
-    taken = []
-    for _ in range(WARMUP + calls):
-        start = time.perf_counter()
-        call()
-        taken.append(1000 * (time.perf_counter() - start))
-    return taken[WARMUP:]
+def milliseconds(call: Callable[[], Any]) -> float:
+    step_milliseconds({"": call}, repeats=WARMUP)
+    return step_milliseconds({"": call}, repeats=CALLS)[""]
 
 
 def read_rate(size: int) -> float:
@@ -139,14 +133,14 @@ def read_rate(size: int) -> float:
     other operation of torch reads faster, products with a vector least."""
     values = torch.ones(max(1, size // 4))
     with all_cores():
-        return 4 * values.numel() / median(milliseconds(values.sum))
+        return 4 * values.numel() / milliseconds(values.sum)
 
 
 def multiply_rate(side: int = 1024) -> float:
     """Multiply-adds a millisecond of a float32 product of square matrices."""
     matrix = torch.ones(side, side)
     with all_cores():
-        return side**3 / median(milliseconds(lambda: torch.mm(matrix, matrix)))
+        return side**3 / milliseconds(lambda: torch.mm(matrix, matrix))
 
 
 @contextmanager

@@ -11,11 +11,10 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, Place, host_data, place
+from eagle3.export.memory import free_memory, linux_bytes
 
 Compiled = tuple[PreprocessResult, CudaWeightArtifact]
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -83,16 +83,8 @@ def may_fork() -> bool:
     """Whether there are two cores, and memory for a fork that comes to write to all that it shares."""
     if len(os.sched_getaffinity(0)) < 2:
         return False
-    held, free = _kilobytes("/proc/self/status", "RssAnon"), _kilobytes("/proc/meminfo", "MemAvailable")
+    held, free = linux_bytes("/proc/self/status", "RssAnon"), free_memory()
     return held is None or free is None or held < free
-
-
-def _kilobytes(file: str, key: str) -> int | None:
-    with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1])
-    return None
 
 
 def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
