@@ -98,7 +98,7 @@ def main(
 
     from eagle3.runner import load
 
-    with load(artifact, runtime, verify, defer=True, cuda_graph=cuda_graph) as model:
+    with load(artifact, runtime, verify, defer=not dialogue, cuda_graph=cuda_graph) as model:
         if dialogue:
             run_dialogue(model, system, stats, options)
         elif prompts is not None:

@@ -16,13 +16,14 @@ class Conversation:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._system)
         self.result: Result | None = None
-        """Of the last turn."""
+        """Of the last turn; None where it ended before it began."""
 
     def say(self, text: str, **options: Any) -> Iterator[Piece]:
         """The answer as it comes; left early, what was said so far is the answer.
 
         Raises as ``Model.stream``; a turn that fails before it begins leaves the conversation as it was.
         """
+        self.result = None
         turn = {"role": "user", "content": text}
         stream = self._model.stream([*self.messages, turn], **self._options | options)
         return self._answer(turn, stream)

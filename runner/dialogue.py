@@ -26,27 +26,33 @@ def run_dialogue(model: Model, system: str | None, show_stats: bool, options: di
     import readline  # noqa: F401 - lines are edited, and those before come back
 
     conversation = Conversation(model, system, **options)
+    model.encode([{"role": "user", "content": "."}])  # a first answer's imports: none interrupted can be had again
     tell(HELP)
     while True:
         try:
-            line = input("> ")
+            if not _turn(conversation, input("> "), show_stats):
+                return
         except EOFError:
             click.echo()
             return
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # at the prompt, or where an answer is about to begin or has just ended
             click.echo()
-            continue
-        if line.strip() == "/exit":
-            return
-        if line.strip() == "/reset":
-            conversation.reset()
-        elif line.startswith("/"):
-            tell(f"{line.strip()} is no command. {HELP}")
-        elif line.strip():
-            _turn(conversation, line, show_stats)
 
 
-def _turn(conversation: Conversation, line: str, show_stats: bool) -> None:
+def _turn(conversation: Conversation, line: str, show_stats: bool) -> bool:
+    """Do what a line asks for. Returns whether the dialogue goes on."""
+    if line.strip() == "/exit":
+        return False
+    if line.strip() == "/reset":
+        conversation.reset()
+    elif line.startswith("/"):
+        tell(f"{line.strip()} is no command. {HELP}")
+    elif line.strip():
+        _answer(conversation, line, show_stats)
+    return True
+
+
+def _answer(conversation: Conversation, line: str, show_stats: bool) -> None:
     """One answer, as it comes. What cannot be answered is told, and the dialogue goes on."""
     try:
         for piece in conversation.say(line):
@@ -58,5 +64,5 @@ def _turn(conversation: Conversation, line: str, show_stats: bool) -> None:
         tell(f"Error: {one_line(error)} (/reset forgets what was said)")
         return
     click.echo()
-    if show_stats:
+    if show_stats and conversation.result is not None:
         tell(f"{summary(conversation.result)}\n{table(conversation.result.stats)}")

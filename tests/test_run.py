@@ -186,9 +186,21 @@ def test_a_dialogue_on_a_terminal(artifact):
     assert "no command" in terminal.until("> ")
     terminal.type("x" * 900 + " 1 2 3" * 200 + "\n")
     assert "Error: the prompt has" in terminal.until("> ")
-    terminal.type("import os\n")
-    terminal.until("import os")
-    terminal.type("\x03")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+
+
+def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
+    """Wherever it comes: before the first answer has begun or within one."""
+    terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
     terminal.until("> ")
+    for seconds in (0, 0, 0, 0.001, 0.003, 0.01, 0.03):
+        terminal.type("import os\n")
+        terminal.until("import os\r\n")  # the line is taken: what a terminal has not yet handed on goes with a Ctrl-C
+        time.sleep(seconds)
+        terminal.type("\x03")
+        terminal.until("> ")
+        terminal.type("/reset\n")
+        terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
