@@ -141,14 +141,24 @@ def test_flags_that_make_no_sense_are_usage_errors(artifact, flags, message):
     assert code == 2 and message in line
 
 
+PROMPT = "\r\n> "
+
+
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on a terminal of its own, which knows no escape sequences."""
 
     def __init__(self, *args):
         self.screen, child = pty.openpty()
+        self.shown = ""
         command = [sys.executable, "-c", RUN, *map(str, args)]
         self.process = subprocess.Popen(
-            command, stdin=child, stdout=child, stderr=child, start_new_session=True, preexec_fn=_control
+            command,
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            start_new_session=True,
+            preexec_fn=_control,
+            env=os.environ | {"TERM": "dumb"},
         )
         os.close(child)
 
@@ -156,12 +166,14 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def until(self, text: str, seconds: float = 60) -> str:
-        shown, end = "", time.monotonic() + seconds
-        while text not in shown:
-            assert time.monotonic() < end, shown
+        """What is shown up to ``text``, which it waits for; what comes behind is for the next call."""
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end, self.shown
             if select.select([self.screen], [], [], 0.2)[0]:
-                shown += os.read(self.screen, 4096).decode(errors="replace")
-        return shown
+                self.shown += os.read(self.screen, 4096).decode(errors="replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before
 
 
 def _control() -> None:
@@ -174,18 +186,18 @@ def _control() -> None:
 
 def test_a_dialogue_on_a_terminal(artifact):
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
-    terminal.until("> ")
+    terminal.until(PROMPT)
     terminal.type("class Reader:\n")
     assert "400 tokens" in terminal.until("the loop itself")
-    terminal.until("> ")
+    terminal.until(PROMPT)
     terminal.type("def close(self):\n")
-    assert "reused" in terminal.until("> ")
+    assert "reused" in terminal.until(PROMPT)
     terminal.type("/reset\n")
-    terminal.until("> ")
+    terminal.until(PROMPT)
     terminal.type("/nothing\n")
-    assert "no command" in terminal.until("> ")
+    assert "no command" in terminal.until(PROMPT)
     terminal.type("x" * 900 + " 1 2 3" * 200 + "\n")
-    assert "Error: the prompt has" in terminal.until("> ")
+    assert "Error: the prompt has" in terminal.until(PROMPT)
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
 
@@ -193,14 +205,14 @@ def test_a_dialogue_on_a_terminal(artifact):
 def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
     """Wherever it comes: before the first answer has begun or within one."""
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
-    terminal.until("> ")
+    terminal.until(PROMPT)
     for seconds in (0, 0, 0, 0.001, 0.003, 0.01, 0.03):
         terminal.type("import os\n")
         terminal.until("import os\r\n")  # the line is taken: what a terminal has not yet handed on goes with a Ctrl-C
         time.sleep(seconds)
         terminal.type("\x03")
-        terminal.until("> ")
+        terminal.until(PROMPT)
         terminal.type("/reset\n")
-        terminal.until("> ")
+        terminal.until(PROMPT)
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
