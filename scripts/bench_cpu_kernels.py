@@ -1,0 +1,130 @@
+"""Times what a CPU artifact is made of, by the number of rows: products of XNNPACK's, ExecuTorch's attention.
+
+    python scripts/bench_cpu_kernels.py                             # qwen3-4B's MLP, llama3.1-8B's attention; 2 minutes
+    python scripts/bench_cpu_kernels.py --keys 4000 --json > kernels.json
+
+A verify window of four rows costs little more than one where the last column is near 1. float16 is measured and not
+offered: eight linears alone, without the conversions to and from float32 that a model would need around each.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: XNNPACK has threads of its own
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import click
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.runtime import Runtime
+from torch import nn
+from torch.export import Dim
+
+from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.runner.contract.console import OneLineFailures, calm_stderr
+
+LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # more than a cache holds
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+RECIPES = {
+    "float32": None,
+    "float16": None,
+    "8da8w": Recipe("8da8w", "none", 0),
+    "8da4w, groups of 32": Recipe("8da4w", "none", 32),
+    "8da4w, groups of 128": Recipe("8da4w", "none", 128),
+}
+ROWS = (1, 2, 4, 8)
+Times = dict[int, float]
+"""Milliseconds by rows."""
+
+
+class Mlps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = ((HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)) * LAYERS
+        self.linears = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = linear(x)
+        return x
+
+
+def product(name: str) -> Callable[[int], Callable[[], object]]:
+    """The linears by a recipe: what takes rows and gives a call."""
+    dtype = torch.float16 if name == "float16" else torch.float32
+    model, recipe = Mlps().eval().requires_grad_(False).to(dtype), RECIPES[name]
+    if recipe:
+        for linear in model.linears:
+            linear.weight = nn.Parameter(recipe.quantized(linear, linear.weight.data), requires_grad=False)
+    example = torch.randn(1, 3, HIDDEN, dtype=dtype)
+    rows = {1: Dim("rows", min=1, max=max(ROWS))}
+    program = torch.export.export(model, (example,), dynamic_shapes=(rows,), strict=False)
+    config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+    with applicable_passes():
+        lowered = to_edge_transform_and_lower(program, partitioner=[LinearsKept()], compile_config=config)
+    buffer = lowered.to_executorch().buffer
+    with calm_stderr():
+        method = Runtime.get().load_program(buffer).load_method("forward")
+
+    def call(rows: int) -> Callable[[], object]:
+        x = torch.randn(1, rows, HIDDEN, dtype=dtype)
+        return lambda: (method.execute([x]), len(buffer))  # a method does not keep the bytes that it reads
+
+    return call
+
+
+def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
+    """One layer's behind ``keys`` positions."""
+    cache = [torch.randn(1, keys + max(ROWS), KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2)]
+
+    def call(rows: int) -> Callable[[], object]:
+        query = torch.randn(1, rows, HEADS, HEAD_DIM).to(dtype)
+        return lambda: torch.ops.llama.custom_sdpa(query, *cache, keys, None, 0.0, True, HEAD_DIM**-0.5)
+
+    return call
+
+
+def measured(make: Callable[[int], Callable[[], object]], repeats: int) -> Times:
+    """Medians, the numbers of rows in turns."""
+    calls, times = {rows: make(rows) for rows in ROWS}, {rows: [] for rows in ROWS}
+    for _ in range(repeats):
+        for rows, call in calls.items():
+            call()  # the first of a shape plans
+            start = time.perf_counter()
+            call()
+            times[rows].append(1000 * (time.perf_counter() - start))
+    return {rows: statistics.median(found) for rows, found in times.items()}
+
+
+def show(title: str, times: dict[str, Times]) -> None:
+    width = max(map(len, times))
+    click.echo(f"\n{title}\n{'':{width}}  " + "".join(f"{rows:>8}" for rows in ROWS) + "   4 rows to 1")
+    for name, found in times.items():
+        click.echo(
+            f"{name:{width}}  " + "".join(f"{found[rows]:8.2f}" for rows in ROWS) + f"{found[4] / found[1]:14.2f}"
+        )
+
+
+@click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0])
+@click.option("--keys", default=1000, show_default=True, help="Positions before the rows.")
+@click.option("--repeats", default=25, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def main(keys: int, repeats: int, as_json: bool) -> None:
+    torch.manual_seed(0)
+    products = {name: measured(product(name), repeats) for name in RECIPES}
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    attentions = {str(dtype).split(".")[1]: measured(attention(keys, dtype), repeats) for dtype in dtypes}
+    if as_json:
+        click.echo(json.dumps({"products": products, "attention": attentions, "keys": keys}))
+        return
+    show(f"{2 * LAYERS} linears of {HIDDEN} x {INTERMEDIATE}: ms by rows", products)
+    show(f"Attention of {HEADS} heads, {KV_HEADS} of keys, over {keys} positions: ms by rows", attentions)
+
+
+if __name__ == "__main__":
+    main()
