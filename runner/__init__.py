@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3.runner.instructions import check_instructions
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def load(
             "and XNNPACK's halve the speed",
             stacklevel=2,
         )
+    check_instructions()
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact import open_artifact, open_session
