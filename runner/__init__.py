@@ -40,13 +40,13 @@ def load(
         FileNotFoundError: no artifact there, or a file of it is missing
         ValueError: a damaged or foreign file; an artifact that this machine or ``runtime`` cannot run
     """
+    check_instructions()
     if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
         warnings.warn(
             "torch was imported before eagle3.runner.load: set OMP_NUM_THREADS=1 before, or load first; its threads "
             "and XNNPACK's halve the speed",
             stacklevel=2,
         )
-    check_instructions()
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact import open_artifact, open_session

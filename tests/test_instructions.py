@@ -1,5 +1,6 @@
-"""A processor that NumPy's wheels do not start on is named in a line; no other is refused."""
+"""A processor that a package's wheels do not start on is named in a line; no other is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,44 +8,58 @@ from commands import fail_command
 
 from eagle3.runner import instructions, load
 from eagle3.runner.cli import main as run_main
-from eagle3.runner.instructions import X86_64_V2, lacking_instructions
 
-KVM64 = "fpu de pse tsc msr pae cx8 apic sep cmov clflush mmx fxsr sse sse2 syscall nx lm pni cx16 hypervisor"
-OLD = f"processor\t: 0\nflags\t\t: {KVM64}\nbugs\t\t:\n"
-NEHALEM = f"processor\t: 0\nflags\t\t: {' '.join(X86_64_V2)}\nvmx flags\t: vnmi\n\n{OLD}"
-ARM = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes crc32 cpuid\n"
-KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+X86, ARM = instructions.NEEDS
+KVM64 = "flags\t\t: fpu tsc msr cx8 cmov mmx fxsr sse sse2 syscall nx lm pni cx16 hypervisor\n"
+NEHALEM = f"processor\t: 0\nflags\t\t: {' '.join(X86.names)}\nvmx flags\t: vnmi\n\n{KVM64}"
+CORTEX_A72 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU part\t: 0xd08\n"
+CORTEX_A76 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 atomics fphp asimddp\n"
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+RUN = "no-artifact", "--prompt", "x"
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Another processor, and another NumPy for the processes of this one."""
+    """Another processor, and for the processes of this one another package."""
 
-    def make(cpuinfo: str, numpy: str) -> None:
+    def make(cpuinfo: str, package: str | None = None) -> None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
-        (tmp_path / "numpy.py").write_text(numpy)
         monkeypatch.setattr(instructions, "CPUINFO", tmp_path / "cpuinfo")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        if package:
+            (tmp_path / f"{package}.py").write_text(DIES)
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
 
     return make
 
 
-def test_what_is_lacking_is_read_from_the_first_processor_of_x86_alone(tmp_path):
-    for text, lacking in ((OLD, ["ssse3", "sse4_1", "sse4_2", "popcnt", "lahf_lm"]), (NEHALEM, []), (ARM, [])):
-        (tmp_path / "cpuinfo").write_text(text)
-        assert lacking_instructions(tmp_path / "cpuinfo") == lacking
-    assert lacking_instructions(tmp_path / "of another system") == []
+@pytest.mark.parametrize(
+    ("cpuinfo", "package", "said"),
+    [(KVM64, "numpy", "no ssse3, sse4_1, sse4_2, popcnt, lahf_lm"), (CORTEX_A72, "executorch", "no atomics")],
+)
+def test_a_command_names_what_a_package_dies_of(machine, cpuinfo, package, said):
+    machine(cpuinfo, package)
+    code, line = fail_command(run_main, *RUN)
+    assert (code, said in line, package in line) == (1, True, True)
 
 
-def test_commands_and_library_name_what_numpy_dies_of(machine):
-    machine(OLD, KILLED)
-    code, line = fail_command(run_main, "no-artifact", "--prompt", "x")
-    assert (code, "ssse3, sse4_1" in line, "pip install 'numpy<2.4'" in line) == (1, True, True)
-    with pytest.raises(ValueError, match="ssse3, sse4_1"):
+def test_so_does_the_library(machine):
+    machine(KVM64, "numpy")
+    with pytest.raises(ValueError, match="no ssse3"):
         load(Path("no-artifact"))
 
 
-@pytest.mark.parametrize(("cpuinfo", "numpy"), [(OLD, ""), (NEHALEM, KILLED), (ARM, KILLED)])
-def test_a_processor_that_lacks_nothing_or_has_a_numpy_that_starts_goes_on(machine, cpuinfo, numpy):
-    machine(cpuinfo, numpy)
-    assert "no-artifact is missing" in fail_command(run_main, "no-artifact", "--prompt", "x")[1]
+@pytest.mark.parametrize(("cpuinfo", "package"), [(NEHALEM, "numpy"), (CORTEX_A76, "executorch"), ("", "numpy")])
+def test_a_processor_that_lacks_nothing_is_not_tried(machine, cpuinfo, package):
+    machine(cpuinfo, package)
+    assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
+
+
+@pytest.mark.parametrize("cpuinfo", [KVM64, CORTEX_A72])
+def test_packages_that_do_without_are_not_refused(machine, cpuinfo):
+    machine(cpuinfo)
+    assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
+
+
+def test_another_system_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(instructions, "CPUINFO", tmp_path / "none")
+    instructions.check_instructions()
