@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3.runner.instructions import check_instructions
 from eagle3.runner.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def load(
         FileNotFoundError: no artifact there, or a file of it is missing
         ValueError: a damaged or foreign file; an artifact that this machine or ``runtime`` cannot run
     """
+    check_instructions()
     if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
         warnings.warn(
             "torch was imported before eagle3.runner.load: set OMP_NUM_THREADS=1 before, or load first; its threads "

@@ -17,6 +17,7 @@ from typing import TextIO
 import click
 
 from eagle3.runner.contract import CUDA_GRAPHS, RUNTIMES
+from eagle3.runner.instructions import check_instructions
 
 LONGEST_LINE = 600  # characters of a message; a library's can be pages
 
@@ -93,6 +94,7 @@ class OneLineFailures(click.Command):
         if not verbose:
             _calm_libraries()
         try:
+            check_instructions()
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise

@@ -1,0 +1,65 @@
+"""A processor that a package's wheels do not start on is named in a line; no other is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+from commands import fail_command
+
+from eagle3.runner import instructions, load
+from eagle3.runner.cli import main as run_main
+
+X86, ARM = instructions.NEEDS
+KVM64 = "flags\t\t: fpu tsc msr cx8 cmov mmx fxsr sse sse2 syscall nx lm pni cx16 hypervisor\n"
+NEHALEM = f"processor\t: 0\nflags\t\t: {' '.join(X86.names)}\nvmx flags\t: vnmi\n\n{KVM64}"
+CORTEX_A72 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU part\t: 0xd08\n"
+CORTEX_A76 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 atomics fphp asimddp\n"
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+RUN = "no-artifact", "--prompt", "x"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Another processor, and for the processes of this one another package."""
+
+    def make(cpuinfo: str, package: str | None = None) -> None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+        monkeypatch.setattr(instructions, "CPUINFO", tmp_path / "cpuinfo")
+        if package:
+            (tmp_path / f"{package}.py").write_text(DIES)
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "package", "said"),
+    [(KVM64, "numpy", "no ssse3, sse4_1, sse4_2, popcnt, lahf_lm"), (CORTEX_A72, "executorch", "no atomics")],
+)
+def test_a_command_names_what_a_package_dies_of(machine, cpuinfo, package, said):
+    machine(cpuinfo, package)
+    code, line = fail_command(run_main, *RUN)
+    assert (code, said in line, package in line) == (1, True, True)
+
+
+def test_so_does_the_library(machine):
+    machine(KVM64, "numpy")
+    with pytest.raises(ValueError, match="no ssse3"):
+        load(Path("no-artifact"))
+
+
+@pytest.mark.parametrize(("cpuinfo", "package"), [(NEHALEM, "numpy"), (CORTEX_A76, "executorch"), ("", "numpy")])
+def test_a_processor_that_lacks_nothing_is_not_tried(machine, cpuinfo, package):
+    machine(cpuinfo, package)
+    assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
+
+
+@pytest.mark.parametrize("cpuinfo", [KVM64, CORTEX_A72])
+def test_packages_that_do_without_are_not_refused(machine, cpuinfo):
+    machine(cpuinfo)
+    assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
+
+
+def test_another_system_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(instructions, "CPUINFO", tmp_path / "none")
+    instructions.check_instructions()
