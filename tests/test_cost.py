@@ -13,7 +13,7 @@ import triton.language as tl
 from commands import fail_command, run_command
 from triton.runtime import driver
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.launches import products
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
@@ -25,20 +25,25 @@ from eagle3.runner.inspect.cli import main
 from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
 from eagle3.runner.inspect.cuda import kind_of
 from eagle3.runner.inspect.program import cuda_kernels
+from eagle3.runner.inspect.ptx import loads
 from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
 
 
 @triton.jit
-def _product(x, w, out, k_size, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr):
-    m, n, k = tl.arange(0, M)[:, None] * 4096, tl.arange(0, N) * 4096, tl.arange(0, K)
+def _product(
+    x, w, out, k_size,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, N_STRIDE: tl.constexpr = 4096,
+    K_STRIDE: tl.constexpr = 1,
+):  # fmt: skip
+    m, n, k = tl.arange(0, M)[:, None] * 4096, tl.arange(0, N), tl.arange(0, K)
     total = tl.full((M, N), 0, tl.float32)
     for at in tl.range(0, k_size, K, num_stages=STAGES):
         left = tl.load(x + m + at + k[None, :])
-        right = tl.load(w + n[None, :] + at + k[:, None])
+        right = tl.load(w + n[None, :] * N_STRIDE + (at + k[:, None]) * K_STRIDE)
         total = tl.dot(left, right, total)
-    tl.store(out + m + n[None, :], total)
+    tl.store(out + m + n[None, :] * 4096, total)
 
 
 POINTERS = {
@@ -61,10 +66,14 @@ def build(kernel, types, constants, warps):
         return triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps}).asm
 
 
+def build_product(warps=WARPS, **strides):
+    constants = {"M": M, "N": N, "K": K, "STAGES": STAGES, "N_STRIDE": 4096, "K_STRIDE": 1} | strides
+    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, warps)
+
+
 @pytest.fixture(scope="module")
 def compiled():
-    constants = {"M": M, "N": N, "K": K, "STAGES": STAGES}
-    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, WARPS)
+    return build_product()
 
 
 def assembled(ptx, folder):
@@ -99,6 +108,27 @@ def test_the_main_loop_is_counted_as_it_stands_in_the_code(compiled, tmp_path):
     assert loop.ahead == STAGES - 1
 
 
+# A row of the tile of w or x is 256 bytes.
+
+
+@pytest.mark.parametrize(
+    ("warps", "strides", "of_x", "of_w"),
+    [
+        (4, {}, (16, 4, 16, 4), (16, 4, 16, 4)),
+        (16, {}, (8, 2, 8, 2), (16, 4, 16, 4)),  # x is 8 bytes a thread
+        (4, {"N_STRIDE": 1, "K_STRIDE": 4096}, (16, 4, 16, 4), (16, 4, 16, 4)),
+        (4, {"N_STRIDE": 128, "K_STRIDE": 64 * 128}, (16, 4, 16, 4), (2, 32, 32, 1)),  # nothing side by side
+        (4, {"N_STRIDE": 4096 + 32}, (16, 4, 16, 4), (16, 5, 16, 4)),  # every second row begins in half a line
+        (4, {"N_STRIDE": 4096 + 8}, (16, 4, 16, 4), (16, 5.75, 17, 4)),  # and in half a sector, 7 of 8 in a line
+    ],
+)
+def test_lines_of_a_load_are_those_of_its_addresses(warps, strides, of_x, of_w):
+    found = loads(build_product(warps, **strides)["ptx"], (1, 1, 1), 4096)
+    assert {(load.parameter, load.bytes, load.lines, load.sectors, load.fewest) for load in found} == {
+        (0, *of_x), (1, *of_w)
+    }  # fmt: skip
+
+
 def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="kernel"):
         read_codes([b"no kernel"])
@@ -112,7 +142,7 @@ def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path
 # Bounds
 
 EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3) for m in (1, 2))
-CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0)))
+CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0)), "")
 
 
 def launch(**changed):
@@ -167,6 +197,7 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
     (kernel,) = found["kernels"]
     assert kernel["instructions_per_weight"] == 100 * 128 / 8192
     assert kernel["bytes_in_flight"] == (64 * 3 + 16) * 128
+    assert kernel["lines"] is None  # without PTX
     seconds = kernel["seconds"]["H200"]
     assert seconds["memory"] == 1e9 / 4.8e12
     assert seconds["issue"] == pytest.approx(100 * 4 * 1000 / (132 * 4 * gpu.clock))
@@ -240,7 +271,7 @@ def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
     assert list(found["cost"]["methods"]) == list(found["methods"])
     assert list(found["cost"]["round"]["bounds"]) == gpus
     text = run_command(main, cuda_artifact, "--cost", "--gpu", "RTX 4090").stdout
-    for word in ("template matmul", "instr/weight", "RTX 4090", "48", "round: 1 speculate"):
+    for word in ("template matmul", "instr/weight", "lines", "RTX 4090", "48", "round: 1 speculate"):
         assert word in text
 
 
@@ -248,7 +279,13 @@ def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
 
 LAUNCHES_AT_MOST = {TARGET_VERIFY: 52, DRAFT_DECODE: 11, SPECULATE: 88}
 INSTRUCTIONS_PER_WEIGHT_AT_MOST = {
-    ("int4", 8): 2.7, ("int4", 16): 3.6, ("int8", 8): 5.0, ("int8", 16): 6.4, ("bf16", 8): 2.0, ("bf16", 16): 3.0
+    ("int4", 8): 2.7, ("int4", 16): 3.6, ("int8", 8): 5.0, ("int8", 16): 6.4, ("bf16", 8): 2.0, ("bf16", 16): 3.0,
+    ("q4_k", 8): 3.5, ("q5_k", 8): 5.1, ("q6_k", 8): 5.4,
+}  # fmt: skip
+# How many tensors the main loop loads, and its lines by the fewest for the same bytes: of bf16 a row's quarter of a
+# block is half a line, of K-quants codes and steps lie row by row.
+LINES_AT_MOST = {
+    "int4": (4, 1.0), "int8": (4, 1.0), "bf16": (2, 2.0), "q4_k": (6, 2.2), "q5_k": (7, 2.9), "q6_k": (5, 1.8)
 }  # fmt: skip
 
 
@@ -270,6 +307,8 @@ def test_no_kernel_with_products_spills_in_a_round(cuda_artifact):
     }
     codes = read_codes(fatbins.values())
     assert {name: codes[fatbin].spill_bytes for name, fatbin in fatbins.items()} == dict.fromkeys(fatbins, 0)
+    small = [codes[fatbin] for (_, name), fatbin in fatbins.items() if kind_of(name) == "small_m"]
+    assert small and all(loads(code.ptx, (1, 1, 1), 4) for code in small)
 
 
 OUTPUTS, INPUTS = (
@@ -289,15 +328,28 @@ INT8_PARTS = (
     on_meta(OUTPUTS, 1, dtype=torch.bfloat16),
     on_meta(OUTPUTS, 1, dtype=torch.int8),
 )
+Q4_K = (
+    on_meta(OUTPUTS, INPUTS // 2),
+    on_meta(OUTPUTS, INPUTS // 32),
+    on_meta(OUTPUTS, INPUTS // 256, dtype=torch.float16),
+    None,
+    on_meta(OUTPUTS, INPUTS // 32),
+    on_meta(OUTPUTS, INPUTS // 256, dtype=torch.float16),
+)
+Q5_K = (*Q4_K[:3], on_meta(OUTPUTS, INPUTS // 8), *Q4_K[4:])
+Q6_K = (Q4_K[0], on_meta(OUTPUTS, INPUTS // 16, dtype=torch.int8), Q4_K[2], on_meta(OUTPUTS, INPUTS // 4), None, None)
 LAUNCHED = {
     "int4": (int4._launch_int4, int4._int4_small_m_kernel, INT4_PARTS),
     "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),
     "bf16": (bf16._launch_bf16, bf16._bf16_small_m_kernel, (on_meta(OUTPUTS, INPUTS, dtype=torch.bfloat16),)),
+} | {
+    name: (k_quants._launch_k_quant, k_quants._k_quant_small_m_kernel, parts)
+    for name, parts in (("q4_k", Q4_K), ("q5_k", Q5_K), ("q6_k", Q6_K))
 }
 
 
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
-def test_weights_take_no_more_instructions_than_they_did(weight, rows):
+def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows):
     launch, kernel, parts = LAUNCHED[weight]
     calls = []
 
@@ -308,10 +360,15 @@ def test_weights_take_no_more_instructions_than_they_did(weight, rows):
     launch(Recorded(), on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"))
     ((grid, arguments, constants),) = calls
     warps = constants.pop("num_warps")
-    cubin = build(kernel, [pointer(value) for value in arguments], constants, warps)["cubin"]
+    asm = build(kernel, [pointer(value) for value in arguments], constants, warps)
+    cubin = asm["cubin"]
     done = products(kernel.fn.__name__, constants, math.prod(grid), rows)
     loop, passes = main_loop(read_codes([cubin])[cubin], asdict(done), warps)
     assert 32 * loop.instructions * warps / (passes * done.weights) <= INSTRUCTIONS_PER_WEIGHT_AT_MOST[weight, rows]
+    found = loads(asm["ptx"], grid, rows)
+    tensors, lines = LINES_AT_MOST[weight]
+    assert len({load.parameter for load in found}) == tensors
+    assert sum(load.lines for load in found) <= lines * sum(load.fewest for load in found)
 
 
 def pointer(value):
