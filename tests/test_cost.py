@@ -5,18 +5,22 @@ import math
 import re
 import subprocess
 from dataclasses import asdict, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from commands import fail_command, run_command
+from triton import Config
 from triton.runtime import driver
 
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
-from eagle3.export.lowering.cuda.kernels.sums import counters
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, counters
 from eagle3.export.lowering.cuda.launches import products
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.configurations import only, usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS as NAMED
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.contract.gpus import GPUS
@@ -56,19 +60,20 @@ POINTERS = {
 }
 
 
-def build(kernel, types, constants, warps):
-    """A kernel for sm_90, its other arguments of ``types``, pointers aligned to 16 bytes: PTX and machine code."""
+def build(kernel, types, constants, warps, arch="sm_90", registers=None):
+    """A kernel, its other arguments of ``types``, pointers aligned to 16 bytes, compiled."""
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type != "i32"}
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    with compiling(NAMED["sm_90"]):
-        return triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps}).asm
+    options = {"num_warps": warps, "maxnreg": registers}
+    with compiling(NAMED[arch]):
+        return triton.compile(source, target=driver.active.get_current_target(), options=options)
 
 
 def build_product(warps=WARPS, **strides):
     constants = {"M": M, "N": N, "K": K, "STAGES": STAGES, "N_STRIDE": 4096, "K_STRIDE": 1} | strides
-    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, warps)
+    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, warps).asm
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +328,7 @@ def on_meta(*shape, dtype=torch.uint8):
 
 
 INT4_PARTS = [on_meta(OUTPUTS, INPUTS // 2)], on_meta(TILES, BLOCKS, 8, 128, 2), on_meta(TILES, BLOCKS, 128, 2)
+GATED_INT4_PARTS = INT4_PARTS[0] * 2, *(on_meta(2 * TILES, *part.shape[1:]) for part in INT4_PARTS[1:])
 INT8_PARTS = (
     on_meta(OUTPUTS, INPUTS, dtype=torch.int8),
     on_meta(OUTPUTS, 1, dtype=torch.bfloat16),
@@ -342,6 +348,7 @@ LAUNCHED = {
     "int4": (int4._launch_int4, int4._int4_small_m_kernel, INT4_PARTS),
     "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),
     "bf16": (bf16._launch_bf16, bf16._bf16_small_m_kernel, (on_meta(OUTPUTS, INPUTS, dtype=torch.bfloat16),)),
+    "gated int4": (partial(int4._launch_int4, activation=GELU_TANH), int4._int4_small_m_kernel, GATED_INT4_PARTS),
 } | {
     name: (k_quants._launch_k_quant, k_quants._k_quant_small_m_kernel, parts)
     for name, parts in (("q4_k", Q4_K), ("q5_k", Q5_K), ("q6_k", Q6_K))
@@ -350,6 +357,20 @@ LAUNCHED = {
 
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
 def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows):
+    grid, kernel, types, constants, warps = launched(weight, rows)
+    asm = build(kernel, types, constants, warps).asm
+    cubin = asm["cubin"]
+    done = products(kernel.fn.__name__, constants, math.prod(grid), rows)
+    loop, passes = main_loop(read_codes([cubin])[cubin], asdict(done), warps)
+    assert 32 * loop.instructions * warps / (passes * done.weights) <= INSTRUCTIONS_PER_WEIGHT_AT_MOST[weight, rows]
+    found = loads(asm["ptx"], grid, rows)
+    tensors, lines = LINES_AT_MOST[weight]
+    assert len({load.parameter for load in found}) == tensors
+    assert sum(load.lines for load in found) <= lines * sum(load.fewest for load in found)
+
+
+def launched(weight, rows):
+    """The grid, and what ``build`` takes."""
     launch, kernel, parts = LAUNCHED[weight]
     calls = []
 
@@ -359,16 +380,20 @@ def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows)
 
     launch(Recorded(), on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"))
     ((grid, arguments, constants),) = calls
-    warps = constants.pop("num_warps")
-    asm = build(kernel, [pointer(value) for value in arguments], constants, warps)
-    cubin = asm["cubin"]
-    done = products(kernel.fn.__name__, constants, math.prod(grid), rows)
-    loop, passes = main_loop(read_codes([cubin])[cubin], asdict(done), warps)
-    assert 32 * loop.instructions * warps / (passes * done.weights) <= INSTRUCTIONS_PER_WEIGHT_AT_MOST[weight, rows]
-    found = loads(asm["ptx"], grid, rows)
-    tensors, lines = LINES_AT_MOST[weight]
-    assert len({load.parameter for load in found}) == tensors
-    assert sum(load.lines for load in found) <= lines * sum(load.fewest for load in found)
+    return grid, kernel, [pointer(value) for value in arguments], constants, constants.pop("num_warps")
+
+
+def test_a_gate_and_its_like_spill_nothing_on_sm_120():
+    """The assembler would keep two programs' registers free where shared memory has room for one."""
+    _, kernel, types, constants, warps = launched("gated int4", 8)
+
+    def compiled(config):
+        built = build(kernel, types, constants, warps, "sm_120", config.maxnreg)
+        return SimpleNamespace(kernel=built, config=config)
+
+    found = only(Config({}, warps), compiled, NAMED["sm_120"])
+    assert usage(found.kernel.asm["cubin"])[1] == 0
+    assert found.config.maxnreg == 255  # else it needs no test any more
 
 
 def pointer(value):
