@@ -29,7 +29,7 @@ from eagle3.runner.inspect.cli import main
 from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
 from eagle3.runner.inspect.cuda import kind_of
 from eagle3.runner.inspect.program import cuda_kernels
-from eagle3.runner.inspect.ptx import loads
+from eagle3.runner.inspect.ptx import Load, loads
 from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
@@ -132,6 +132,30 @@ def test_lines_of_a_load_are_those_of_its_addresses(warps, strides, of_x, of_w):
     assert {(load.parameter, load.bytes, load.lines, load.sectors, load.fewest) for load in found} == {
         (0, *of_x), (1, *of_w)
     }  # fmt: skip
+
+
+GATHER = """
+.param .u64 .ptr .global .align 1 k_param_0,
+.param .u64 .ptr .global .align 1 k_param_1
+.reqntid 32
+ld.param.b64 %rd1, [k_param_0];
+ld.param.b64 %rd2, [k_param_1];
+mov.u32 %r1, %tid.x;
+mad.wide.u32 %rd3, %r1, 4, %rd1;
+setp.gt.u32 %p1, %r1, 31;
+mov.u32 %r2, 0x0;
+ld.global.b32 { %r2 }, [ %rd3 + 64 ];
+@%p1 ld.global.b32 { %r3 }, [ %rd2 + 0 ];
+mad.wide.u32 %rd4, %r2, 4, %rd2;
+ld.global.b32 { %r4 }, [ %rd4 + 0 ];
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %r5 }, { %r6 };
+"""
+
+
+def test_loads_that_no_thread_makes_or_whose_addresses_are_loaded_are_left_out():
+    assert loads(GATHER, (1, 1, 1), 1) == (Load(0, 4, 2, 4, 1),)
+    assert loads(GATHER.replace("31", "30"), (1, 1, 1), 1) == (Load(0, 4, 2, 4, 1), Load(1, 4, 1, 1, 1))
+    assert loads(GATHER.replace("mma", "fma"), (1, 1, 1), 1) == ()
 
 
 def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path):

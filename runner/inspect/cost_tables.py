@@ -62,7 +62,7 @@ def _kernels_table(name: str, method: dict[str, Any]):
     columns += ("lines", "in flight", "weight bytes", f"us, {gpu}", "due to")
     title = (
         f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block; "
-        "lines: of 128 bytes, a warp's load in the main loop, and the fewest for its bytes)"
+        "lines: L1's of a warp's load, and the fewest)"
     )
     return table(title, columns, rows, numbers={*columns} - {"kernel", "due to"})
 
