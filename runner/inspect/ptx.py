@@ -83,7 +83,7 @@ class _Kernel:
         self.steps = [Step(*found) for found in STEP.findall(ptx)]
         self.pointers = set(map(int, POINTER.findall(ptx)))
         self.threads, self.grid, self.rows = threads, dict(zip("xyz", grid, strict=True)), rows
-        self.known: dict[str, Values] = {}
+        self.known: dict[str, Values | None] = {}
         self.definitions: dict[str, Step] = {}  # the first: what a loop changes, as it is when the loop is entered
         for step in self.steps:
             target = step.arguments()[0]
@@ -108,7 +108,7 @@ class _Kernel:
         if not load and not COPY.match(step.name):
             return None
         size = int(load[1] or 1) * int(load[2]) // 8 if load else int(step.arguments()[2], 0)
-        register, offset = PLACE.findall(step.text)[-1]
+        register, offset = (PLACE.findall(step.text) or [("", "")])[-1]
         try:
             at = self.value(register) + int(offset or "0", 0)
         except Unknown:
@@ -128,7 +128,10 @@ class _Kernel:
     def value(self, name: str) -> Values:
         """Of a register or an operand. Raises Unknown."""
         if name not in self.known:
+            self.known[name] = None  # where it is asked for on the way, or is not found
             self.known[name] = self._worked_out(name)
+        if self.known[name] is None:
+            raise Unknown(name)
         return self.known[name]
 
     def _worked_out(self, name: str) -> Values:
