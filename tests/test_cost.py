@@ -5,18 +5,22 @@ import math
 import re
 import subprocess
 from dataclasses import asdict, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from commands import fail_command, run_command
+from triton import Config
 from triton.runtime import driver
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, small_m
-from eagle3.export.lowering.cuda.kernels.sums import counters
+from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, counters
 from eagle3.export.lowering.cuda.launches import products
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.configurations import only, usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS as NAMED
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.contract.gpus import GPUS
@@ -25,20 +29,25 @@ from eagle3.runner.inspect.cli import main
 from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
 from eagle3.runner.inspect.cuda import kind_of
 from eagle3.runner.inspect.program import cuda_kernels
+from eagle3.runner.inspect.ptx import Load, loads
 from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
 
 
 @triton.jit
-def _product(x, w, out, k_size, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr):
-    m, n, k = tl.arange(0, M)[:, None] * 4096, tl.arange(0, N) * 4096, tl.arange(0, K)
+def _product(
+    x, w, out, k_size,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, N_STRIDE: tl.constexpr = 4096,
+    K_STRIDE: tl.constexpr = 1,
+):  # fmt: skip
+    m, n, k = tl.arange(0, M)[:, None] * 4096, tl.arange(0, N), tl.arange(0, K)
     total = tl.full((M, N), 0, tl.float32)
     for at in tl.range(0, k_size, K, num_stages=STAGES):
         left = tl.load(x + m + at + k[None, :])
-        right = tl.load(w + n[None, :] + at + k[:, None])
+        right = tl.load(w + n[None, :] * N_STRIDE + (at + k[:, None]) * K_STRIDE)
         total = tl.dot(left, right, total)
-    tl.store(out + m + n[None, :], total)
+    tl.store(out + m + n[None, :] * 4096, total)
 
 
 POINTERS = {
@@ -51,20 +60,25 @@ POINTERS = {
 }
 
 
-def build(kernel, types, constants, warps):
-    """A kernel for sm_90, its other arguments of ``types``, pointers aligned to 16 bytes: PTX and machine code."""
+def build(kernel, types, constants, warps, arch="sm_90", registers=None):
+    """A kernel, its other arguments of ``types``, pointers aligned to 16 bytes, compiled."""
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type != "i32"}
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    with compiling(NAMED["sm_90"]):
-        return triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps}).asm
+    options = {"num_warps": warps, "maxnreg": registers}
+    with compiling(NAMED[arch]):
+        return triton.compile(source, target=driver.active.get_current_target(), options=options)
+
+
+def build_product(warps=WARPS, **strides):
+    constants = {"M": M, "N": N, "K": K, "STAGES": STAGES, "N_STRIDE": 4096, "K_STRIDE": 1} | strides
+    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, warps).asm
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    constants = {"M": M, "N": N, "K": K, "STAGES": STAGES}
-    return build(_product, ["*bf16", "*bf16", "*fp32", "i32"], constants, WARPS)
+    return build_product()
 
 
 def assembled(ptx, folder):
@@ -99,6 +113,51 @@ def test_the_main_loop_is_counted_as_it_stands_in_the_code(compiled, tmp_path):
     assert loop.ahead == STAGES - 1
 
 
+# A row of the tile of w or x is 256 bytes.
+
+
+@pytest.mark.parametrize(
+    ("warps", "strides", "of_x", "of_w"),
+    [
+        (4, {}, (16, 4, 16, 4), (16, 4, 16, 4)),
+        (16, {}, (8, 2, 8, 2), (16, 4, 16, 4)),  # x is 8 bytes a thread
+        (4, {"N_STRIDE": 1, "K_STRIDE": 4096}, (16, 4, 16, 4), (16, 4, 16, 4)),
+        (4, {"N_STRIDE": 128, "K_STRIDE": 64 * 128}, (16, 4, 16, 4), (2, 32, 32, 1)),  # nothing side by side
+        (4, {"N_STRIDE": 4096 + 32}, (16, 4, 16, 4), (16, 5, 16, 4)),  # every second row begins in half a line
+        (4, {"N_STRIDE": 4096 + 8}, (16, 4, 16, 4), (16, 5.75, 17, 4)),  # and in half a sector, 7 of 8 in a line
+    ],
+)
+def test_lines_of_a_load_are_those_of_its_addresses(warps, strides, of_x, of_w):
+    found = loads(build_product(warps, **strides)["ptx"], (1, 1, 1), 4096)
+    assert {(load.parameter, load.bytes, load.lines, load.sectors, load.fewest) for load in found} == {
+        (0, *of_x), (1, *of_w)
+    }  # fmt: skip
+
+
+GATHER = """
+.param .u64 .ptr .global .align 1 k_param_0,
+.param .u64 .ptr .global .align 1 k_param_1
+.reqntid 32
+ld.param.b64 %rd1, [k_param_0];
+ld.param.b64 %rd2, [k_param_1];
+mov.u32 %r1, %tid.x;
+mad.wide.u32 %rd3, %r1, 4, %rd1;
+setp.gt.u32 %p1, %r1, 31;
+mov.u32 %r2, 0x0;
+ld.global.b32 { %r2 }, [ %rd3 + 64 ];
+@%p1 ld.global.b32 { %r3 }, [ %rd2 + 0 ];
+mad.wide.u32 %rd4, %r2, 4, %rd2;
+ld.global.b32 { %r4 }, [ %rd4 + 0 ];
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %r5 }, { %r6 };
+"""
+
+
+def test_loads_that_no_thread_makes_or_whose_addresses_are_loaded_are_left_out():
+    assert loads(GATHER, (1, 1, 1), 1) == (Load(0, 4, 2, 4, 1),)
+    assert loads(GATHER.replace("31", "30"), (1, 1, 1), 1) == (Load(0, 4, 2, 4, 1), Load(1, 4, 1, 1, 1))
+    assert loads(GATHER.replace("mma", "fma"), (1, 1, 1), 1) == ()
+
+
 def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="kernel"):
         read_codes([b"no kernel"])
@@ -112,7 +171,7 @@ def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path
 # Bounds
 
 EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3) for m in (1, 2))
-CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0)))
+CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0)), "")
 
 
 def launch(**changed):
@@ -167,6 +226,7 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
     (kernel,) = found["kernels"]
     assert kernel["instructions_per_weight"] == 100 * 128 / 8192
     assert kernel["bytes_in_flight"] == (64 * 3 + 16) * 128
+    assert kernel["lines"] is None  # without PTX
     seconds = kernel["seconds"]["H200"]
     assert seconds["memory"] == 1e9 / 4.8e12
     assert seconds["issue"] == pytest.approx(100 * 4 * 1000 / (132 * 4 * gpu.clock))
@@ -240,7 +300,7 @@ def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
     assert list(found["cost"]["methods"]) == list(found["methods"])
     assert list(found["cost"]["round"]["bounds"]) == gpus
     text = run_command(main, cuda_artifact, "--cost", "--gpu", "RTX 4090").stdout
-    for word in ("template matmul", "instr/weight", "RTX 4090", "48", "round: 1 speculate"):
+    for word in ("template matmul", "instr/weight", "lines", "RTX 4090", "48", "round: 1 speculate"):
         assert word in text
 
 
@@ -248,7 +308,13 @@ def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
 
 LAUNCHES_AT_MOST = {TARGET_VERIFY: 52, DRAFT_DECODE: 11, SPECULATE: 88}
 INSTRUCTIONS_PER_WEIGHT_AT_MOST = {
-    ("int4", 8): 2.7, ("int4", 16): 3.6, ("int8", 8): 5.0, ("int8", 16): 6.4, ("bf16", 8): 2.0, ("bf16", 16): 3.0
+    ("int4", 8): 2.7, ("int4", 16): 3.6, ("int8", 8): 5.0, ("int8", 16): 6.4, ("bf16", 8): 2.0, ("bf16", 16): 3.0,
+    ("q4_k", 8): 3.5, ("q5_k", 8): 5.1, ("q6_k", 8): 5.4,
+}  # fmt: skip
+# How many tensors the main loop loads, and its lines by the fewest for the same bytes: of bf16 a row's quarter of a
+# block is half a line, of K-quants codes and steps lie row by row.
+LINES_AT_MOST = {
+    "int4": (4, 1.0), "int8": (4, 1.0), "bf16": (2, 2.0), "q4_k": (6, 2.2), "q5_k": (7, 2.9), "q6_k": (5, 1.8)
 }  # fmt: skip
 
 
@@ -270,6 +336,8 @@ def test_no_kernel_with_products_spills_in_a_round(cuda_artifact):
     }
     codes = read_codes(fatbins.values())
     assert {name: codes[fatbin].spill_bytes for name, fatbin in fatbins.items()} == dict.fromkeys(fatbins, 0)
+    small = [codes[fatbin] for (_, name), fatbin in fatbins.items() if kind_of(name) == "small_m"]
+    assert small and all(loads(code.ptx, (1, 1, 1), 4) for code in small)
 
 
 OUTPUTS, INPUTS = (
@@ -284,20 +352,49 @@ def on_meta(*shape, dtype=torch.uint8):
 
 
 INT4_PARTS = [on_meta(OUTPUTS, INPUTS // 2)], on_meta(TILES, BLOCKS, 8, 128, 2), on_meta(TILES, BLOCKS, 128, 2)
+GATED_INT4_PARTS = INT4_PARTS[0] * 2, *(on_meta(2 * TILES, *part.shape[1:]) for part in INT4_PARTS[1:])
 INT8_PARTS = (
     on_meta(OUTPUTS, INPUTS, dtype=torch.int8),
     on_meta(OUTPUTS, 1, dtype=torch.bfloat16),
     on_meta(OUTPUTS, 1, dtype=torch.int8),
 )
+Q4_K = (
+    on_meta(OUTPUTS, INPUTS // 2),
+    on_meta(OUTPUTS, INPUTS // 32),
+    on_meta(OUTPUTS, INPUTS // 256, dtype=torch.float16),
+    None,
+    on_meta(OUTPUTS, INPUTS // 32),
+    on_meta(OUTPUTS, INPUTS // 256, dtype=torch.float16),
+)
+Q5_K = (*Q4_K[:3], on_meta(OUTPUTS, INPUTS // 8), *Q4_K[4:])
+Q6_K = (Q4_K[0], on_meta(OUTPUTS, INPUTS // 16, dtype=torch.int8), Q4_K[2], on_meta(OUTPUTS, INPUTS // 4), None, None)
 LAUNCHED = {
     "int4": (int4._launch_int4, int4._int4_small_m_kernel, INT4_PARTS),
     "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),
     "bf16": (bf16._launch_bf16, bf16._bf16_small_m_kernel, (on_meta(OUTPUTS, INPUTS, dtype=torch.bfloat16),)),
+    "gated int4": (partial(int4._launch_int4, activation=GELU_TANH), int4._int4_small_m_kernel, GATED_INT4_PARTS),
+} | {
+    name: (k_quants._launch_k_quant, k_quants._k_quant_small_m_kernel, parts)
+    for name, parts in (("q4_k", Q4_K), ("q5_k", Q5_K), ("q6_k", Q6_K))
 }
 
 
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
-def test_weights_take_no_more_instructions_than_they_did(weight, rows):
+def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows):
+    grid, kernel, types, constants, warps = launched(weight, rows)
+    asm = build(kernel, types, constants, warps).asm
+    cubin = asm["cubin"]
+    done = products(kernel.fn.__name__, constants, math.prod(grid), rows)
+    loop, passes = main_loop(read_codes([cubin])[cubin], asdict(done), warps)
+    assert 32 * loop.instructions * warps / (passes * done.weights) <= INSTRUCTIONS_PER_WEIGHT_AT_MOST[weight, rows]
+    found = loads(asm["ptx"], grid, rows)
+    tensors, lines = LINES_AT_MOST[weight]
+    assert len({load.parameter for load in found}) == tensors
+    assert sum(load.lines for load in found) <= lines * sum(load.fewest for load in found)
+
+
+def launched(weight, rows):
+    """The grid, and what ``build`` takes."""
     launch, kernel, parts = LAUNCHED[weight]
     calls = []
 
@@ -307,11 +404,20 @@ def test_weights_take_no_more_instructions_than_they_did(weight, rows):
 
     launch(Recorded(), on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"))
     ((grid, arguments, constants),) = calls
-    warps = constants.pop("num_warps")
-    cubin = build(kernel, [pointer(value) for value in arguments], constants, warps)["cubin"]
-    done = products(kernel.fn.__name__, constants, math.prod(grid), rows)
-    loop, passes = main_loop(read_codes([cubin])[cubin], asdict(done), warps)
-    assert 32 * loop.instructions * warps / (passes * done.weights) <= INSTRUCTIONS_PER_WEIGHT_AT_MOST[weight, rows]
+    return grid, kernel, [pointer(value) for value in arguments], constants, constants.pop("num_warps")
+
+
+def test_a_gate_and_its_like_spill_nothing_on_sm_120():
+    """The assembler would keep two programs' registers free where shared memory has room for one."""
+    _, kernel, types, constants, warps = launched("gated int4", 8)
+
+    def compiled(config):
+        built = build(kernel, types, constants, warps, "sm_120", config.maxnreg)
+        return SimpleNamespace(kernel=built, config=config)
+
+    found = only(Config({}, warps), compiled, NAMED["sm_120"])
+    assert usage(found.kernel.asm["cubin"])[1] == 0
+    assert found.config.maxnreg == 255  # else it needs no test any more
 
 
 def pointer(value):

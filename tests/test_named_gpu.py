@@ -167,6 +167,20 @@ def test_where_none_is_good_other_warps_and_stages_are_offered_with_the_grid_of_
     assert chosen("sm_90", [SMALL, WIDE], compiled, HeuristicType.USER_AUTOTUNE)[0] is SMALL  # the least of all
 
 
+@pytest.mark.parametrize(
+    ("arch", "shared", "most"), [("sm_120", 64 * KB, 255), ("sm_80", 64 * KB, 128), ("sm_90", KB, None)]
+)
+def test_a_kernel_of_one_configuration_that_spills_gets_the_registers_that_are_left(arch, shared, most):
+    given, roomier = (Config({"BLOCK": 64}, 8, 4, maxnreg=each) for each in (None, most))
+
+    def taken(spilled: int, then: int) -> str:
+        compiled = {str(roomier): (shared, then), str(given): (shared, spilled)}
+        return str(chosen(arch, [given], compiled, HeuristicType.USER_AUTOTUNE)[0])
+
+    assert taken(8, 0) == str(roomier)
+    assert taken(8, 16) == taken(0, 0) == str(given)
+
+
 @triton.jit
 def _many_sums(x, y, n: triton.language.constexpr):
     place = triton.language.arange(0, n)

@@ -41,8 +41,9 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], a
     bytes of the weights are. Shapes are upper bounds. Large files are read only with --verify.
 
     With --cost instead, from the machine code and what the exporter recorded, no GPU needed: for each method its
-    launches by kind; for each kernel registers, spills, shared memory, instructions per weight and bytes in flight; a
-    lower bound of the time of a call and of a round, on GPUs of the artifact's architecture unless --gpu names others.
+    launches by kind; for each kernel registers, spills, shared memory, instructions per weight, L1 lines a load and
+    bytes in flight; a lower bound of the time of a call and of a round, on GPUs of the artifact's architecture unless
+    --gpu names others.
     """
     if gpus and not with_cost:
         raise click.UsageError("--gpu is for --cost: type --cost as well")

@@ -1,7 +1,7 @@
 """What a call of a CUDA method costs at the least, counted without a GPU: launches, machine code, bytes.
 
 The exporter recorded each launch with its grid and the bytes that it takes (``export.json``); the libraries have the
-kernels' machine code (``sass.py``). A kernel's time is no less than the longest of
+kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel's time is no less than the longest of
 
 - memory: weights, and other tensors that no L2 holds, over the GPU's bandwidth;
 - issue: warp instructions over four schedulers an SM, of its main loop where it multiplies weights;
@@ -12,13 +12,16 @@ KV caches are left out, being read as far as there are tokens. Kernels run one a
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY
 from eagle3.runner.contract.gpus import Gpu
 from eagle3.runner.inspect.cuda import KERNEL_KINDS, kind_of
+from eagle3.runner.inspect.ptx import Load, loads
 from eagle3.runner.inspect.sass import Code, Loop, read_codes
 
 LAUNCH_SECONDS = 2e-6
@@ -56,7 +59,10 @@ def cost(
         missing = {entry["kernel"] for entry in recorded["launches"]} - kernels.get(method, {}).keys()
         if missing:
             raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: of another export")
-        found = [_launch(entry, codes[kernels[method][entry["kernel"]]], gpus) for entry in recorded["launches"]]
+        found = [
+            _launch(entry, recorded["rows"], codes[kernels[method][entry["kernel"]]], gpus)
+            for entry in recorded["launches"]
+        ]
         methods[method] = _method(recorded, found, gpus)
     return {
         "assumed": {"launch_seconds": LAUNCH_SECONDS, "latency_seconds": LATENCY_SECONDS},
@@ -111,7 +117,7 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
     }
 
 
-def _launch(entry: Mapping[str, Any], code: Code, gpus: list[Gpu]) -> dict[str, Any]:
+def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu]) -> dict[str, Any]:
     """A recorded launch, and what its kernel's code and the GPUs make of it."""
     products, warps = entry["products"], entry["threads"] // WARP
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
@@ -130,8 +136,21 @@ def _launch(entry: Mapping[str, Any], code: Code, gpus: list[Gpu]) -> dict[str, 
         "spill_bytes": code.spill_bytes,
         "instructions_per_weight": per_weight,
         "bytes_in_flight": in_flight,
+        "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
         "seconds": {gpu.name: _seconds(entry, code.registers, instructions, in_flight, gpu) for gpu in gpus},
+    }
+
+
+def _lines(found: tuple[Load, ...]) -> dict[str, Any] | None:
+    """Of a warp's load the mean ``lines`` of L1 and ``sectors``, and the ``fewest`` lines; each load as well."""
+    if not found:
+        return None
+    return {
+        "lines": fmean(load.lines for load in found),
+        "fewest": fmean(load.fewest for load in found),
+        "sectors": fmean(load.sectors for load in found),
+        "loads": [asdict(load) | {"count": count} for load, count in Counter(found).items()],
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from eagle3.runner.inspect.cuda import KERNEL_KINDS
 from eagle3.runner.inspect.tables import table
 
-SHOWN_NAME = 28  # characters of a kernel's name, whose number comes last
+SHOWN_NAME = 26  # characters of a kernel's name, whose number comes last
 SHORT = 0.002  # of a method's bound
 
 
@@ -49,6 +49,7 @@ def _kernels_table(name: str, method: dict[str, Any]):
             math.prod(entry["grid"]),
             *(entry[key] for key in ("threads", "registers", "spill_bytes", "shared_bytes")),
             "-" if entry["instructions_per_weight"] is None else f"{entry['instructions_per_weight']:.2f}",
+            _lines(entry["lines"]),
             *(entry[key] for key in ("bytes_in_flight", "weight_bytes")),
             f"{least(entry) * 1e6:,.1f}",
             max(entry["seconds"][gpu], key=entry["seconds"][gpu].get),
@@ -56,11 +57,18 @@ def _kernels_table(name: str, method: dict[str, Any]):
         for entry in sorted(shown, key=least, reverse=True)
     ]
     rest = f"{len(others)} others, without spills"
-    rows.append((rest, sum(entry["count"] for entry in others), *[""] * 8, f"{sum(map(least, others)) * 1e6:,.1f}", ""))
-    columns = ("kernel", "calls", "blocks", "threads", "registers", "spilled", "shared", "instr/weight", "in flight")
-    columns += ("weight bytes", f"us, {gpu}", "due to")
-    title = f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block)"
+    rows.append((rest, sum(entry["count"] for entry in others), *[""] * 9, f"{sum(map(least, others)) * 1e6:,.1f}", ""))
+    columns = ("kernel", "calls", "blocks", "threads", "registers", "spilled", "shared", "instr/weight")
+    columns += ("lines", "in flight", "weight bytes", f"us, {gpu}", "due to")
+    title = (
+        f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block; "
+        "lines: L1's of a warp's load, and the fewest)"
+    )
     return table(title, columns, rows, numbers={*columns} - {"kernel", "due to"})
+
+
+def _lines(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['lines']:.1f}, {found['fewest']:.1f}"
 
 
 def _short(kernel: str) -> str:

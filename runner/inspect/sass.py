@@ -42,13 +42,15 @@ class Loop:
 @dataclass(frozen=True)
 class Code:
     """A kernel, its bytes those of a thread. ``spill_bytes``: what is reloaded from a fixed place of the stack, which
-    holds small tables too (of sine and cosine); ``load_bytes``: each load of the code once."""
+    holds small tables too (of sine and cosine); ``load_bytes``: each load of the code once; ``ptx``: its
+    source, empty where there is none."""
 
     registers: int
     spill_bytes: int
     instructions: int
     load_bytes: int
     loops: tuple[Loop, ...]
+    ptx: str
 
 
 def disassembler() -> Path:
@@ -76,14 +78,18 @@ def read_codes(fatbins: Iterable[bytes]) -> dict[bytes, Code]:
 def _read(tool: Path, folder: Path, fatbin: bytes) -> Code:
     file = folder / f"{hashlib.sha256(fatbin).hexdigest()}.fatbin"
     file.write_bytes(fatbin)
-    printed = [subprocess.run([tool, what, file], capture_output=True, text=True) for what in ("-res-usage", "-sass")]
+    forms = ("-res-usage", "-sass", "-ptx")
+    printed = [subprocess.run([tool, form, file], capture_output=True, text=True) for form in forms]
     if any(run.returncode for run in printed):
-        raise ValueError(f"{tool} does not read a kernel ({' '.join(printed[-1].stderr.split())[:200]})")
+        raise ValueError(f"{tool} does not read a kernel ({' '.join(printed[1].stderr.split())[:200]})")
     return parse(*(run.stdout for run in printed))
 
 
-def parse(usage: str, sass: str) -> Code:
-    """What ``cuobjdump -res-usage`` and ``-sass`` print of a fatbin. Raises ValueError where there is no such code."""
+def parse(usage: str, sass: str, ptx: str) -> Code:
+    """What ``cuobjdump -res-usage``, ``-sass`` and ``-ptx`` print of a fatbin.
+
+    Raises ValueError where there is no machine code.
+    """
     used, code = REGISTERS.search(usage), [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
     if used is None or not code:
         raise ValueError("a kernel has no machine code (PTX alone?): export it again for the GPU that it is to run on")
@@ -94,7 +100,8 @@ def parse(usage: str, sass: str) -> Code:
             ends[int(branch[1], 16)] = at
     loops = (_loop([text for at, text in code if start <= at <= end]) for start, end in sorted(ends.items()))
     texts = [text for _, text in code if text != "NOP"]  # they fill up the last lines
-    return Code(int(used[1]), _spilled(texts), len(texts), _bytes(texts, "LDG.", "LDGSTS."), tuple(loops))
+    load_bytes = _bytes(texts, "LDG.", "LDGSTS.")
+    return Code(int(used[1]), _spilled(texts), len(texts), load_bytes, tuple(loops), ptx)
 
 
 def _spilled(texts: list[str]) -> int:

@@ -26,7 +26,7 @@ from triton.backends.nvidia import compiler
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from eagle3.export.lowering.cuda.named_gpu.configurations import best
+from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
 from eagle3.runner.contract.gpus import REGISTERS, Gpu
 
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
@@ -72,7 +72,11 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     """Within it, each kernel is compiled with one of its configurations that fits ``gpu``, and kept: the first of those
     that Inductor proposes, and of a kernel written by hand the one that ``configurations`` takes."""
 
+    make_options = CachingAutotuner._create_compile_options
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
+
+    def make_all_options(self: CachingAutotuner, config: Config, meta: dict[str, Any]) -> dict[str, Any]:
+        return make_options(self, config, meta) | {"maxnreg": config.maxnreg}  # Inductor leaves it out
 
     def make_plain_llir(self, src, metadata, options, capability):
         return make_llir(self, src, metadata, options, 90 if capability // 10 == 10 else capability)
@@ -97,10 +101,12 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
             return None
 
-        if self.heuristic_type == HeuristicType.USER_AUTOTUNE and len(self.configs) > 1:
+        if self.heuristic_type != HeuristicType.USER_AUTOTUNE:
+            result = next(filter(None, map(compiled, self.configs)), None)
+        elif len(self.configs) > 1:
             result = best(self.configs, compiled, gpu)
         else:
-            result = next(filter(None, map(compiled, self.configs)), None)
+            result = only(*self.configs, compiled, gpu)
         if result is None:
             raise ValueError(f"no configuration of the kernel {self.fn.__name__} fits sm_{gpu.arch}: {refusals[-1]}")
         add_grid(self.inductor_meta, result.config)
@@ -128,6 +134,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             patch.object(compiler.CUDABackend, "make_llir", make_plain_llir),
             patch.object(compile_utils, "_nvcc_arch_as_compile_option", lambda: str(gpu.arch)),
             patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+            patch.object(CachingAutotuner, "_create_compile_options", make_all_options),
             patch.object(CachingAutotuner, "_precompile_worker", compile_one),
             patch.object(CachingAutotuner, "_make_launchers", make_launchers),
             patch.object(CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),  # asks for occupancy

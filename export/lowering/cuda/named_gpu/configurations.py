@@ -4,6 +4,9 @@ Four groups are tried: those that load ahead, most elements first; the same tile
 stages; those that do not load ahead, and they with other numbers of warps. Taken is the first of a group that spills no
 registers and leaves room for a second program on a multiprocessor, or else the first that spills none. Where all spill,
 the least of the spills is taken.
+
+A kernel with one configuration keeps it. If that spills, it is given the registers that are left: the assembler keeps
+256 threads to 128 for the sake of a second program, also where shared memory has no room for one.
 """
 
 import re
@@ -19,9 +22,11 @@ from typing import Any
 import triton
 from triton import Config
 
-from eagle3.runner.contract.gpus import Gpu
+from eagle3.runner.contract.gpus import REGISTERS, Gpu
 
 WARPS, STAGES = (4, 8), (2, 1)
+MOST_REGISTERS = 255
+"""Of a thread, on any architecture."""
 
 
 def in_flight(config: Config) -> int:
@@ -78,3 +83,21 @@ def best(configs: list[Config], compiled: Callable[[Config], Any | None], gpu: G
         if alone is not None:
             return alone
     return least
+
+
+def only(config: Config, compiled: Callable[[Config], Any | None], gpu: Gpu) -> Any | None:
+    """As ``best``, of one configuration: with more registers a thread if it spills and the programs that run at a time
+    on a multiprocessor leave them."""
+    result = compiled(config)
+    if result is None:
+        return None
+    metadata = result.kernel.metadata
+    registers, spilled = usage(result.kernel.asm["cubin"])
+    threads = 32 * metadata.num_warps
+    programs = max(1, gpu.resident(registers, metadata.shared, threads))
+    most = min(MOST_REGISTERS, REGISTERS // (programs * threads) // 8 * 8)
+    if not spilled or most <= registers:
+        return result
+    roomier = copy(config)
+    roomier.maxnreg = most
+    return min(filter(None, (result, compiled(roomier))), key=lambda found: usage(found.kernel.asm["cubin"])[1])
