@@ -18,7 +18,8 @@ Of few rows, what a layer does between its product and its attention is part of 
 the norms of queries, keys and values, their rotation, and the writing of keys and values into the cache. No program
 waits for another: each makes the queries that it has, and writes those of the new keys and values that it will read. So
 several may write a place of the cache, the same bits, and what a program reads it has written itself, before a barrier,
-or an earlier launch did.
+or an earlier launch did. Where a method for one row is given a chunk of prefill, its tiles write what the ones before
+them do once more.
 """
 
 from typing import Any, NamedTuple
@@ -98,7 +99,9 @@ def _attention_kernel(
             D, SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, K_EPS, V_EPS, K_WEIGHTED,
         )  # fmt: skip
         tl.debug_barrier()
+
     q = tl.load(Q + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
+
     top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: of a row without a position so far, no difference is NaN
     total = tl.full((BLOCK_M,), 0, tl.float32)
     acc = tl.full((BLOCK_M, BLOCK_D), 0, tl.float32)
@@ -193,6 +196,7 @@ def launch(
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, product: Product | None = None,
     **options,
 ) -> Tensor:  # fmt: skip
+    """What ``attention`` returns; of a ``product`` the ``query`` is written too, the keys and values in place."""
     if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
         raise ValueError(f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16")
     if not (keys.is_contiguous() and values.is_contiguous()):
