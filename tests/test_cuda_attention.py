@@ -30,7 +30,7 @@ def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
     """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16."""
     given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest)]
     with interpreted(kernels):
-        found = kernels._launch(kernels._attention_kernel, *given, BLOCK_N=keys)
+        found = kernels.launch(kernels._attention_kernel, *given, BLOCK_N=keys)
     return found.to(query.dtype)
 
 
@@ -119,7 +119,7 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
     first, last = (each[-rows:] for each in rest[2:4])
     with interpreted(kernels):
-        out = kernels._launch(Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=16)
+        out = kernels.launch(Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=16)
     assert not kept["arrived"].any()
     parts, stats = (kept[name][: kept["count"] * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
@@ -174,7 +174,7 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
 
     def launched(*given: Any) -> Tensor:
         seen.append(given[8])
-        return kernels._launch(MagicMock(), *given)
+        return kernels.launch(MagicMock(), *given)
 
     def exported() -> dict[str, str]:
         return ranges(torch.export.export(module, tuple(given_now), dynamic_shapes=dynamic, strict=False))
@@ -186,13 +186,19 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
 
 
 def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Config) -> triton.compiler.CompiledKernel:
+    """With norms and rotation."""
     chunk, _ = kernels.parts_of(4096, 4096, groups)
+    heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     constants = dict(
         KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
         DIRECT=not divided, BLOCK_D=width, COLUMNS=min(width, 128),
-        BLOCK_M=kernels.rows_of_tile(groups, divided, width), **config.kwargs,
+        BLOCK_M=kernels.rows_of_tile(groups, divided, width), WIDTH=heads + 16 * width, Q_WEIGHTED=True,
+        K_WEIGHTED=True, **config.kwargs,
     )  # fmt: skip
+    constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
+    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6)
     types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
+    types += ["*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
     kernel = kernels._attention_kernel
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
@@ -209,8 +215,13 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
     ("arch", "width", "groups", "divided", "keys", "warps", "stages"),
     [("sm_90", 512, 8, 8, 32, 4, 2), ("sm_89", 512, 8, 8, 32, 8, 2), ("sm_120", 256, 2, 8, 32, 4, 2)],
 )
-def test_wide_heads_spill_nothing_and_load_ahead(arch, width, groups, divided, keys, warps, stages):
+def test_wide_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
+    arch, width, groups, divided, keys, warps, stages
+):
     kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages))
     assert kernel.metadata.shared <= GPUS[arch].shared_memory_per_block
     assert usage(kernel.asm["cubin"])[1] == 0
-    assert "mma.sync" in kernel.asm["ptx"] and kernel.asm["ptx"].count("cp.async.cg.shared.global") > 0
+    ptx = kernel.asm["ptx"]
+    assert "mma.sync" in ptx and "cp.async.cg.shared.global" in ptx
+    before = ptx[: ptx.index("cp.async.cg.shared.global")]
+    assert "bar.sync" in before[before.rindex("st.global") :]  # then a program reads what all its threads wrote

@@ -46,6 +46,7 @@ from eagle3.export.lowering.cuda.quantization import (
     lay_out,
     quantize,
 )
+from eagle3.export.lowering.cuda.rotated import rotate_in_attention
 from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged, no_repro
 from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.weights import CudaWeights
@@ -162,6 +163,7 @@ def lower(
     }
     for program in programs.values():
         gate_in_products(program)
+        rotate_in_attention(program)
     lengths = {name: ranges(program) for name, program in programs.items()}
     rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
     longest = {method.name: method.max_len for method in plan.methods}

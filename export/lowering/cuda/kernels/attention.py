@@ -13,9 +13,16 @@ gives a row the same bits with any number of rows up to ``FEW``.
 
 Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for the product with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
+
+Of few rows, what a layer does between its product and its attention is part of the launch (``attention_of_product``):
+the norms of queries, keys and values, their rotation, and the writing of keys and values into the cache. No program
+waits for another: each makes the queries that it has, and writes those of the new keys and values that it will read. So
+several may write a place of the cache, the same bits, and what a program reads it has written itself, before a barrier,
+or an earlier launch did. Where a method for one row is given a chunk of prefill, its tiles write what the ones before
+them do once more.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.heads import write_keys_and_values, write_queries
 from eagle3.export.lowering.cuda.kernels.sums import arrive
 from eagle3.targets.attention import attend
 
@@ -32,15 +40,31 @@ MOST_PARTS = 64
 """Among which the positions are divided."""
 
 
+class Product(NamedTuple):
+    """What queries and the new keys and values are made of; see ``attention_of_product``."""
+
+    out: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    heads: int
+    starts: list[int]
+    eps: list[float]
+
+
 @triton.jit
 def _attention_kernel(
-    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts,
+    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts, PRODUCT, COS, SIN, Q_WEIGHT, K_WEIGHT,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
+    V_AT: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, Q_WEIGHTED: tl.constexpr,
+    K_WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]. Unless DIRECT: PARTS float32 [parts, rows,
-    # heads, D], STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum.
+    # heads, D], STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum. Unless WIDTH is 0 Q
+    # and the rows' places in K and V are written here, of PRODUCT bf16 [rows, WIDTH], COS and SIN [rows, D].
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -49,7 +73,6 @@ def _attention_kernel(
     d = tl.arange(0, BLOCK_D)
     WHOLE: tl.constexpr = D == BLOCK_D
     at = (row * (KV_HEADS * GROUPS) + head).to(tl.int64)
-    q = tl.load(Q + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
     first = tl.load(FIRST + row).to(tl.int32)
     last = tl.load(LAST + row).to(tl.int32)
     low = tl.load(FIRST + tile * BLOCK_M // GROUPS).to(tl.int32)  # neither falls from row to row
@@ -64,6 +87,20 @@ def _attention_kernel(
         end = tl.minimum(end, chunk * CHUNK + CHUNK)
     K += kv_head.to(tl.int64) * (SLOTS * D)
     V += kv_head.to(tl.int64) * (SLOTS * D)
+
+    if WIDTH > 0:
+        write_queries(
+            Q, PRODUCT, COS, SIN, Q_WEIGHT, tile * BLOCK_M, kv_head, rows,
+            KV_HEADS, GROUPS, D, BLOCK_D, BLOCK_M, WIDTH, Q_AT, Q_EPS, Q_WEIGHTED,
+        )  # fmt: skip
+        written = tl.load(LAST).to(tl.int32)
+        write_keys_and_values(
+            K, V, PRODUCT, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0), end - written, kv_head,
+            D, SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, K_EPS, V_EPS, K_WEIGHTED,
+        )  # fmt: skip
+        tl.debug_barrier()
+
+    q = tl.load(Q + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
 
     top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: of a row without a position so far, no difference is NaN
     total = tl.full((BLOCK_M,), 0, tl.float32)
@@ -133,7 +170,7 @@ def _tuned(*configs: tuple[int, int, int]) -> Any:
 
 
 _chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
-_divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
+divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
 
 
 def parts_of(longest: int, slots: int, groups: int) -> tuple[int, int]:
@@ -154,10 +191,12 @@ def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
     return min(most, max(16, triton.next_power_of_2(groups * divided_rows))) if divided_rows else most
 
 
-def _launch(
+def launch(
     kernel: Any, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, arrived: Tensor,
-    scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, **options,
+    scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, product: Product | None = None,
+    **options,
 ) -> Tensor:  # fmt: skip
+    """What ``attention`` returns; of a ``product`` the ``query`` is written too, the keys and values in place."""
     if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
         raise ValueError(f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16")
     if not (keys.is_contiguous() and values.is_contiguous()):
@@ -176,10 +215,17 @@ def _launch(
         unsummed = torch.empty(parts * FEW + rows, heads, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
+    made = product or Product(query, query, query, None, None, heads, [0, 0, 0], [0, 0, 0])
+    weights = made.q_weight, made.k_weight
+    starts = dict(zip(("Q_AT", "K_AT", "V_AT"), made.starts, strict=True))
+    eps = dict(zip(("Q_EPS", "K_EPS", "V_EPS"), made.eps, strict=True))
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
         query, keys, values, first, last, sinks if has_sinks else query, arrived, unsummed, stats, out, rows, parts,
-        KV_HEADS=kv_heads, GROUPS=groups, D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap,
-        HAS_SINKS=has_sinks, DIRECT=direct, BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
+        *made[:3], *(query if weight is None else weight for weight in weights),
+        WIDTH=product.out.shape[1] if product else 0, **starts, **eps,
+        Q_WEIGHTED=weights[0] is not None, K_WEIGHTED=weights[1] is not None, KV_HEADS=kv_heads, GROUPS=groups,
+        D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct,
+        BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
     )  # fmt: skip
     return out
 
@@ -220,8 +266,8 @@ def attention(
         ValueError: (on CUDA) another dtype, a cache that is not contiguous
     """
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
-    kernel = _divided_kernel if divided_rows else _chunk_kernel
-    return _launch(wrap_triton(kernel), *given)
+    kernel = divided_kernel if divided_rows else _chunk_kernel
+    return launch(wrap_triton(kernel), *given)
 
 
 @attention.register_kernel("cpu")

@@ -1,0 +1,192 @@
+"""Norms, rotation and the writing of keys and values in the launch of their attention: the kernel's numbers by the
+interpreter, each program by itself; what is found in a traced graph."""
+
+from copy import deepcopy
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from triton.runtime import interpreter
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.attention import CudaAttention
+from eagle3.export.lowering.cuda.dispatch import shared_counters
+from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.kernels import heads as helpers
+from eagle3.export.lowering.cuda.kernels.attention_of_product import attention_of_product
+from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
+from eagle3.export.lowering.cuda.kernels.sums import counters
+from eagle3.export.lowering.cuda.rotated import rotate_in_attention
+from eagle3.targets.attention import KVCacheShape
+
+SLOTS, WINDOW = 300, 40
+CLOSE = {"atol": 3e-2, "rtol": 2e-2}  # bfloat16, rounded in fewer places
+
+
+class Alone:
+    """Runs the programs of a launch, each with nothing that another has written; ``keys`` and ``values`` are what they
+    have written together."""
+
+    def __init__(self, product: Tensor, keys: Tensor, values: Tensor, *rest, keys_a_block: int = 16):
+        first, last, scale, longest, *made = rest
+        self.before, self.query = (keys, values), torch.empty(1, len(product), made[4], keys.shape[3]).bfloat16()
+        self.now = [cache.clone() for cache in self.before]
+        self.written = [cache.clone() for cache in self.before]
+        begin = interpreter.interpreter_builder.set_grid_idx
+
+        def begin_alone(*index) -> None:
+            self.collect()
+            begin(*index)
+
+        given_now = self.query, *self.now, first, last, counters(), scale, longest, 16, 0.0, None
+        with interpreted(kernels, helpers), patch.object(interpreter.interpreter_builder, "set_grid_idx", begin_alone):
+            product = kernels.Product(product, *made)
+            self.out = kernels.launch(kernels._attention_kernel, *given_now, product, BLOCK_N=keys_a_block)
+        self.collect()
+        self.keys, self.values = self.written
+
+    def collect(self) -> None:
+        for now, before, written in zip(self.now, self.before, self.written, strict=True):
+            new, known = now != before, written != before
+            assert torch.equal(now[new & known], written[new & known]), "two programs wrote other bits"
+            written[new] = now[new]
+            now.copy_(before)
+        self.query.fill_(torch.nan)
+
+
+def made(
+    rows: int, first: int, kv_heads: int, groups: int, width: int, window: int, norms: bool, slots: int = SLOTS
+) -> tuple:
+    """What the op takes but counters and rows of a tile: random, with caches full of other values."""
+    torch.manual_seed(first)
+    heads = kv_heads * groups
+    product = torch.randn(16, (heads + 2 * kv_heads) * width).bfloat16()[-rows:]
+    caches = torch.randn(2, 1, kv_heads, 2 * window or slots, width).bfloat16()
+    angles = (torch.arange(16)[-rows:, None] * torch.rand(width // 2)).repeat(1, 2)[None]
+    weights = (torch.rand(2, width).bfloat16() + 0.5).unbind() if norms else (None, None)
+    last = torch.arange(first, first + 16)[-rows:]
+    begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+    starts, eps = [0, heads * width, (heads + kv_heads) * width], [1e-6 * norms] * 3
+    turned = angles.cos(), angles.sin(), *weights, heads, starts, eps
+    return product, *caches, begins, last, 0.25, window or slots, *turned
+
+
+def reference(product, keys, values, first, last, scale, longest, *turned) -> tuple[Tensor, ...]:
+    floats = [x.float() if isinstance(x, Tensor) else x for x in (product, keys, values, *turned)]
+    (product, keys, values), turned = floats[:3], floats[3:]
+    return attention_of_product(product, keys, values, first, last, counters(), *turned, scale, longest, 16)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=some.integers(1, 16),
+    first=some.integers(0, SLOTS - 16),
+    kv_heads=some.sampled_from([1, 2]),
+    groups=some.sampled_from([1, 3, 8]),
+    width=some.sampled_from([8, 24, 64]),
+    window=some.sampled_from([0, WINDOW]),
+    norms=some.booleans(),
+    keys_a_block=some.sampled_from([16, 64]),
+    slots=some.sampled_from([100, SLOTS]),
+)
+def test_each_program_writes_what_it_reads(rows, first, kv_heads, groups, width, window, norms, keys_a_block, slots):
+    """So that none needs another's write: what it attends to is right; together they write the new rows, no others."""
+    first = first if window else first % (slots - 16)
+    given_now = made(rows, first, kv_heads, groups, width, window, norms, slots)
+    found, expected = Alone(*given_now, keys_a_block=keys_a_block), reference(*given_now)
+    for x, y in zip((found.out, found.keys, found.values), expected, strict=True):
+        torch.testing.assert_close(x.float(), y, **CLOSE)
+    others = torch.ones(found.keys.shape[2], dtype=torch.bool)
+    others[given_now[4] % len(others)] = False
+    for x, before in zip((found.keys, found.values), given_now[1:3], strict=True):
+        assert torch.equal(x[:, :, others], before[:, :, others])
+
+
+def test_a_row_has_the_same_bits_with_any_number_of_rows():
+    most = Alone(*made(16, 120, 2, 2, 24, WINDOW, True))
+    for rows in (1, 7):
+        found = Alone(*made(rows, 120, 2, 2, 24, WINDOW, True))
+        slots = torch.arange(120, 136)[-rows:] % (2 * WINDOW)
+        for few, many in ((found.keys, most.keys), (found.values, most.values)):
+            assert torch.equal(few[:, :, slots], many[:, :, slots])
+
+
+def turned_in_part(query, key, cos, sin, unsqueeze_dim):
+    half = query.shape[-1] // 2
+    parts = apply_rotary_pos_emb(
+        query[..., :half], key[..., :half], cos[..., :half], sin[..., :half], unsqueeze_dim=unsqueeze_dim
+    )
+    return tuple(torch.cat((part, x[..., half:]), -1) for part, x in zip(parts, (query, key), strict=True))
+
+
+class Layers(nn.Module):
+    """Attention twice over one cache, at the rows' positions and behind them."""
+
+    def __init__(self, norm=None, swapped=False, window=0, bias=False, rotate=apply_rotary_pos_emb):
+        super().__init__()
+        self.swapped, self.rotate = swapped, rotate
+        self.weight, self.inv_freq = nn.Parameter(torch.randn(128, 64) / 8), torch.rand(8)
+        self.bias = nn.Parameter(torch.randn(128)) if bias else None
+        self.q_norm, self.k_norm = (norm(16, eps=1e-5) if norm else nn.Identity() for _ in range(2))
+        self.v_norm = nn.RMSNorm(16, 1e-5, elementwise_affine=False) if norm is nn.RMSNorm else nn.Identity()
+        for each in (self.q_norm, self.k_norm):
+            each.requires_grad_(False)
+            for parameter in each.parameters():
+                nn.init.uniform_(parameter, 0.5, 2)
+        self.attention = CudaAttention(KVCacheShape(2, 16, 64, window))
+
+    def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
+        for _ in range(2):
+            angles = torch.outer(input_pos.float(), self.inv_freq)
+            angles = torch.cat((angles, angles), -1)[None]
+            cos, sin = (angles.cos() * 1.0).to(x.dtype), angles.sin().to(x.dtype)
+            product = bf16_small_m(x.reshape(-1, 64), self.weight, shared_counters(x)).reshape(1, -1, 128)
+            product = product if self.bias is None else product + self.bias
+            parts = product[..., :64], product[..., 64:96], product[..., 96:]
+            query, key, value = (part.unflatten(-1, (-1, 16)) for part in parts)
+            query, key, value = self.q_norm(query), self.k_norm(key), self.v_norm(value)
+            if self.swapped:
+                query, key = (each.transpose(1, 2) for each in (query, key))
+            query, key = self.rotate(query, key, cos, sin, unsqueeze_dim=1 if self.swapped else 2)
+            if self.swapped:
+                query, key = (each.transpose(1, 2) for each in (query, key))
+            x = x + self.attention(query, key, value, self.attention.rows(input_pos), 0.25).flatten(2)
+            input_pos = input_pos + 5
+        return x
+
+
+def rotated(module: nn.Module, most: int) -> tuple[int, int]:
+    """How many attentions of a traced module take a product, and how many writings of a cache are left; its numbers
+    are compared."""
+    torch.manual_seed(1)
+    module = module.to(torch.bfloat16)
+    eager, shortest = deepcopy(module), 20 if most > 16 else 1
+    rows = Dim("rows", min=shortest, max=most)
+    example = torch.randn(1, 24 if most > 16 else 5, 64).bfloat16(), torch.arange(24 if most > 16 else 5)
+    program = torch.export.export(module, example, dynamic_shapes=({1: rows}, {0: rows}), strict=False)
+    rotate_in_attention(program)
+    lowered = program.module()
+    for start in (0, 7):
+        given_now = torch.randn(1, shortest + 1, 64).bfloat16(), torch.arange(start, start + shortest + 1)
+        torch.testing.assert_close(lowered(*given_now), eager(*given_now), **CLOSE)
+    caches = dict(eager.named_buffers())
+    for name, cache in lowered.named_buffers():
+        torch.testing.assert_close(cache, caches[name], **CLOSE)
+    return tuple(sum(name in str(node.target) for node in program.graph.nodes) for name in ("of_product", "index_copy"))
+
+
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm])
+def test_what_is_between_a_product_and_its_attention_is_found(norm, swapped, window):
+    assert rotated(Layers(norm, swapped, window), most=8) == (2, 0)
+
+
+@pytest.mark.parametrize("other", [{"bias": True}, {"rotate": turned_in_part}, {}], ids=["bias", "in part", "prefill"])
+def test_what_is_computed_otherwise_stays(other):
+    assert rotated(Layers(**other), most=8 if other else 40) == (0, 4)
