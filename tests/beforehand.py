@@ -35,6 +35,8 @@ class Beforehand:
 
     def __getitem__(self, name: str) -> Path:
         """The folder of an artifact, once it is there."""
+        if name not in self.made:  # asked for by request.getfixturevalue, which collection does not see
+            self.made[name] = self.pool.submit(self._make, name)
         return self.made[name].result()
 
     def stop(self) -> None:
