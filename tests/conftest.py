@@ -1,5 +1,7 @@
 """Fixtures: random checkpoints of every family, and the shipped one exported for real."""
 
+import signal
+
 import pytest
 import torch
 from beforehand import COMMANDS, Beforehand
@@ -14,6 +16,8 @@ from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
 torch.set_num_threads(1)  # models this small only wait for other threads, and two artifacts are made beside the tests
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; some tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

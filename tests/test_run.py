@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -178,12 +177,10 @@ class Terminal:
 
 
 def _control() -> None:
-    """The terminal on stdin sends this process its signals, and it takes them, also where a shell's background ignores
-    them."""
+    """The terminal on stdin sends this process its signals."""
     import fcntl
     import termios
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
