@@ -47,20 +47,22 @@ NEEDS = (
 def check_instructions() -> None:
     """Raises ValueError where a package would not start for want of instructions. What is not Linux on x86 or Arm is
     left alone."""
-    for need in NEEDS:
-        lacking = lacking_instructions(CPUINFO, need)
-        if lacking and subprocess.run([sys.executable, "-c", need.trial], capture_output=True).returncode:
-            raise ValueError(
-                f"this processor has no {', '.join(lacking)} ({need.field} in {CPUINFO}), which {need.package} "
-                f"{version_of(need.package)} is built with: {need.advice}"
-            )
+    need, lacking = lacking_instructions(CPUINFO)
+    if lacking and subprocess.run([sys.executable, "-c", need.trial], capture_output=True).returncode:
+        raise ValueError(
+            f"this processor has no {', '.join(lacking)} ({need.field} in {CPUINFO}), which {need.package} "
+            f"{version_of(need.package)} is built with: {need.advice}"
+        )
 
 
-def lacking_instructions(cpuinfo: Path, need: Need) -> list[str]:
-    """What the first processor that has such a field lacks; nothing where none has it."""
-    if not cpuinfo.is_file():
-        return []
-    with cpuinfo.open() as lines:
-        fields = (line.partition(":") for line in lines)
-        listed = next((values.split() for field, _, values in fields if field.strip() == need.field), need.names)
-    return [name for name in need.names if name not in listed]
+def lacking_instructions(cpuinfo: Path) -> tuple[Need | None, list[str]]:
+    """Whose need a processor of this kind has to meet, by the first line that lists instructions, and what of it is not
+    listed. No more is read: the file has such a line for each of what may be hundreds of processors."""
+    needs = {need.field: need for need in NEEDS}
+    if cpuinfo.is_file():
+        with cpuinfo.open() as lines:
+            for field, _, values in (line.partition(":") for line in lines):
+                if need := needs.get(field.strip()):
+                    listed = values.split()
+                    return need, [name for name in need.names if name not in listed]
+    return None, []

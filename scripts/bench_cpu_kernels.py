@@ -20,13 +20,14 @@ import click
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-from executorch.runtime import Runtime
 from torch import nn
 from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.weights import quantize
 from eagle3.runner.contract.console import OneLineFailures, calm_stderr
+from eagle3.runner.hosts.executorch_host import load_runtime
 
 LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # more than a cache holds
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -59,8 +60,7 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
     dtype = torch.float16 if name == "float16" else torch.float32
     model, recipe = Mlps().eval().requires_grad_(False).to(dtype), RECIPES[name]
     if recipe:
-        for linear in model.linears:
-            linear.weight = nn.Parameter(recipe.quantized(linear, linear.weight.data), requires_grad=False)
+        quantize(model, recipe, spare=set())
     example = torch.randn(1, 3, HIDDEN, dtype=dtype)
     rows = {1: Dim("rows", min=1, max=max(ROWS))}
     program = torch.export.export(model, (example,), dynamic_shapes=(rows,), strict=False)
@@ -69,7 +69,7 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
         lowered = to_edge_transform_and_lower(program, partitioner=[LinearsKept()], compile_config=config)
     buffer = lowered.to_executorch().buffer
     with calm_stderr():
-        method = Runtime.get().load_program(buffer).load_method("forward")
+        method = load_runtime().load_program(buffer).load_method("forward")
 
     def call(rows: int) -> Callable[[], object]:
         x = torch.randn(1, rows, HIDDEN, dtype=dtype)
@@ -94,7 +94,7 @@ def measured(make: Callable[[int], Callable[[], object]], repeats: int) -> Times
     calls, times = {rows: make(rows) for rows in ROWS}, {rows: [] for rows in ROWS}
     for _ in range(repeats):
         for rows, call in calls.items():
-            call()  # the first of a shape plans
+            call()  # the first of a shape plans, which step_milliseconds would time
             start = time.perf_counter()
             call()
             times[rows].append(1000 * (time.perf_counter() - start))
