@@ -46,7 +46,7 @@ class Load:
 def loads(ptx: str, grid: Sequence[int], rows: int) -> tuple[Load, ...]:
     """Those of the loop that multiplies matrices, over a ``grid`` of blocks, of a kernel whose numbers are ``rows``.
 
-    None where nothing is multiplied, and without PTX; a load whose addresses cannot be worked out is left out.
+    Empty where nothing is multiplied, and without PTX; a load whose addresses cannot be worked out is left out.
     """
     threads = THREADS.search(ptx)
     if not threads:
