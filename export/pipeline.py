@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
+from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.artifact import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
@@ -178,8 +179,11 @@ def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes in memory; of a quantized tensor, those of its parts."""
+    """Bytes in memory; of a quantized tensor, those of its parts. Codes of 4 bits are halves of bytes, as they are
+    written, not the bytes in which torchao holds them on the CPU."""
     if not isinstance(tensor, TorchAOBaseTensor):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
-    return sum(getattr(tensor, name).nbytes for name in names)
+    parts = sum(getattr(tensor, name).nbytes for name in names)
+    in_halves = isinstance(tensor, IntxUnpackedToInt8Tensor) and tensor.target_dtype == torch.int4
+    return parts - tensor.qdata.nbytes // 2 if in_halves else parts

@@ -27,6 +27,7 @@ from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows,
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.export.pipeline import stored_bytes
 from eagle3.export.plan import make_plan
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.targets import TARGETS
@@ -123,6 +124,13 @@ def test_codes_are_executorchs_own(recipe, monkeypatch):
         torch.testing.assert_close(mine.scale, other.scale, rtol=2**-8, atol=0)  # of groups, XNNPACK has 8 bits
     ids = torch.arange(50)[None]
     assert torch.equal(ours.embedding(ids), F.embedding(ids, theirs.embedding.weight.dequantize()))
+
+
+def test_codes_of_4_bits_are_counted_as_halves_of_bytes():
+    weight = quantized(RECIPES["8da4w"]).linear.weight.data
+    parts = weight.scale.nbytes + weight.zero_point.nbytes
+    assert stored_bytes(weight) == 96 * 128 // 2 + parts
+    assert stored_bytes(quantized(RECIPES["8da8w"]).linear.weight.data) >= 96 * 128
 
 
 def test_a_tied_head_and_its_embedding_are_quantized_each_for_itself():
