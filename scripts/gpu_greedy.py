@@ -64,6 +64,13 @@ class EagerGreedy:
         return ids, margins
 
 
+def first_difference(ours: list[int], theirs: list[int], margins: list[float]) -> tuple[int, float] | None:
+    """Its place, and the margin of ``theirs`` there."""
+    places = (place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+    place = next(places, None)
+    return None if place is None else (place, round(margins[place], 4))
+
+
 def compare(session: Session, greedy: EagerGreedy, prompts: list[list[int]]) -> dict[str, Any]:
     """Raises RuntimeError where a token differs by more than a near-tie."""
     rounds, tokens, divergences = 0, 0, []
@@ -71,10 +78,8 @@ def compare(session: Session, greedy: EagerGreedy, prompts: list[list[int]]) -> 
         result = complete(session, prompt, max_new_tokens=NEW_TOKENS)
         expected, margins = greedy(prompt, NEW_TOKENS)
         rounds, tokens = rounds + result.stats.num_drafts, tokens + len(result.token_ids)
-        for place, (ours, theirs) in enumerate(zip(result.token_ids, expected, strict=False)):
-            if ours != theirs:
-                divergences.append((number, place, round(margins[place], 4)))
-                break
+        if parting := first_difference(result.token_ids, expected, margins):
+            divergences.append((number, *parting))
     for prompt, place, margin in divergences:
         if margin > NEAR_TIE:
             raise RuntimeError(f"prompt {prompt} parts from eager greedy at token {place}, by a margin of {margin}")

@@ -8,14 +8,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
-ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
-COMMANDS = {  # by fixture; the folder comes last
-    "cuda_artifact": ("-m", "eagle3.export.cli", "--target-model", "gemma4-tiny", *ARCH, "--output-dir"),
-    "host_artifact": (str(Path(__file__).with_name("host_artifact.py")),),
-    "family_exports": (str(Path(__file__).with_name("family_exports.py")),),
-}
+NAMES = ("cuda_artifact", "host_artifact", "family_exports")
+"""Of fixtures, and of the commands that make them, beside this file: they take the folder."""
 
 
 class Beforehand:
@@ -27,7 +21,7 @@ class Beforehand:
 
     def _make(self, name: str) -> Path:
         output = self.folder / name
-        command = [sys.executable, *COMMANDS[name], str(output)]
+        command = [sys.executable, Path(__file__).with_name(f"{name}.py"), output]
         self.running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         printed, _ = self.running.communicate()
         assert self.running.returncode == 0, printed

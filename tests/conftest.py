@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from beforehand import COMMANDS, Beforehand
+from beforehand import NAMES, Beforehand
 from commands import run_command
 from random_checkpoints import random_model
 from transformers import Gemma4ForCausalLM
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     wanted = {name for item in session.items for name in item.fixturenames}
     if not session.config.option.collectonly:
-        session.config.stash[BEFOREHAND] = Beforehand(name for name in COMMANDS if name in wanted)
+        session.config.stash[BEFOREHAND] = Beforehand(name for name in NAMES if name in wanted)
 
 
 def pytest_sessionfinish(session):
@@ -78,7 +78,8 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(scope="session")
 def cuda_artifact(request):
-    """gemma4-tiny lowered for sm_90 by the command itself, kernels compiled for real: the artifact's folder."""
+    """gemma4-tiny lowered for sm_90 by the command itself, kernels compiled for real: the artifact's folder. Their
+    source is kept beside it (``cuda_artifact.py``)."""
     return request.config.stash[BEFOREHAND]["cuda_artifact"]
 
 

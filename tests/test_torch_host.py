@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import fail_command, run_command
+from order_of_calls import OrderOfCalls
 
 from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
@@ -158,32 +159,6 @@ def test_the_commands_take_it(host_artifact, hosted, tmp_path):
 
 
 # --- CUDA graphs, all but capture and replay
-
-
-class OrderOfCalls:
-    """Stands for a ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay,
-    whose outputs lie where those of the capture lay."""
-
-    def __init__(self):
-        self.calls: list[str] = []
-
-    def capture(self, body, _device):
-        self.calls.append("capture")
-        body()
-        self._body = body
-        return self
-
-    def replay(self):
-        self.calls.append("replay")
-        graphed = self._body.__self__
-        captured = graphed._outputs
-        self._body()
-        for kept, made in zip(captured, graphed._outputs, strict=True):
-            kept.copy_(made)
-        graphed._outputs = captured
-
-    def reset(self):
-        self.calls.append("reset")
 
 
 def test_the_entry_that_can_be_captured_gives_what_the_container_gives(hosted):

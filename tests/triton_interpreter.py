@@ -22,19 +22,23 @@ def _dot(self, a, b, d, *_) -> TensorHandle:
     return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
 
 
-_cast = InterpreterBuilder.cast_impl
+_cast_as_it_comes = InterpreterBuilder.cast_impl
 
 
-def _round_to_bf16(self, src, dst_type) -> TensorHandle:
-    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-        data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16).numpy()
-        return TensorHandle(data, tl.bfloat16)
-    return _cast(self, src, dst_type)
+def _cast(self, src, dst_type) -> TensorHandle:
+    if src.dtype.scalar == dst_type.scalar == tl.bfloat16:
+        return src
+    if src.dtype.scalar == tl.bfloat16:
+        src = TensorHandle(_widen(src), tl.float32)
+    if dst_type.scalar != tl.bfloat16:
+        return _cast_as_it_comes(self, src, dst_type)
+    wide = torch.from_numpy(np.array(src.data, dtype=np.float32))
+    return TensorHandle(wide.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
 
 
 def bfloat16_done_right():
-    """As it comes the interpreter multiplies bf16's bits and truncates to it."""
-    return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, create_fp_trunc=_round_to_bf16)
+    """As it comes the interpreter multiplies bf16's bits, truncates to it, and takes integers for its bits."""
+    return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, cast_impl=_cast)
 
 
 def _on_host(function: Callable) -> Callable:
@@ -45,7 +49,10 @@ def _on_host(function: Callable) -> Callable:
     return run
 
 
-LIBDEVICE = SimpleNamespace(exp=_on_host(torch.exp), tanh=_on_host(torch.tanh), add_rn=_on_host(torch.add))
+LIBDEVICE = SimpleNamespace(
+    add_rn=_on_host(torch.add),
+    **{name: _on_host(getattr(torch, name)) for name in ("exp", "tanh", "rsqrt", "sqrt", "log1p", "erf")},
+)
 """What kernels take of CUDA's own functions."""
 
 

@@ -1,0 +1,47 @@
+"""gemma4-tiny's CUDA artifact run without a GPU: its libraries as they are, its kernels by Triton's interpreter."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
+
+from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
+
+ASKED = [
+    {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 12},  # def read_config(path):
+    {"prompt": [2, 318, 825], "max_new_tokens": 4},  # shorter than prefill takes
+]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu_check.py")
+
+
+@pytest.fixture(scope="module")
+def found(cuda_artifact):
+    command = [sys.executable, Path(__file__).with_name("interpreted_artifact.py"), cuda_artifact]
+    done = subprocess.run(command, input=json.dumps(ASKED), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_whole_rounds_and_three_methods_say_what_eager_greedy_says(found):
+    greedy = EagerGreedy("cpu", "sm_90")
+    for asked, generation in zip(ASKED, found["generations"], strict=True):
+        ways = generation["whole_rounds"], generation["three_methods"]
+        assert ways[0] == ways[1] and len(ways[0]["token_ids"]) == asked["max_new_tokens"]
+        parting = first_difference(ways[0]["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
+        assert parting is None or parting[1] <= NEAR_TIE
+    assert found["generations"][0]["whole_rounds"]["stats"]["mean_acceptance_length"] > 2
+
+
+def test_methods_launch_over_the_grids_of_the_record(found, cuda_artifact):
+    """What ``eagle3-inspect --cost`` counts."""
+    recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
+    for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
+        grids, rows = Counter(), str(recorded[name]["rows"])
+        for launch in recorded[name]["launches"]:
+            grids[str(launch["grid"])] += launch["count"]
+        assert found["launched"][name][rows] == grids, name
