@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import sys
+import uuid
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,19 +38,29 @@ def export(folder: Path, flags: tuple[str, ...] = DEFAULT) -> None:
 
     with patch.object(CppWrapperGpu, "finalize_prefix", keep):
         main([*flags, "--output-dir", str(folder)], standalone_mode=False)
+    for file in list(sources.iterdir()):
+        name_by_image(file)
 
 
 def keep_source(sources: Path, known: dict, body: str) -> None:
-    """By the hash of its machine code, as the library has it."""
-    image, meta = Path(known["cubin_path"]).read_bytes(), known["triton_meta"]
+    meta = known["triton_meta"]
     kernel = {
         "name": known["mangled_name"],
-        "size": len(image),
+        "image": known["cubin_path"],
         "source": ast.literal_eval(re.search(r"async_compile\.triton\('\w+', ('''.*''')", body, re.DOTALL)[1]),
         "signature": meta["signature"],
         "constants": known["config"] | meta["constants"],
     }
-    (sources / f"{hashlib.sha256(image).hexdigest()}.json").write_text(json.dumps(kernel))
+    (sources / f"{uuid.uuid4()}.json").write_text(json.dumps(kernel))  # another process keeps those of its methods
+
+
+def name_by_image(file: Path) -> None:
+    """By the hash of its machine code, as the library has it: that is put together last."""
+    kernel = json.loads(file.read_text())
+    image = Path(kernel.pop("image")).read_bytes()
+    file.unlink()
+    file = file.with_stem(hashlib.sha256(image).hexdigest())
+    file.write_text(json.dumps(kernel | {"size": len(image)}))
 
 
 if __name__ == "__main__":
