@@ -37,7 +37,11 @@ def export(folder: Path, flags: tuple[str, ...] = DEFAULT) -> None:
                 keep_source(sources, known, body)
 
     with patch.object(CppWrapperGpu, "finalize_prefix", keep):
-        main([*flags, "--output-dir", str(folder)], standalone_mode=False)
+        try:
+            main([*flags, "--output-dir", str(folder)])
+        except SystemExit as end:
+            if end.code:
+                raise
     for file in list(sources.iterdir()):
         name_by_image(file)
 
