@@ -6,7 +6,7 @@ that it compiles in a folder beside the artifact's: what ``interpreted_artifact.
 
 import ast
 import hashlib
-import json
+import pickle
 import re
 import sys
 import uuid
@@ -55,16 +55,16 @@ def keep_source(sources: Path, known: dict, body: str) -> None:
         "signature": meta["signature"],
         "constants": known["config"] | meta["constants"],
     }
-    (sources / f"{uuid.uuid4()}.json").write_text(json.dumps(kernel))  # another process keeps those of its methods
+    (sources / f"{uuid.uuid4()}.pickle").write_bytes(pickle.dumps(kernel))  # another process keeps those of its methods
 
 
 def name_by_image(file: Path) -> None:
     """By the hash of its machine code, as the library has it: that is put together last."""
-    kernel = json.loads(file.read_text())
+    kernel = pickle.loads(file.read_bytes())
     image = Path(kernel.pop("image")).read_bytes()
     file.unlink()
     file = file.with_stem(hashlib.sha256(image).hexdigest())
-    file.write_text(json.dumps(kernel | {"size": len(image)}))
+    file.write_bytes(pickle.dumps(kernel | {"size": len(image)}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, and what has 
 import ctypes
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -59,7 +60,7 @@ class Kernel:
     """A kernel by its source, as ``cuda_artifact.py`` kept it."""
 
     def __init__(self, file: Path):
-        kept = json.loads(file.read_text())
+        kept = pickle.loads(file.read_bytes())
         self.sha256, self.file = file.stem, file.with_suffix(".py")
         self.name, self.size, self.source = kept["name"], kept["size"], kept["source"]
         self.signature: dict[str, str] = kept["signature"]
@@ -108,7 +109,7 @@ class Driver:
     """What the stand-in hands to Python. ``launches``: over each grid so far; ``seconds``: of each kernel."""
 
     def __init__(self, sources: Path):
-        self.kernels = [Kernel(file) for file in sorted(sources.glob("*.json"))]
+        self.kernels = [Kernel(file) for file in sorted(sources.glob("*.pickle"))]
         self.launches: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         asked, launched = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)

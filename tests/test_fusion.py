@@ -51,9 +51,16 @@ class Step(nn.Module):
         return normed(query), self.cache[:8] * 2, query[:, 1] * cos, key[:, :WIDTH] * cos
 
 
-def lowered(module, given):
+class OverRows(nn.Module):
+    """Two independent counts over the rows of a chunk, as of the tokens of experts."""
+
+    def forward(self, ones, others):
+        return ones.sum(0), others.cumsum(0)
+
+
+def lowered(module, given, **dynamic):
     """What the compiled module calls, in order: kernels with their arguments; and what the arguments are."""
-    program = torch.export.export(module, given, strict=False)
+    program = torch.export.export(module, given, strict=False, **dynamic)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
     called, graph = [], SimpleNamespace()
 
@@ -65,9 +72,9 @@ def lowered(module, given):
         finish(self)
         graph.sources = dict(self._kernel_name_to_body)
         graph.blocks = {name: CudaKernelParamCache.get(name)["config"] for name, _ in called}
-        graph.inputs = {name: tuple(map(int, x.get_size())) for name, x in V.graph.graph_inputs.items()}
+        graph.inputs = {name: tuple(x.get_size()) for name, x in V.graph.graph_inputs.items()}
         graph.outputs = V.graph.get_output_names()
-        graph.buffers = {name: tuple(map(int, x.get_size())) for name, x in V.graph.name_to_buffer.items()}
+        graph.buffers = {name: tuple(x.get_size()) for name, x in V.graph.name_to_buffer.items()}
 
     with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}, {}) as launches:
         call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
@@ -98,7 +105,7 @@ def test_independent_kernels_are_one_launch_and_compute_what_they_did(tmp_path):
     assert sum(source.count("tl_math.cos(") for source in graph.sources.values()) == 1
 
     by_shape, eager = {tuple(x.shape): x for x in given}, Step()
-    values = {name: torch.empty(shape) for name, shape in graph.buffers.items()}
+    values = {name: torch.empty(*map(int, shape)) for name, shape in graph.buffers.items()}
     values |= {name: by_shape[shape] for name, shape in graph.inputs.items()}
     values |= {name: buffer.clone() for name, buffer in eager.named_buffers()}
     with interpreted():
@@ -108,3 +115,11 @@ def test_independent_kernels_are_one_launch_and_compute_what_they_did(tmp_path):
             run[tuple(graph.grids[name])](*arguments, **graph.blocks[name])
     for found, expected in zip((values[name] for name in graph.outputs), eager(*given), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_what_reduces_over_the_rows_of_a_chunk_is_a_launch_of_its_own():
+    """Inductor refuses some of it among combined kernels: no target with fused experts could be lowered."""
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    called, _ = lowered(OverRows(), (torch.ones(9, 8), torch.ones(9, 8)), dynamic_shapes=(rows, rows))
+    assert len(called) == 2

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -49,11 +49,16 @@ def _on_host(function: Callable) -> Callable:
     return run
 
 
-LIBDEVICE = SimpleNamespace(
-    add_rn=_on_host(torch.add),
-    **{name: _on_host(getattr(torch, name)) for name in ("exp", "tanh", "rsqrt", "sqrt", "log1p", "erf")},
-)
-"""What kernels take of CUDA's own functions."""
+class _Libdevice:
+    """CUDA's own functions, by PyTorch's of the same names."""
+
+    add_rn = staticmethod(_on_host(torch.add))
+
+    def __getattr__(self, name: str) -> Callable:
+        return _on_host(getattr(torch, name))
+
+
+LIBDEVICE = _Libdevice()
 
 
 def _restore(before: dict[Any, dict[str, Any]]) -> None:

@@ -48,11 +48,14 @@ def fused_further() -> Iterator[None]:
 
 
 def _independent(scheduler: Scheduler) -> list[list[BaseSchedulerNode]]:
-    """The small kernels of each level of the graph, none of which depends on another."""
+    """The small kernels of each level of the graph, none of which depends on another. What reduces over the rows of a
+    chunk, as the counting of rows by experts does, is compiled by itself: Inductor refuses some of it."""
 
     def small(node: BaseSchedulerNode) -> bool:
-        sizes = (V.graph.sizevars.optimization_hint(size, fallback=MOST + 1) for size in node.group[1])
-        return node.get_device().type == "cuda" and math.prod(sizes) <= MOST
+        *_, reduced = numels = node.group[1]
+        sizes = (V.graph.sizevars.optimization_hint(size, fallback=MOST + 1) for size in numels)
+        static = not V.graph.sizevars.simplify(reduced).free_symbols
+        return node.get_device().type == "cuda" and static and math.prod(sizes) <= MOST
 
     levels = scheduler._topological_sort_nodes()
     return [[node for node in ForeachKernelSchedulerNode.combinable_nodes(level) if small(node)] for level in levels]
