@@ -193,12 +193,13 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
         KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
         DIRECT=not divided, BLOCK_D=width, COLUMNS=min(width, 128),
         BLOCK_M=kernels.rows_of_tile(groups, divided, width), WIDTH=heads + 16 * width, Q_WEIGHTED=True,
-        K_WEIGHTED=True, **config.kwargs,
+        K_WEIGHTED=True, BIASED=False, PLUS=0.0, TURNED=width, APART=width // 2, REPEATED=1, ANGLES=width,
+        **config.kwargs,
     )  # fmt: skip
     constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
     constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6)
     types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
-    types += ["*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
+    types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
     kernel = kernels._attention_kernel
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}

@@ -1,0 +1,195 @@
+"""Heads of a product of queries, keys and values as attention takes them, found in a traced graph by what is computed.
+
+They are outputs of the product, with a bias or without; normed or not, by a weight or by one more than that; all, some
+or none of their dimensions turn by a table of angles, the first ones, each half with the other or neighbours. Dtypes in
+between are passed over: what is rounded there the kernel keeps in float32.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from eagle3.export.lowering.cuda.nodes import is_, part, uncast, width_of
+
+aten = torch.ops.aten
+LAST = (-1, 3)
+"""Numbers of the last dimension of heads."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The first ``count`` dimensions turn, the two of a pair ``apart``, by tables [1, T, columns]: d by column d //
+    ``repeated``, which begin anew behind the last."""
+
+    cos: Node
+    sin: Node
+    count: int
+    apart: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """[1, T, count, head_dim] or, ``swapped``, [1, count, T, head_dim]: the outputs of ``product`` [T, N], and of
+    ``bias`` [N], from ``start``; normed unless ``eps`` is 0, times ``weight`` + ``plus``; turned."""
+
+    product: Node
+    bias: Node | None
+    start: int
+    count: int
+    swapped: bool = False
+    eps: float = 0.0
+    weight: Node | None = None
+    plus: float = 0.0
+    turn: Turn | None = None
+
+
+def heads_of(node: Any) -> Heads | None:
+    """What ``node`` is as heads of a product, None for anything else."""
+    node = uncast(node)
+    if is_(node, aten.transpose.int):
+        found = heads_of(node.args[0]) if set(node.args[1:]) == {1, 2} else None
+        return found and replace(found, swapped=not found.swapped)
+    if is_(node, aten.add.Tensor, aten.cat.default):
+        return _turned(node)
+    if is_(node, aten.rms_norm.default, aten.mul.Tensor):
+        return _normed(node)
+    return _sliced(node) if is_(node, aten.unflatten.int, aten.view.default, aten.reshape.default) else None
+
+
+def _turned(node: Node) -> Heads | None:
+    """What turns whole, or ``cat(what turns, the rest)``."""
+    pair = node.args[0] if is_(node, aten.cat.default) and node.args[1] in LAST and len(node.args[0]) == 2 else (None,)
+    rest = part(pair[-1])
+    rotation = _rotation(uncast(pair[0])) if rest else _rotation(node)
+    if rotation is None:
+        return None
+    x, cos, sin, apart = rotation
+    count = width_of(x)
+    if rest:
+        ahead = part(x)
+        x = uncast(ahead.whole) if ahead and ahead[1:] == (0, count, 1) else x
+        if uncast(rest.whole) is not x or rest[1:] != (count, width_of(x) - count, 1):
+            return None
+    found = heads_of(x)
+    if found is None or found.turn:
+        return None
+    (cos, repeated), (sin, as_often) = (_table(each, found) for each in (cos, sin))
+    if cos is None or sin is None or repeated != as_often or cos.meta["val"].shape != sin.meta["val"].shape:
+        return None
+    return replace(found, turn=Turn(cos, sin, count, apart, repeated))
+
+
+def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
+    """What turns, cos, sin, and how far apart the two of a pair are: ``x * cos + cat(-second half, first half) * sin``,
+    the same with a stack of neighbours, or its halves apart."""
+    if is_(node, aten.cat.default):
+        return _rotation_of_halves(node)
+    if not is_(node, aten.add.Tensor) or node.kwargs or not all(is_(each, aten.mul.Tensor) for each in node.args):
+        return None
+    (x, cos), (across, sin) = (each.args for each in node.args)
+    x, across = uncast(x), uncast(across)
+    width = width_of(x)
+    apart, step = width // 2, 1
+    if is_(across, aten.flatten.using_ints) and across.args[1:] in ((-2,), (-2, -1), (3,), (3, 4)):
+        across, apart, step = across.args[0], 1, 2
+    joined = is_(across, aten.cat.default if step == 1 else aten.stack.default)
+    if not joined or len(across.args[0]) != 2 or across.args[1] not in (LAST if step == 1 else (-1, 4)):
+        return None
+    negative, other = across.args[0]
+    parts = part(negative.args[0]) if is_(negative, aten.neg.default) else None, part(other)
+    if None in parts or any(uncast(each.whole) is not x for each in parts):
+        return None
+    if [each[1:] for each in parts] != [(apart, width // 2, step), (0, width // 2, step)]:
+        return None
+    return (x, cos, sin, apart) if width_of(cos) == width_of(sin) == width else None
+
+
+def _rotation_of_halves(node: Node) -> tuple[Node, Node, Node, int] | None:
+    """``cat(first * cos - second * sin, second * cos + first * sin)``."""
+    pair, kinds = node.args[0], (aten.sub.Tensor, aten.add.Tensor)
+    if len(pair) != 2 or node.args[1] not in LAST or any(each.kwargs for each in pair):
+        return None
+    products = [each for one, kind in zip(pair, kinds, strict=True) if is_(one, kind) for each in one.args]
+    if len(products) != 4 or not all(is_(each, aten.mul.Tensor) for each in products):
+        return None
+    (first, cos), (second, sin), *others = (each.args for each in products)
+    halves = part(first), part(second)
+    if others != [(second, cos), (first, sin)] or None in halves or halves[0].whole is not halves[1].whole:
+        return None
+    x, half = uncast(halves[0].whole), width_of(first)
+    split = [each[1:] for each in halves] == [(0, half, 1), (half, half, 1)] and width_of(x) == 2 * half
+    return (x, cos, sin, half) if split and width_of(cos) == width_of(sin) == half else None
+
+
+def _table(node: Node, heads: Heads) -> tuple[Node | None, int]:
+    """A table [1, T, columns], as it was before it was rounded, where ``node`` is one for each head; how many
+    dimensions in a row have the same column."""
+    node, repeated = uncast(node), 1
+    if is_(node, aten.repeat_interleave.self_int) and node.args[2] in LAST:
+        node, repeated = uncast(node.args[0]), node.args[1]
+        ahead = part(node)
+        node = uncast(ahead.whole) if ahead and ahead.start == 0 and ahead.step == 1 else node
+    if not is_(node, aten.unsqueeze.default) or node.args[1] != (1 if heads.swapped else 2):
+        return None, 0
+    table = uncast(node.args[0])
+    while is_(table, aten.mul.Tensor) and table.args[1] == 1.0:
+        table = uncast(table.args[0])
+    shape, rows = table.meta["val"].shape, heads.product.meta["val"].shape[0]
+    fits = len(shape) == 3 and shape[0] == 1 and statically_known_true(shape[1] == rows)
+    return (table, repeated) if fits else (None, 0)
+
+
+def _normed(node: Node) -> Heads | None:
+    """``rms_norm(x, weight)``, or the same written out as ``weight * (x * rsqrt(mean(x^2) + eps))``."""
+    if node.target is aten.rms_norm.default:
+        x, over, weight, eps = (*node.args, None, None)[:4]
+        plus = 0.0
+        if len(over) != 1:
+            return None
+    else:
+        scaled, weight, plus = _weighted(node)
+        if not is_(scaled, aten.mul.Tensor) or not is_(scaled.args[1], aten.rsqrt.default):
+            return None
+        x, mean = scaled.args[0], scaled.args[1].args[0]
+        if not is_(mean, aten.add.Tensor) or not is_(mean.args[0], aten.mean.dim):
+            return None
+        square, eps = mean.args[0].args[0], mean.args[1]
+        if mean.args[0].args[1:] != ([-1], True) or not is_(square, aten.pow.Tensor_Scalar) or square.args != (x, 2):
+            return None
+    found, width = heads_of(x), x.meta["val"].shape[-1:]
+    fits = weight is None or weight.meta["val"].shape == width
+    if found is None or found.eps or found.turn or not eps or not fits:
+        return None
+    return replace(found, eps=eps, weight=weight, plus=plus)
+
+
+def _weighted(node: Node) -> tuple[Node, Node | None, float]:
+    """Of ``x * weight`` or ``x * (weight + plus)``: x, weight and plus; of another product: itself."""
+    for weight, x in (node.args, node.args[::-1]):
+        if isinstance(weight, Node) and weight.meta["val"].ndim == 1:
+            weight = uncast(weight)
+            if is_(weight, aten.add.Tensor) and isinstance(weight.args[1], float | int) and not weight.kwargs:
+                return uncast(x), uncast(weight.args[0]), float(weight.args[1])
+            return uncast(x), weight, 0.0
+    return node, None, 0.0
+
+
+def _sliced(node: Node) -> Heads | None:
+    """Outputs of a product [T, N], as [1, T, heads, head_dim]."""
+    run = part(node.args[0])
+    whole, start, bias = run.whole if run else node.args[0], run.start if run else 0, None
+    if is_(whole, aten.add.Tensor) and not whole.kwargs:
+        whole, bias = whole.args
+    product = whole.args[0] if is_(whole, aten.reshape.default) else None
+    if not isinstance(product, Node) or getattr(product.target, "namespace", "") != "eagle3" or run and run.step > 1:
+        return None
+    made, shape = product.meta["val"].shape, node.meta["val"].shape
+    if whole.meta["val"].shape != (1, *made) or shape[:-2] != (1, made[0]):
+        return None
+    if bias is not None and (not isinstance(bias, Node) or bias.meta["val"].shape != made[1:]):
+        return None
+    return Heads(product, bias, start, shape[2])
