@@ -22,8 +22,12 @@ def _head(
     if WEIGHTED:
         weight = tl.load(WEIGHT + d, mask=d < D, other=0).to(tl.float32)[None, :] + PLUS
     if TURNED > 0:
-        second = d // APART % 2 == 1
-        across = tl.where(second, d - APART, d + APART)
+        if 2 * APART == TURNED:  # as below, in fewer registers
+            second = d >= APART
+            across = (d + APART) % TURNED
+        else:
+            second = d // APART % 2 == 1
+            across = tl.where(second, d - APART, d + APART)
         turning = (d < TURNED)[None, :]
         y = tl.load(PRODUCT + at + across[None, :], mask=here[:, None] & turning, other=0)
         if BIASED:
