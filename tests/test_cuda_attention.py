@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
@@ -163,13 +164,27 @@ def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch,
     assert attended <= positions <= attended + 2 * 32  # blocks at both ends
 
 
+class WithMaskRows(nn.Module):
+    """Attention of ``masks`` more rows, as a P-EAGLE's."""
+
+    def __init__(self, masks: int):
+        super().__init__()
+        self.attend, self.masks = Attend(CudaAttention), masks
+
+    def forward(self, query, key, value, input_pos):
+        query, key, value = (F.pad(x, (0, 0, 0, 0, 0, self.masks)) for x in (query, key, value))
+        behind = input_pos[-1:] + torch.arange(1, self.masks + 1)
+        return self.attend(query, key, value, torch.cat((input_pos, behind)))
+
+
 @pytest.mark.parametrize(
-    ("shortest", "longest", "divided"), [(1, 1, 1), (2, 8, 8), (2, 10, 10), (9, 64, 0), (1, 64, 16)]
+    ("shortest", "longest", "masks", "divided"),
+    [(1, 1, 0, 1), (2, 8, 0, 8), (2, 10, 0, 10), (9, 64, 0, 0), (1, 64, 0, 16), (1, 64, 8, 16), (9, 64, 2, 0)],
 )
-def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, divided):
+def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, masks, divided):
     rows = Dim("rows", min=shortest, max=longest) if shortest < longest else None
     dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
-    module, seen = Attend(CudaAttention).to(torch.bfloat16), []
+    module, seen = WithMaskRows(masks).to(torch.bfloat16), []
     given_now = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs(0, longest - 1 | 1)]
 
     def launched(*given: Any) -> Tensor:
