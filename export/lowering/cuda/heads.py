@@ -12,11 +12,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from eagle3.export.lowering.cuda.nodes import is_, part, uncast, width_of
+from eagle3.export.lowering.cuda.nodes import is_, joined, part, uncast, width_of
 
 aten = torch.ops.aten
-LAST = (-1, 3)
-"""Numbers of the last dimension of heads."""
 
 
 @dataclass(frozen=True)
@@ -62,44 +60,47 @@ def heads_of(node: Any) -> Heads | None:
 
 def _turned(node: Node) -> Heads | None:
     """What turns whole, or ``cat(what turns, the rest)``."""
-    pair = node.args[0] if is_(node, aten.cat.default) and node.args[1] in LAST and len(node.args[0]) == 2 else (None,)
-    rest = part(pair[-1])
-    rotation = _rotation(uncast(pair[0])) if rest else _rotation(node)
+    ahead, rest = _pair(node)
+    behind = part(rest)
+    rotation = _rotation(uncast(ahead) if behind else node)
     if rotation is None:
         return None
     x, cos, sin, apart = rotation
     count = width_of(x)
-    if rest:
-        ahead = part(x)
-        x = uncast(ahead.whole) if ahead and ahead[1:] == (0, count, 1) else x
-        if uncast(rest.whole) is not x or rest[1:] != (count, width_of(x) - count, 1):
+    if behind:
+        run = part(x)
+        x = uncast(run.whole) if run and run[1:] == (0, count, 1) else x
+        if uncast(behind.whole) is not x or behind[1:] != (count, width_of(x) - count, 1):
             return None
     found = heads_of(x)
-    if found is None or found.turn:
+    tables = [_table(each, found) for each in (cos, sin)] if found and not found.turn else [None]
+    if None in tables:
         return None
-    (cos, repeated), (sin, as_often) = (_table(each, found) for each in (cos, sin))
-    if cos is None or sin is None or repeated != as_often or cos.meta["val"].shape != sin.meta["val"].shape:
+    (cos, repeated), (sin, as_often) = tables
+    if repeated != as_often or width_of(cos) != width_of(sin) or repeated > 1 and apart > 1:
         return None
     return replace(found, turn=Turn(cos, sin, count, apart, repeated))
+
+
+def _pair(node: Any, kind: Any = aten.cat.default) -> tuple[Any, Any]:
+    both = joined(node, kind)
+    return both if len(both) == 2 else (None, None)
 
 
 def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
     """What turns, cos, sin, and how far apart the two of a pair are: ``x * cos + cat(-second half, first half) * sin``,
     the same with a stack of neighbours, or its halves apart."""
     if is_(node, aten.cat.default):
-        return _rotation_of_halves(node)
+        return _rotation_of_halves(*_pair(node))
     if not is_(node, aten.add.Tensor) or node.kwargs or not all(is_(each, aten.mul.Tensor) for each in node.args):
         return None
     (x, cos), (across, sin) = (each.args for each in node.args)
     x, across = uncast(x), uncast(across)
-    width = width_of(x)
-    apart, step = width // 2, 1
-    if is_(across, aten.flatten.using_ints) and across.args[1:] in ((-2,), (-2, -1), (3,), (3, 4)):
-        across, apart, step = across.args[0], 1, 2
-    joined = is_(across, aten.cat.default if step == 1 else aten.stack.default)
-    if not joined or len(across.args[0]) != 2 or across.args[1] not in (LAST if step == 1 else (-1, 4)):
-        return None
-    negative, other = across.args[0]
+    width, apart, step = width_of(x), width_of(x) // 2, 1
+    negative, other = _pair(across)
+    if is_(across, aten.flatten.using_ints) and width_of(across) == width:
+        apart, step = 1, 2
+        negative, other = _pair(across.args[0], aten.stack.default)
     parts = part(negative.args[0]) if is_(negative, aten.neg.default) else None, part(other)
     if None in parts or any(uncast(each.whole) is not x for each in parts):
         return None
@@ -108,13 +109,12 @@ def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
     return (x, cos, sin, apart) if width_of(cos) == width_of(sin) == width else None
 
 
-def _rotation_of_halves(node: Node) -> tuple[Node, Node, Node, int] | None:
+def _rotation_of_halves(minus: Any, plus: Any) -> tuple[Node, Node, Node, int] | None:
     """``cat(first * cos - second * sin, second * cos + first * sin)``."""
-    pair, kinds = node.args[0], (aten.sub.Tensor, aten.add.Tensor)
-    if len(pair) != 2 or node.args[1] not in LAST or any(each.kwargs for each in pair):
+    if not is_(minus, aten.sub.Tensor) or not is_(plus, aten.add.Tensor) or minus.kwargs or plus.kwargs:
         return None
-    products = [each for one, kind in zip(pair, kinds, strict=True) if is_(one, kind) for each in one.args]
-    if len(products) != 4 or not all(is_(each, aten.mul.Tensor) for each in products):
+    products = *minus.args, *plus.args
+    if not all(is_(each, aten.mul.Tensor) for each in products):
         return None
     (first, cos), (second, sin), *others = (each.args for each in products)
     halves = part(first), part(second)
@@ -125,22 +125,21 @@ def _rotation_of_halves(node: Node) -> tuple[Node, Node, Node, int] | None:
     return (x, cos, sin, half) if split and width_of(cos) == width_of(sin) == half else None
 
 
-def _table(node: Node, heads: Heads) -> tuple[Node | None, int]:
+def _table(node: Node, heads: Heads) -> tuple[Node, int] | None:
     """A table [1, T, columns], as it was before it was rounded, where ``node`` is one for each head; how many
     dimensions in a row have the same column."""
     node, repeated = uncast(node), 1
-    if is_(node, aten.repeat_interleave.self_int) and node.args[2] in LAST:
-        node, repeated = uncast(node.args[0]), node.args[1]
-        ahead = part(node)
-        node = uncast(ahead.whole) if ahead and ahead.start == 0 and ahead.step == 1 else node
+    if is_(node, aten.repeat_interleave.self_int) and node.args[1:] in ((2, -1), (2, 3)):
+        node, repeated = uncast(node.args[0]), 2
+        run = part(node)
+        node = uncast(run.whole) if run and (run.start, run.step) == (0, 1) else node
     if not is_(node, aten.unsqueeze.default) or node.args[1] != (1 if heads.swapped else 2):
-        return None, 0
+        return None
     table = uncast(node.args[0])
     while is_(table, aten.mul.Tensor) and table.args[1] == 1.0:
         table = uncast(table.args[0])
     shape, rows = table.meta["val"].shape, heads.product.meta["val"].shape[0]
-    fits = len(shape) == 3 and shape[0] == 1 and statically_known_true(shape[1] == rows)
-    return (table, repeated) if fits else (None, 0)
+    return (table, repeated) if len(shape) == 3 and shape[0] == 1 and statically_known_true(shape[1] == rows) else None
 
 
 def _normed(node: Node) -> Heads | None:
@@ -155,14 +154,14 @@ def _normed(node: Node) -> Heads | None:
         if not is_(scaled, aten.mul.Tensor) or not is_(scaled.args[1], aten.rsqrt.default):
             return None
         x, mean = scaled.args[0], scaled.args[1].args[0]
-        if not is_(mean, aten.add.Tensor) or not is_(mean.args[0], aten.mean.dim):
+        if not is_(mean, aten.add.Tensor) or mean.kwargs or not is_(mean.args[0], aten.mean.dim):
             return None
         square, eps = mean.args[0].args[0], mean.args[1]
         if mean.args[0].args[1:] != ([-1], True) or not is_(square, aten.pow.Tensor_Scalar) or square.args != (x, 2):
             return None
     found, width = heads_of(x), x.meta["val"].shape[-1:]
-    fits = weight is None or weight.meta["val"].shape == width
-    if found is None or found.eps or found.turn or not eps or not fits:
+    fits = (weight is None or weight.meta["val"].shape == width) and isinstance(eps, float) and eps > 0
+    if found is None or found.eps or found.turn or not fits:
         return None
     return replace(found, eps=eps, weight=weight, plus=plus)
 

@@ -23,9 +23,10 @@ def is_(node: Any, *targets: Any) -> bool:
     return isinstance(node, Node) and node.target in targets
 
 
-def width_of(node: Node) -> int:
-    """Places of the last dimension."""
-    return node.meta["val"].shape[-1]
+def width_of(node: Any) -> int:
+    """Places of the last dimension, 0 of what has none."""
+    shape = node.meta["val"].shape if isinstance(node, Node) else ()
+    return shape[-1] if shape else 0
 
 
 def part(node: Any) -> Part | None:
@@ -38,8 +39,13 @@ def part(node: Any) -> Part | None:
         start, step = number * chunked.meta["val"][0].shape[-1], []
     else:
         return None
-    along_last = dim in (-1, whole.meta["val"].ndim - 1)
-    return Part(whole, start, width_of(node), *step) if along_last and start >= 0 else None
+    known = isinstance(start, int) and start >= 0
+    return Part(whole, start, width_of(node), *step) if known and _is_last(dim, whole) else None
+
+
+def joined(node: Any, kind: Any = aten.cat.default) -> tuple[Node, ...]:
+    """What is concatenated, or stacked, along the last dimension of ``node``."""
+    return tuple(node.args[0]) if is_(node, kind) and _is_last((*node.args, 0)[1], node) else ()
 
 
 def uncast(node: Any) -> Any:
@@ -47,3 +53,7 @@ def uncast(node: Any) -> Any:
     while is_(node, *CASTS) and all(each.meta["val"].is_floating_point() for each in (node, node.args[0])):
         node = node.args[0]
     return node
+
+
+def _is_last(dim: int, node: Node) -> bool:
+    return dim in (-1, node.meta["val"].ndim - 1)
