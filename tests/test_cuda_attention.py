@@ -200,8 +200,10 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
     assert seen == [divided]
 
 
-def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Config) -> triton.compiler.CompiledKernel:
-    """With norms and rotation."""
+def compiled(
+    arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
+) -> triton.compiler.CompiledKernel:
+    """With norms and rotation; ``more``: constants of what else is computed."""
     chunk, _ = kernels.parts_of(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     constants = dict(
@@ -212,7 +214,7 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
         **config.kwargs,
     )  # fmt: skip
     constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
-    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6)
+    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6) | more
     types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
     types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
     kernel = kernels._attention_kernel
@@ -228,13 +230,21 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: configurations are timed on it")
 @pytest.mark.parametrize(
-    ("arch", "width", "groups", "divided", "keys", "warps", "stages"),
-    [("sm_90", 512, 8, 8, 32, 4, 2), ("sm_89", 512, 8, 8, 32, 8, 2), ("sm_120", 256, 2, 8, 32, 4, 2)],
+    ("arch", "width", "groups", "divided", "keys", "warps", "stages", "more"),
+    [
+        ("sm_90", 512, 8, 8, 32, 4, 2, {}),
+        ("sm_89", 512, 8, 8, 32, 8, 2, {}),
+        ("sm_120", 256, 2, 8, 32, 4, 2, {}),
+        ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
+        ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
+        ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "TURNED": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
+    ],
+    ids=["sm_90", "sm_89", "sm_120", "one more than a weight", "by half a table", "neighbours of a half"],
 )
-def test_wide_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
-    arch, width, groups, divided, keys, warps, stages
+def test_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
+    arch, width, groups, divided, keys, warps, stages, more
 ):
-    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages))
+    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages), **more)
     assert kernel.metadata.shared <= GPUS[arch].shared_memory_per_block
     assert usage(kernel.asm["cubin"])[1] == 0
     ptx = kernel.asm["ptx"]
