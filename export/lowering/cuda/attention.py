@@ -55,4 +55,4 @@ def from_one_row(length: int | torch.SymInt) -> bool:
     or without: to a trace, lengths from 1 on are 2 and more."""
     if isinstance(length, int):
         return length == 1
-    return all(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)
+    return any(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)

@@ -1,8 +1,8 @@
 """Heads of a product of queries, keys and values as attention takes them, found in a traced graph by what is computed.
 
-They are outputs of the product, with a bias or without; normed or not, by a weight or by one more than that; all, some
-or none of their dimensions turn by a table of angles, the first ones, each half with the other or neighbours. Dtypes in
-between are passed over: what is rounded there the kernel keeps in float32.
+They are outputs of the product, with a bias or without; normed or not, by a weight or one more than that; their leading
+dimensions, all of them or none, turn by a table of angles, a half with the other or neighbours. Dtypes in between are
+passed over: what is rounded there the kernel keeps in float32.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class Turn:
 @dataclass(frozen=True)
 class Heads:
     """[1, T, count, head_dim] or, ``swapped``, [1, count, T, head_dim]: the outputs of ``product`` [T, N], and of
-    ``bias`` [N], from ``start``; normed unless ``eps`` is 0, times ``weight`` + ``plus``; turned."""
+    ``bias`` [N], from ``start``; normed unless ``eps`` is 0, times ``weight`` + ``plus``; then turned by ``turn``."""
 
     product: Node
     bias: Node | None
@@ -98,7 +98,7 @@ def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
     x, across = uncast(x), uncast(across)
     width, apart, step = width_of(x), width_of(x) // 2, 1
     negative, other = _pair(across)
-    if is_(across, aten.flatten.using_ints) and width_of(across) == width:
+    if is_(across, aten.flatten.using_ints) and across.meta["val"].shape == x.meta["val"].shape:
         apart, step = 1, 2
         negative, other = _pair(across.args[0], aten.stack.default)
     parts = part(negative.args[0]) if is_(negative, aten.neg.default) else None, part(other)

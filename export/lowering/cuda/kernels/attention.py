@@ -15,7 +15,7 @@ Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for t
 and sinks (see ``EagerAttention``) take a few instructions.
 
 Of few rows, what a layer does between its product and its attention is part of the launch (``attention_of_product``):
-the norms of queries, keys and values, their rotation, and the writing of keys and values into the cache. No program
+bias, norms and rotation of queries, keys and values, and the writing of keys and values into the cache. No program
 waits for another: each makes the queries that it has, and writes those of the new keys and values that it will read. So
 several may write a place of the cache, the same bits, and what a program reads it has written itself, before a barrier,
 or an earlier launch did. Where a method for one row is given a chunk of prefill, its tiles write what the ones before
