@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
@@ -163,13 +164,27 @@ def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch,
     assert attended <= positions <= attended + 2 * 32  # blocks at both ends
 
 
+class WithMaskRows(nn.Module):
+    """Attention of ``masks`` more rows, as a P-EAGLE's."""
+
+    def __init__(self, masks: int):
+        super().__init__()
+        self.attend, self.masks = Attend(CudaAttention), masks
+
+    def forward(self, query, key, value, input_pos):
+        query, key, value = (F.pad(x, (0, 0, 0, 0, 0, self.masks)) for x in (query, key, value))
+        behind = input_pos[-1:] + torch.arange(1, self.masks + 1)
+        return self.attend(query, key, value, torch.cat((input_pos, behind)))
+
+
 @pytest.mark.parametrize(
-    ("shortest", "longest", "divided"), [(1, 1, 1), (2, 8, 8), (2, 10, 10), (9, 64, 0), (1, 64, 16)]
+    ("shortest", "longest", "masks", "divided"),
+    [(1, 1, 0, 1), (2, 8, 0, 8), (2, 10, 0, 10), (9, 64, 0, 0), (1, 64, 0, 16), (1, 64, 8, 16), (9, 64, 2, 0)],
 )
-def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, divided):
+def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, masks, divided):
     rows = Dim("rows", min=shortest, max=longest) if shortest < longest else None
     dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
-    module, seen = Attend(CudaAttention).to(torch.bfloat16), []
+    module, seen = WithMaskRows(masks).to(torch.bfloat16), []
     given_now = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs(0, longest - 1 | 1)]
 
     def launched(*given: Any) -> Tensor:
@@ -185,20 +200,23 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
     assert seen == [divided]
 
 
-def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Config) -> triton.compiler.CompiledKernel:
-    """With norms and rotation."""
+def compiled(
+    arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
+) -> triton.compiler.CompiledKernel:
+    """With norms and rotation; ``more``: constants of what else is computed."""
     chunk, _ = kernels.parts_of(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     constants = dict(
         KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
         DIRECT=not divided, BLOCK_D=width, COLUMNS=min(width, 128),
         BLOCK_M=kernels.rows_of_tile(groups, divided, width), WIDTH=heads + 16 * width, Q_WEIGHTED=True,
-        K_WEIGHTED=True, **config.kwargs,
+        K_WEIGHTED=True, BIASED=False, PLUS=0.0, TURNED=width, APART=width // 2, REPEATED=1, ANGLES=width,
+        **config.kwargs,
     )  # fmt: skip
     constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
-    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6)
+    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6) | more
     types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
-    types += ["*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
+    types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
     kernel = kernels._attention_kernel
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
@@ -212,13 +230,21 @@ def compiled(arch: str, width: int, groups: int, divided: int, config: triton.Co
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: configurations are timed on it")
 @pytest.mark.parametrize(
-    ("arch", "width", "groups", "divided", "keys", "warps", "stages"),
-    [("sm_90", 512, 8, 8, 32, 4, 2), ("sm_89", 512, 8, 8, 32, 8, 2), ("sm_120", 256, 2, 8, 32, 4, 2)],
+    ("arch", "width", "groups", "divided", "keys", "warps", "stages", "more"),
+    [
+        ("sm_90", 512, 8, 8, 32, 4, 2, {}),
+        ("sm_89", 512, 8, 8, 32, 8, 2, {}),
+        ("sm_120", 256, 2, 8, 32, 4, 2, {}),
+        ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
+        ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
+        ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "TURNED": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
+    ],
+    ids=["sm_90", "sm_89", "sm_120", "one more than a weight", "by half a table", "neighbours of a half"],
 )
-def test_wide_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
-    arch, width, groups, divided, keys, warps, stages
+def test_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
+    arch, width, groups, divided, keys, warps, stages, more
 ):
-    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages))
+    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages), **more)
     assert kernel.metadata.shared <= GPUS[arch].shared_memory_per_block
     assert usage(kernel.asm["cubin"])[1] == 0
     ptx = kernel.asm["ptx"]

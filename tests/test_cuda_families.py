@@ -12,12 +12,15 @@ from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.cuda import backend as cuda
 from eagle3.export.lowering.cuda.graph_check import check_linears
 from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.rotated import ATTENTION, rotate_in_attention
+from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.plan import WINDOW_ROWS, MethodPlan, make_plan
-from eagle3.runner.contract import DECODE, PREFILL
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 
 FUSED = {"qwen3-30B-A3B": 4, "llama4-maverick": 2}  # of 4 layers, those whose experts the fused kernel computes
+OTHERWISE = ("llama4-maverick",)  # norms behind the rotation, queries scaled by their positions
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 8}
 DRAFTS = {
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(256), draft_vocab_size=None),
@@ -71,6 +74,18 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     assert counts["forward"] == {"small_m": quantized - fuses, "large_m": 0, "dequantize": 0}  # it makes no features
     drafting = 7 * plan.draft.layers + 1 + (not fuses)  # seven in a layer, the lm_head, and an EAGLE's fc
     assert counts["draft_decode"] == {"small_m": drafting, "large_m": 0, "dequantize": 0}
+
+
+def test_attention_takes_the_product_of_queries_keys_and_values(plan, tmp_path):
+    speculator = prepared(plan, cuda.attention)
+    merge_linears(speculator, tmp_path)
+    for method in plan.methods:
+        if method.name == TARGET_VERIFY or method.name == DRAFT_DECODE and plan.config.target_model in DRAFTS:
+            with cuda.tracing(speculator, plan):
+                program = trace(speculator, method, plan.draft.hidden_size, cuda.DTYPE)
+            rotate_in_attention(program)
+            apart = [node for node in program.graph.nodes if str(node.target) == ATTENTION]
+            assert bool(apart) == (method.name == TARGET_VERIFY and plan.config.target_model in OTHERWISE)
 
 
 def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 from torch.export import Dim
+from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4 import modeling_glm4 as glm4
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.phi3 import modeling_phi3 as phi3
 from triton.runtime import interpreter
 from triton_interpreter import interpreted
 
@@ -34,7 +39,7 @@ class Alone:
 
     def __init__(self, product: Tensor, keys: Tensor, values: Tensor, *rest, keys_a_block: int = 16):
         first, last, scale, longest, *made = rest
-        self.before, self.query = (keys, values), torch.empty(1, len(product), made[4], keys.shape[3]).bfloat16()
+        self.before, self.query = (keys, values), torch.empty(1, len(product), made[5], keys.shape[3]).bfloat16()
         self.now = [cache.clone() for cache in self.before]
         self.written = [cache.clone() for cache in self.before]
         begin = interpreter.interpreter_builder.set_grid_idx
@@ -59,30 +64,54 @@ class Alone:
         self.query.fill_(torch.nan)
 
 
+TURNS = {
+    "whole": lambda width: ([width, width // 2, 1], width),
+    "a half": lambda width: ([width // 2, width // 4, 1], width // 2),
+    "by half a table": lambda width: ([width, width // 2, 1], width // 2),
+    "neighbours": lambda width: ([width, 1, 1], width),
+    "neighbours of a half": lambda width: ([width // 2, 1, 2], width // 2),
+    "none": lambda width: ([], 0),
+}
+"""Of a head's width, what turns in it, and the columns of its tables."""
+
+
 def made(
-    rows: int, first: int, kv_heads: int, groups: int, width: int, window: int, norms: bool, slots: int = SLOTS
+    rows: int,
+    first: int,
+    kv_heads: int,
+    groups: int,
+    width: int,
+    window: int,
+    norms: bool,
+    slots: int = SLOTS,
+    turns: str = "whole",
+    bias: bool = False,
+    plus: float = 0.0,
 ) -> tuple:
     """What the op takes but counters and rows of a tile: random, with caches full of other values."""
     torch.manual_seed(first)
     heads = kv_heads * groups
     product = torch.randn(16, (heads + 2 * kv_heads) * width).bfloat16()[-rows:]
     caches = torch.randn(2, 1, kv_heads, 2 * window or slots, width).bfloat16()
-    angles = (torch.arange(16)[-rows:, None] * torch.rand(width // 2)).repeat(1, 2)[None]
-    weights = (torch.rand(2, width).bfloat16() + 0.5).unbind() if norms else (None, None)
+    turn, columns = TURNS[turns](width)
+    angles = torch.arange(16)[None, -rows:, None] * torch.rand(columns)
+    weights = (torch.rand(2, width).bfloat16() + 0.5 - plus).unbind() if norms else (None, None)
     last = torch.arange(first, first + 16)[-rows:]
     begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
     starts, eps = [0, heads * width, (heads + kv_heads) * width], [1e-6 * norms] * 3
-    turned = angles.cos(), angles.sin(), *weights, heads, starts, eps
+    biases = torch.randn(product.shape[1]).bfloat16() if bias else None
+    tables = (angles.cos(), angles.sin()) if turn else (None, None)
+    turned = biases, *tables, *weights, heads, starts, eps, plus, turn
     return product, *caches, begins, last, 0.25, window or slots, *turned
 
 
 def reference(product, keys, values, first, last, scale, longest, *turned) -> tuple[Tensor, ...]:
     floats = [x.float() if isinstance(x, Tensor) else x for x in (product, keys, values, *turned)]
-    (product, keys, values), turned = floats[:3], floats[3:]
-    return attention_of_product(product, keys, values, first, last, counters(), *turned, scale, longest, 16)
+    product, keys, values, bias, *turned = floats
+    return attention_of_product(product, bias, keys, values, first, last, counters(), *turned, scale, longest, 16)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=some.integers(1, 16),
     first=some.integers(0, SLOTS - 16),
@@ -93,11 +122,16 @@ def reference(product, keys, values, first, last, scale, longest, *turned) -> tu
     norms=some.booleans(),
     keys_a_block=some.sampled_from([16, 64]),
     slots=some.sampled_from([100, SLOTS]),
+    turns=some.sampled_from(sorted(TURNS)),
+    bias=some.booleans(),
+    plus=some.sampled_from([0.0, 1.0]),
 )
-def test_each_program_writes_what_it_reads(rows, first, kv_heads, groups, width, window, norms, keys_a_block, slots):
+def test_each_program_writes_what_it_reads(
+    rows, first, kv_heads, groups, width, window, norms, keys_a_block, slots, **more
+):
     """So that none needs another's write: what it attends to is right; together they write the new rows, no others."""
     first = first if window else first % (slots - 16)
-    given_now = made(rows, first, kv_heads, groups, width, window, norms, slots)
+    given_now = made(rows, first, kv_heads, groups, width, window, norms, slots, **more)
     found, expected = Alone(*given_now, keys_a_block=keys_a_block), reference(*given_now)
     for x, y in zip((found.out, found.keys, found.values), expected, strict=True):
         torch.testing.assert_close(x.float(), y, **CLOSE)
@@ -116,43 +150,70 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows():
             assert torch.equal(few[:, :, slots], many[:, :, slots])
 
 
-def turned_in_part(query, key, cos, sin, unsqueeze_dim):
-    half = query.shape[-1] // 2
-    parts = apply_rotary_pos_emb(
-        query[..., :half], key[..., :half], cos[..., :half], sin[..., :half], unsqueeze_dim=unsqueeze_dim
-    )
-    return tuple(torch.cat((part, x[..., half:]), -1) for part, x in zip(parts, (query, key), strict=True))
+def twice(angles: Tensor) -> Tensor:
+    return torch.cat((angles, angles), -1)
+
+
+def each_twice(angles: Tensor) -> Tensor:
+    return torch.repeat_interleave(angles, 2, dim=-1)
+
+
+ROTATIONS = {
+    "whole": (apply_rotary_pos_emb, 8, twice),
+    "whole, as if in part": (phi3.apply_rotary_pos_emb, 8, twice),
+    "in part": (phi3.apply_rotary_pos_emb, 4, twice),
+    "by half a table": (gpt_oss.apply_rotary_pos_emb, 8, lambda angles: angles),
+    "neighbours": (cohere.apply_rotary_pos_emb, 8, each_twice),
+    "neighbours in part": (glm4.apply_rotary_pos_emb, 4, twice),
+    "none": (lambda query, key, *_, **__: (query, key), 8, twice),
+}
+"""transformers' functions; angles of a position, and the columns that are made of them."""
+
+
+class NormOfAll(LlamaRMSNorm):
+    """Over all heads, as OLMo 2's."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__(2 * width, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.unflatten(2, (-1, 2)).flatten(3)
+        return super().forward(pairs).unflatten(3, (2, -1)).flatten(2, 3)
 
 
 class Layers(nn.Module):
     """Attention twice over one cache, at the rows' positions and behind them."""
 
-    def __init__(self, norm=None, swapped=False, window=0, bias=False, rotate=apply_rotary_pos_emb):
+    def __init__(self, norm=None, swapped=False, window=0, bias=False, rotation="whole", norm_last=False):
         super().__init__()
-        self.swapped, self.rotate = swapped, rotate
-        self.weight, self.inv_freq = nn.Parameter(torch.randn(128, 64) / 8), torch.rand(8)
+        self.rotate, angles, self.columns = ROTATIONS[rotation]
+        self.swapped, self.norm_last = swapped, norm_last
+        self.weight, self.inv_freq = nn.Parameter(torch.randn(128, 64) / 8), torch.rand(angles)
         self.bias = nn.Parameter(torch.randn(128)) if bias else None
         self.q_norm, self.k_norm = (norm(16, eps=1e-5) if norm else nn.Identity() for _ in range(2))
         self.v_norm = nn.RMSNorm(16, 1e-5, elementwise_affine=False) if norm is nn.RMSNorm else nn.Identity()
         for each in (self.q_norm, self.k_norm):
             each.requires_grad_(False)
             for parameter in each.parameters():
-                nn.init.uniform_(parameter, 0.5, 2)
+                nn.init.uniform_(parameter, 0.5, 2).sub_(1.0 if norm is Gemma3RMSNorm else 0.0)
         self.attention = CudaAttention(KVCacheShape(2, 16, 64, window))
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
         for _ in range(2):
-            angles = torch.outer(input_pos.float(), self.inv_freq)
-            angles = torch.cat((angles, angles), -1)[None]
+            angles = self.columns(torch.outer(input_pos.float(), self.inv_freq)[None])
             cos, sin = (angles.cos() * 1.0).to(x.dtype), angles.sin().to(x.dtype)
             product = bf16_small_m(x.reshape(-1, 64), self.weight, shared_counters(x)).reshape(1, -1, 128)
             product = product if self.bias is None else product + self.bias
             parts = product[..., :64], product[..., 64:96], product[..., 96:]
             query, key, value = (part.unflatten(-1, (-1, 16)) for part in parts)
-            query, key, value = self.q_norm(query), self.k_norm(key), self.v_norm(value)
+            value = self.v_norm(value)
+            if not self.norm_last:
+                query, key = self.q_norm(query), self.k_norm(key)
             if self.swapped:
                 query, key = (each.transpose(1, 2) for each in (query, key))
             query, key = self.rotate(query, key, cos, sin, unsqueeze_dim=1 if self.swapped else 2)
+            if self.norm_last:
+                query, key = self.q_norm(query), self.k_norm(key)
             if self.swapped:
                 query, key = (each.transpose(1, 2) for each in (query, key))
             x = x + self.attention(query, key, value, self.attention.rows(input_pos), 0.25).flatten(2)
@@ -182,11 +243,20 @@ def rotated(module: nn.Module, most: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm])
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm])
 def test_what_is_between_a_product_and_its_attention_is_found(norm, swapped, window):
     assert rotated(Layers(norm, swapped, window), most=8) == (2, 0)
 
 
-@pytest.mark.parametrize("other", [{"bias": True}, {"rotate": turned_in_part}, {}], ids=["bias", "in part", "prefill"])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_what_turns_is_found_of_heads_with_a_bias(rotation, swapped):
+    assert rotated(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
+
+
+OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": LlamaRMSNorm, "norm_last": True}}
+
+
+@pytest.mark.parametrize("other", [*OTHERWISE.values(), {}], ids=[*OTHERWISE, "prefill"])
 def test_what_is_computed_otherwise_stays(other):
     assert rotated(Layers(**other), most=8 if other else 40) == (0, 4)

@@ -38,15 +38,21 @@ class CudaAttention(EagerAttention):
     ) -> Tensor:
         first, last = rows
         keys, values = self.kv_cache.update(last, key.transpose(1, 2), value.transpose(1, 2))
-        least, most = bounds(query.shape[1])
-        few = min(most, FEW) if least <= 2 or most <= FEW else 0  # to a trace, lengths from 1 on are 2 and more
+        length = query.shape[1]
+        most = most_rows(length)
+        few = min(most, FEW) if from_one_row(length) or most <= FEW else 0
         arrived = shared_counters(query)
         return attention(query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks)
 
 
-def bounds(length: int | torch.SymInt) -> tuple[int, int]:
-    """The least and the greatest that a dimension of a traced tensor may be."""
+def most_rows(length: int | torch.SymInt) -> int:
+    """The greatest that a dimension of a traced tensor may be."""
+    return length if isinstance(length, int) else int(length.node.shape_env.bound_sympy(length.node.expr).upper)
+
+
+def from_one_row(length: int | torch.SymInt) -> bool:
+    """Whether a dimension of a traced tensor is the rows of a method for one row and more, with a P-EAGLE's mask rows
+    or without: to a trace, lengths from 1 on are 2 and more."""
     if isinstance(length, int):
-        return length, length
-    span = length.node.shape_env.bound_sympy(length.node.expr)
-    return int(span.lower), int(span.upper)
+        return length == 1
+    return any(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)

@@ -11,7 +11,7 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.attention import bounds
+from eagle3.export.lowering.cuda.attention import most_rows
 from eagle3.export.plan import WINDOW_ROWS
 from eagle3.targets.experts import Experts
 
@@ -76,7 +76,7 @@ class FusedExperts(nn.Module):
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """In a window a matrix is read once for each row that chose it; in a chunk rows are sorted by expert first."""
-        _, most = bounds(x.shape[0])
-        op = torch.ops.triton.fused_moe if most <= WINDOW_ROWS else torch.ops.triton.fused_moe_batched_gemm
+        few = most_rows(x.shape[0]) <= WINDOW_ROWS
+        op = torch.ops.triton.fused_moe if few else torch.ops.triton.fused_moe_batched_gemm
         packed = self.w1, self.w1_scale, self.w2, self.w2_scale
         return op(x, *packed, weights, chosen, chosen.shape[1], self.count, GROUP)

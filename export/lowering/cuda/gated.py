@@ -5,7 +5,6 @@ activation of the first, and the product of that with the second. Where anything
 stay. So do those of INT8 and of K-quants, whose kernels spill registers on sm_90 and sm_120 with a gate in them.
 """
 
-import operator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
+from eagle3.export.lowering.cuda.nodes import part
 
 aten = torch.ops.aten
 PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default")
@@ -64,16 +64,10 @@ def _activation(node: Any) -> str | None:
 
 def _half(node: Any) -> int | None:
     """0 or 1 for the first or the second half of another node, along its last dimension."""
-    if not isinstance(node, Node):
+    found = part(node)
+    if found is None or 2 * found.width != found.whole.meta["val"].shape[-1]:
         return None
-    if node.target is aten.slice.Tensor and len(node.args) == 4:
-        (whole, _, start, _), width = node.args, node.meta["val"].shape[-1]
-        place = {0: 0, width: 1}.get(start)
-    elif node.target is operator.getitem and node.args[0].target is aten.chunk.default:
-        (whole, *_), place, width = node.args[0].args, node.args[1], node.meta["val"].shape[-1]
-    else:
-        return None
-    return place if 2 * width == whole.meta["val"].shape[-1] else None
+    return {(0, 1): 0, (found.width, 1): 1}.get((found.start, found.step))
 
 
 def _replace(node: Node, wide: Node, activation: str) -> None:

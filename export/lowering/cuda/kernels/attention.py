@@ -15,13 +15,14 @@ Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for t
 and sinks (see ``EagerAttention``) take a few instructions.
 
 Of few rows, what a layer does between its product and its attention is part of the launch (``attention_of_product``):
-the norms of queries, keys and values, their rotation, and the writing of keys and values into the cache. No program
+bias, norms and rotation of queries, keys and values, and the writing of keys and values into the cache. No program
 waits for another: each makes the queries that it has, and writes those of the new keys and values that it will read. So
 several may write a place of the cache, the same bits, and what a program reads it has written itself, before a barrier,
 or an earlier launch did. Where a method for one row is given a chunk of prefill, its tiles write what the ones before
 them do once more.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,27 +45,32 @@ class Product(NamedTuple):
     """What queries and the new keys and values are made of; see ``attention_of_product``."""
 
     out: Tensor
-    cos: Tensor
-    sin: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    heads: int
-    starts: list[int]
-    eps: list[float]
+    bias: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    heads: int = 0
+    starts: Sequence[int] = (0, 0, 0)
+    eps: Sequence[float] = (0.0, 0.0, 0.0)
+    plus: float = 0.0
+    turn: Sequence[int] = ()
 
 
 @triton.jit
 def _attention_kernel(
-    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts, PRODUCT, COS, SIN, Q_WEIGHT, K_WEIGHT,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts, PRODUCT, BIAS, COS, SIN, Q_WEIGHT,
+    K_WEIGHT, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
-    V_AT: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, Q_WEIGHTED: tl.constexpr,
-    K_WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_AT: tl.constexpr, BIASED: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr,
+    Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr, PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr,
+    REPEATED: tl.constexpr, ANGLES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]. Unless DIRECT: PARTS float32 [parts, rows,
     # heads, D], STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum. Unless WIDTH is 0 Q
-    # and the rows' places in K and V are written here, of PRODUCT bf16 [rows, WIDTH], COS and SIN [rows, D].
+    # and the rows' places in K and V are written here, of PRODUCT bf16 [rows, WIDTH], BIAS [WIDTH], COS and SIN [rows,
+    # ANGLES].
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,13 +96,13 @@ def _attention_kernel(
 
     if WIDTH > 0:
         write_queries(
-            Q, PRODUCT, COS, SIN, Q_WEIGHT, tile * BLOCK_M, kv_head, rows,
-            KV_HEADS, GROUPS, D, BLOCK_D, BLOCK_M, WIDTH, Q_AT, Q_EPS, Q_WEIGHTED,
+            Q, PRODUCT, BIAS, COS, SIN, Q_WEIGHT, tile * BLOCK_M, kv_head, rows, KV_HEADS, GROUPS, D, BLOCK_D, BLOCK_M,
+            WIDTH, Q_AT, BIASED, Q_EPS, Q_WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
         )  # fmt: skip
         written = tl.load(LAST).to(tl.int32)
         write_keys_and_values(
-            K, V, PRODUCT, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0), end - written, kv_head,
-            D, SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, K_EPS, V_EPS, K_WEIGHTED,
+            K, V, PRODUCT, BIAS, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0), end - written, kv_head, D,
+            SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, BIASED, K_EPS, V_EPS, K_WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
         )  # fmt: skip
         tl.debug_barrier()
 
@@ -215,15 +221,17 @@ def launch(
         unsummed = torch.empty(parts * FEW + rows, heads, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
-    made = product or Product(query, query, query, None, None, heads, [0, 0, 0], [0, 0, 0])
-    weights = made.q_weight, made.k_weight
+    made = product or Product(query)
+    optional = made.bias, made.cos, made.sin, made.q_weight, made.k_weight
     starts = dict(zip(("Q_AT", "K_AT", "V_AT"), made.starts, strict=True))
     eps = dict(zip(("Q_EPS", "K_EPS", "V_EPS"), made.eps, strict=True))
+    turn = dict(zip(("TURNED", "APART", "REPEATED"), made.turn or (0, 1, 1), strict=True))
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
         query, keys, values, first, last, sinks if has_sinks else query, arrived, unsummed, stats, out, rows, parts,
-        *made[:3], *(query if weight is None else weight for weight in weights),
-        WIDTH=product.out.shape[1] if product else 0, **starts, **eps,
-        Q_WEIGHTED=weights[0] is not None, K_WEIGHTED=weights[1] is not None, KV_HEADS=kv_heads, GROUPS=groups,
+        made.out, *(query if each is None else each for each in optional),
+        WIDTH=product.out.shape[1] if product else 0, **starts, **eps, **turn, PLUS=made.plus,
+        ANGLES=1 if made.cos is None else made.cos.shape[-1], BIASED=made.bias is not None,
+        Q_WEIGHTED=made.q_weight is not None, K_WEIGHTED=made.k_weight is not None, KV_HEADS=kv_heads, GROUPS=groups,
         D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct,
         BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
     )  # fmt: skip

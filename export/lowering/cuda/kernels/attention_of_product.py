@@ -11,38 +11,45 @@ from eagle3.export.lowering.cuda.kernels.attention import Product, attention_ref
 @triton_op("eagle3::attention_of_product", mutates_args={})
 def attention_of_product(
     product: Tensor,
+    bias: Tensor | None,
     keys: Tensor,
     values: Tensor,
     first: Tensor,
     last: Tensor,
     arrived: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     heads: int,
     starts: list[int],
     eps: list[float],
+    plus: float,
+    turn: list[int],
     scale: float,
     longest: int,
     divided_rows: int,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attention`` of what a layer's product of queries, keys and values holds, in one launch: heads are normed
-    (``x / rms(x) * weight``), those of queries and keys rotated (``x * cos + rotate_half(x) * sin``), all in float32,
-    and keys and values written at ``last`` before the rows attend.
+    """``attention`` of what a layer's product of queries, keys and values and its bias hold, in one launch: heads are
+    normed (``x / rms(x) * (weight + plus)``), those of queries and keys rotated (``x * cos + across * sin``), all in
+    float32, and keys and values written at ``last`` before the rows attend.
 
     Args:
         product: bfloat16 [T, N]
+        bias: [N], None: 0
         keys, values: as ``attention`` has them, without the rows' own
         first, last, arrived, scale, longest, divided_rows, softcap, sinks: see ``attention``; ``last`` is consecutive,
             ``divided_rows`` not 0
-        cos, sin: floating [1, T, head_dim], contiguous
-        q_weight, k_weight: [head_dim], None: 1
+        cos, sin: floating [1, T, columns], None where nothing turns
+        q_weight, k_weight: [head_dim], None: 1 and no ``plus``
         heads: those of queries
         starts: where queries, keys and values begin in the product's outputs
         eps: of the norms of queries, keys and values, added to the mean of squares; 0: it has none
+        plus: added to the weights
+        turn: how many dimensions of a head turn, from the first on; how far apart the two of a pair are; how many in a
+            row have the same column of ``cos`` and ``sin``, which begin anew behind their last. Empty: nothing turns
 
     Returns:
         bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to. A lowered program has them in
@@ -53,7 +60,8 @@ def attention_of_product(
     """
     keys, values = keys.clone(), values.clone()
     query = torch.empty(1, product.shape[0], heads, keys.shape[3], dtype=product.dtype, device=product.device)
-    made = Product(product.contiguous(), cos.contiguous(), sin.contiguous(), q_weight, k_weight, heads, starts, eps)
+    tables = (table if table is None else table.contiguous() for table in (cos, sin))
+    made = Product(product.contiguous(), bias, *tables, q_weight, k_weight, heads, starts, eps, plus, turn)
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
     return launch(wrap_triton(divided_kernel), *given, made), keys, values
 
@@ -61,18 +69,21 @@ def attention_of_product(
 @attention_of_product.register_kernel("cpu")
 def attention_of_product_reference(
     product: Tensor,
+    bias: Tensor | None,
     keys: Tensor,
     values: Tensor,
     first: Tensor,
     last: Tensor,
     arrived: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     heads: int,
     starts: list[int],
     eps: list[float],
+    plus: float,
+    turn: list[int],
     scale: float,
     longest: int,
     divided_rows: int,
@@ -82,16 +93,25 @@ def attention_of_product_reference(
     """``attention_of_product`` in plain PyTorch, of any floating dtype."""
     kv_heads, slots, width = keys.shape[1:]
 
+    biased = product.float() if bias is None else product.float() + bias
+
     def made(start: int, count: int, eps: float, weight: Tensor | None, rotated: bool) -> Tensor:
-        x = product[None, :, start : start + count * width].unflatten(-1, (count, width)).float()
+        x = biased[None, :, start : start + count * width].unflatten(-1, (count, width))
         x = F.rms_norm(x, [width], eps=eps) if eps else x
-        x = x if weight is None else x * weight
-        if rotated:
-            x = x * cos[:, :, None] + torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1) * sin[:, :, None]
-        return x.to(product.dtype)
+        x = x if weight is None else x * (weight.float() + plus)
+        return (_rotated(x, cos, sin, *turn) if rotated and turn else x).to(product.dtype)
 
     query = made(starts[0], heads, eps[0], q_weight, True)
     key, value = made(starts[1], kv_heads, eps[1], k_weight, True), made(starts[2], kv_heads, eps[2], None, False)
     keys, values = (cache.index_copy(2, last % slots, x.transpose(1, 2)) for cache, x in ((keys, key), (values, value)))
     rest = scale, longest, divided_rows, softcap, sinks
     return attention_reference(query, keys, values, first, last, arrived, *rest), keys, values
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, count: int, apart: int, repeated: int) -> Tensor:
+    columns = torch.arange(count) // repeated % cos.shape[-1]
+    cos, sin = (table[:, :, None, columns] for table in (cos, sin))
+    x, rest = x[..., :count], x[..., count:]
+    first, second = x.unflatten(-1, (-1, 2, apart)).unbind(-2)
+    across = torch.stack((-second, first), -2).flatten(-3)
+    return torch.cat((x * cos + across * sin, rest), -1)

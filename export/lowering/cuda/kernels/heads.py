@@ -6,44 +6,64 @@ import triton.language as tl
 
 @triton.jit
 def _head(
-    PRODUCT, WEIGHT, COS, SIN, at, row, here, d,
-    D: tl.constexpr, EPS: tl.constexpr, WEIGHTED: tl.constexpr, TURNED: tl.constexpr,
+    PRODUCT, BIAS, WEIGHT, COS, SIN, row, column, here, d,
+    D: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, EPS: tl.constexpr, WEIGHTED: tl.constexpr,
+    PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    # float32 [places, BLOCK_D]: the heads that begin at ``at`` in PRODUCT, normed unless EPS is 0, turned by the angles
-    # of their rows. What it takes is loaded at once, before the first of it is waited for.
-    inside = here[:, None] & (d < D)[None, :]
-    x = tl.load(PRODUCT + at[:, None] + d[None, :], mask=inside, other=0)
+    # float32 [places, BLOCK_D]: the heads that begin at ``column`` ([places, 1], or one for all) of rows of PRODUCT,
+    # with their bias, normed unless EPS is 0, the first TURNED dimensions turned by the angles of their rows. What it
+    # takes is loaded at once, before the first of it is waited for.
+    at = row[:, None] * WIDTH + column
+    real = (d < D)[None, :]
+    inside = here[:, None] & real
+    x = tl.load(PRODUCT + at + d[None, :], mask=inside, other=0)
+    if BIASED:
+        bias = tl.load(BIAS + column + d[None, :], mask=real, other=0).to(tl.float32)
     if WEIGHTED:
-        weight = tl.load(WEIGHT + d, mask=d < D, other=0).to(tl.float32)[None, :]
-    if TURNED:
-        across = (d + D // 2) % D
-        y = tl.load(PRODUCT + at[:, None] + across[None, :], mask=inside, other=0)
+        weight = tl.load(WEIGHT + d, mask=d < D, other=0).to(tl.float32)[None, :] + PLUS
+    if TURNED > 0:
+        if 2 * APART == TURNED:  # as below, in fewer registers
+            second = d >= APART
+            across = (d + APART) % TURNED
+        else:
+            second = d // APART % 2 == 1
+            across = tl.where(second, d - APART, d + APART)
+        turning = (d < TURNED)[None, :]
+        y = tl.load(PRODUCT + at + across[None, :], mask=here[:, None] & turning, other=0)
+        if BIASED:
+            bias_across = tl.load(BIAS + column + across[None, :], mask=turning, other=0).to(tl.float32)
         if WEIGHTED:
-            weight_across = tl.load(WEIGHT + across, mask=d < D, other=0).to(tl.float32)[None, :]
-        angle = row[:, None] * D + d[None, :]
-        cos = tl.load(COS + angle, mask=inside, other=0).to(tl.float32)
-        sin = tl.load(SIN + angle, mask=inside, other=0).to(tl.float32)
-        y = tl.where((d < D // 2)[None, :], -y.to(tl.float32), y.to(tl.float32))
+            weight_across = tl.load(WEIGHT + across, mask=d < TURNED, other=0).to(tl.float32)[None, :] + PLUS
+        angle = row[:, None] * ANGLES + (d // REPEATED % ANGLES)[None, :]
+        cos = tl.load(COS + angle, mask=here[:, None] & turning, other=1).to(tl.float32)
+        sin = tl.load(SIN + angle, mask=here[:, None] & turning, other=0).to(tl.float32)
+        y = y.to(tl.float32)
+        if BIASED:
+            y += bias_across
+        y = tl.where(second[None, :], y, -y)
     x = x.to(tl.float32)
+    if BIASED:
+        x += bias
     if EPS > 0:
         shrunk = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)[:, None]
         x = x * shrunk
-        if TURNED:
+        if TURNED > 0:
             y = y * shrunk
     if WEIGHTED:
         x = x * weight
-        if TURNED:
+        if TURNED > 0:
             y = y * weight_across
-    if TURNED:
+    if TURNED > 0:
         x = x * cos + y * sin
     return x
 
 
 @triton.jit
 def write_queries(
-    Q, PRODUCT, COS, SIN, WEIGHT, begin, kv_head, rows,
+    Q, PRODUCT, BIAS, COS, SIN, WEIGHT, begin, kv_head, rows,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr, AT: tl.constexpr, EPS: tl.constexpr, WEIGHTED: tl.constexpr,
+    WIDTH: tl.constexpr, AT: tl.constexpr, BIASED: tl.constexpr, EPS: tl.constexpr, WEIGHTED: tl.constexpr,
+    PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     # those of a tile of the attention, from ``begin``
     MOST: tl.constexpr = 4096 // BLOCK_D
@@ -54,16 +74,20 @@ def write_queries(
         row = packed // GROUPS
         head = kv_head * GROUPS + packed % GROUPS
         here = row < rows
-        x = _head(PRODUCT, WEIGHT, COS, SIN, row * WIDTH + AT + head * D, row, here, d, D, EPS, WEIGHTED, True)
+        x = _head(
+            PRODUCT, BIAS, WEIGHT, COS, SIN, row, (AT + head * D)[:, None], here, d,
+            D, WIDTH, BIASED, EPS, WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
+        )  # fmt: skip
         at = (row * (KV_HEADS * GROUPS) + head) * D
         tl.store(Q + at[:, None] + d[None, :], x.to(Q.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def write_keys_and_values(
-    K, V, PRODUCT, COS, SIN, WEIGHT, earliest, begin, end, kv_head,
+    K, V, PRODUCT, BIAS, COS, SIN, WEIGHT, earliest, begin, end, kv_head,
     D: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, K_AT: tl.constexpr,
-    V_AT: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, WEIGHTED: tl.constexpr,
+    V_AT: tl.constexpr, BIASED: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, WEIGHTED: tl.constexpr,
+    PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     # those of the rows from ``begin`` to ``end``, of which row 0 has the position ``earliest``
     PLACES: tl.constexpr = 8 if BLOCK_D > 256 else 16
@@ -71,9 +95,14 @@ def write_keys_and_values(
     for place in tl.range(begin, end, PLACES, num_stages=1):
         row = place + tl.arange(0, PLACES)
         here = row < end
-        at = row * WIDTH + kv_head * D
-        k = _head(PRODUCT, WEIGHT, COS, SIN, at + K_AT, row, here, d, D, K_EPS, WEIGHTED, True)
-        v = _head(PRODUCT, WEIGHT, COS, SIN, at + V_AT, row, here, d, D, V_EPS, False, False)
+        k = _head(
+            PRODUCT, BIAS, WEIGHT, COS, SIN, row, K_AT + kv_head * D, here, d,
+            D, WIDTH, BIASED, K_EPS, WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
+        )  # fmt: skip
+        v = _head(
+            PRODUCT, BIAS, WEIGHT, COS, SIN, row, V_AT + kv_head * D, here, d,
+            D, WIDTH, BIASED, V_EPS, False, 0.0, 0, 1, 1, 1,
+        )  # fmt: skip
         places = ((row + earliest) % SLOTS)[:, None] * D + d[None, :]
         inside = here[:, None] & (d < D)[None, :]
         tl.store(K + places, k.to(K.dtype.element_ty), mask=inside)

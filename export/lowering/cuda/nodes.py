@@ -1,0 +1,59 @@
+"""What a node of a traced graph is of another: a part of its last dimension, the same numbers in another dtype."""
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+CASTS = (aten.alias.default, aten.to.dtype, aten.to.dtype_layout, aten.type_as.default)
+
+
+class Part(NamedTuple):
+    """``width`` places of the last dimension of ``whole``, ``step`` apart, from ``start``."""
+
+    whole: Node
+    start: int
+    width: int
+    step: int = 1
+
+
+def is_(node: Any, *targets: Any) -> bool:
+    return isinstance(node, Node) and node.target in targets
+
+
+def width_of(node: Any) -> int:
+    """Places of the last dimension, 0 of what has none."""
+    shape = node.meta["val"].shape if isinstance(node, Node) else ()
+    return shape[-1] if shape else 0
+
+
+def part(node: Any) -> Part | None:
+    """What a slice along the last dimension is, or a piece of what is chunked along it."""
+    if is_(node, aten.slice.Tensor) and len(node.args) >= 4:
+        whole, dim, start, _, *step = node.args
+    elif is_(node, operator.getitem) and is_(node.args[0], aten.chunk.default):
+        chunked, number = node.args
+        whole, dim = chunked.args[0], (*chunked.args, 0)[2]
+        start, step = number * chunked.meta["val"][0].shape[-1], []
+    else:
+        return None
+    known = isinstance(start, int) and start >= 0
+    return Part(whole, start, width_of(node), *step) if known and _is_last(dim, whole) else None
+
+
+def joined(node: Any, kind: Any = aten.cat.default) -> tuple[Node, ...]:
+    """What is concatenated, or stacked, along the last dimension of ``node``."""
+    return tuple(node.args[0]) if is_(node, kind) and _is_last((*node.args, 0)[1], node) else ()
+
+
+def uncast(node: Any) -> Any:
+    """What ``node`` was before it changed among floating dtypes."""
+    while is_(node, *CASTS) and all(each.meta["val"].is_floating_point() for each in (node, node.args[0])):
+        node = node.args[0]
+    return node
+
+
+def _is_last(dim: int, node: Node) -> bool:
+    return dim in (-1, node.meta["val"].ndim - 1)
