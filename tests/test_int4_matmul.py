@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.export import Dim, export
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, sums
+from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, sums
+from eagle3.runner.inspect.ptx import SECTOR, WARP, loads
 
 
 def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -19,7 +20,7 @@ def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = None, count: int | None = None):
     arrived = sums.counters() if arrived is None else arrived
-    with interpreted(sums, int4_matmul):
+    with interpreted(sums, large_m, int4_matmul):
         return int4_matmul._launch_matmul(int4_matmul._int4_matmul_kernel, x, *weight, arrived, count)
 
 
@@ -69,9 +70,9 @@ def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
 def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
     for tiles in (1, 2, 42, 131, 132, 133, 2048):
         for rows in range(1, 40):
-            count = int4_matmul.parts_of_k(rows, tiles, 84)
-            assert count == 1 or count * rows * tiles <= int4_matmul.SLOTS
-    assert int4_matmul.parts_of_k(1, 42, 84) == 6 and int4_matmul.parts_of_k(1, 8, 3) == 3
+            count = large_m.parts_of_k(rows, tiles, 84)
+            assert count == 1 or count * rows * tiles <= large_m.SLOTS
+    assert large_m.parts_of_k(1, 42, 84) == 6 and large_m.parts_of_k(1, 8, 3) == 3
 
 
 def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
@@ -87,7 +88,7 @@ def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
             return run
 
     x, weight, arrived = activations(130, 512), parts(int4_weight(33, 512)), sums.counters()
-    with interpreted(sums, int4_matmul):
+    with interpreted(sums, large_m, int4_matmul):
         found = int4_matmul._launch_matmul(Dividing(), x, *weight, arrived, count=1)
     assert_right(found, x, weight)
     assert kept.item() == 7 and not arrived.any()
@@ -128,13 +129,15 @@ TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16",
     ("arch", "divided"), [(80, True), (86, False), (89, True), (90, True), (90, False), (100, True), (120, True)]
 )
 def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_path):
-    constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": int4_matmul.ROWS}
-    constants |= {"BLOCK_N": int4.TILE, "BLOCK_K": int4_matmul.BLOCK_K, "STAGES": int4_matmul.STAGES}
+    constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": large_m.ROWS}
+    constants |= {"BLOCK_N": large_m.TILE, "BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES}
     constants["DIVIDED"] = divided
-    found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, int4_matmul.WARPS)
+    found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, large_m.WARPS)
     assert found.stack == 0 and found.registers <= 255
     assert 2 * (found.shared + 1024) <= SHARED
     assert found.ptx.count("cp.async.cg.shared.global") > 0
+    whole = {load.parameter: load.sectors * SECTOR == load.bytes * WARP for load in loads(found.ptx, (1, 1, 1), 64)}
+    assert all(whole.values()) and (arch == 100 or len(whole) == 4)  # of tcgen05's PTX nothing is worked out
     # Each of a lane's 64 weights is decoded, the two of a byte by powers of their own: 2^124 and 2^120.
     assert all(str((127 + power) << 23) in found.ptx for power in (124, 120))
     if arch not in (90, 100):  # whose products are wgmma's and tcgen05's where the GPU is at hand
