@@ -275,6 +275,8 @@ def test_products_of_kernels_by_their_constants():
     assert products("_int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
     eight = products("_int8_small_m_kernel", tile | {"BLOCK_K": 256}, 2, 9)
     assert (eight.weights, eight.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
+    large = products("_int8_matmul_kernel", tile | {"BLOCK_K": 64, "BLOCK_M": 64, "DIVIDED": True}, 2 * 3 * 5, 130)
+    assert (large.multiply_adds, large.iterations) == (64 * 64 * 64, 2 * 3 * 16)
     template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
     assert (template.weights, template.iterations) == (64 * 32, 2 * 32)
     assert products("triton_poi_fused_add_0", {"XBLOCK": 128}, 2, 1) is None

@@ -25,8 +25,12 @@ def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = 
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
-    """Within a rounding to bf16 and the errors of float32, of the weights rounded to bf16."""
-    w = torch.cat(int4.dequantized(*weight)).bfloat16().double()
+    assert_product(found, x, torch.cat(int4.dequantized(*weight)).bfloat16())
+
+
+def assert_product(found: Tensor, x: Tensor, w: Tensor) -> None:
+    """Within a rounding to bf16 and the errors of float32."""
+    w = w.double()
     expected = x.double() @ w.T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
     room = 1e-6 * x.double().abs() @ w.abs().T + 2**-8 * expected.abs()

@@ -227,5 +227,5 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     if "DIVIDED" in constants:  # by how much depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k
-    dots = 2 if kernel.startswith("_int8") else 1  # of a weight: its low and its high half
+    dots = 2 if kernel.startswith("_int8_small_m") else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
