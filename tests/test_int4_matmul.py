@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.export import Dim, export
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, sums
+from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
 from eagle3.runner.inspect.ptx import SECTOR, WARP, loads
 
 
@@ -20,8 +20,10 @@ def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = None, count: int | None = None):
     arrived = sums.counters() if arrived is None else arrived
-    with interpreted(sums, large_m, int4_matmul):
-        return int4_matmul._launch_matmul(int4_matmul._int4_matmul_kernel, x, *weight, arrived, count)
+    with interpreted(sums, small_m, int4, large_m, int4_matmul):
+        return int4_matmul._launch_matmul(
+            int4_matmul._int4_matmul_kernel, int4_matmul._int4_small_m_kernel, x, *weight, arrived, count
+        )
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
@@ -37,15 +39,39 @@ def assert_product(found: Tensor, x: Tensor, w: Tensor) -> None:
     assert ((found.double() - expected).abs() <= room).all()
 
 
-@pytest.mark.parametrize("m", [1, 9, 63, 64, 65, 130])
+@pytest.mark.parametrize("m", [33, 63, 64, 65, 130])
 def test_any_number_of_rows_is_right(m):
     x, weight = activations(m, 256), parts(int4_weight(33, 256))
     assert_right(product(x, *weight), x, weight)
 
 
+@pytest.mark.parametrize("m", [1, 9, 16, 17, 32])
+def test_few_rows_take_the_small_m_kernel_in_tiles_of_16(m):
+    x, weight = activations(m, 512), parts(int4_weight(33, 512))
+    with interpreted(sums, small_m, int4):
+        expected = int4._launch_int4(int4._int4_small_m_kernel, x, *weight, sums.counters())
+    assert torch.equal(product(x, *weight), expected)
+
+
+def test_where_the_rows_are_known_when_it_runs_one_of_the_two_kernels_has_no_programs(monkeypatch):
+    monkeypatch.setattr(large_m, "statically_known_true", lambda condition: False)
+    for m in (1, 9, 16, 17, 32, 33, 64, 65, 1000):
+        grids = []
+
+        def run_few(grid, rows, *_, grids=grids):
+            grids.append(grid)
+
+        def run(grid, *_, grids=grids):
+            grids.append(grid)
+
+        large_m.launch(activations(m, 256), 512, 4, 1, sums.counters(), run, 1, (2, run_few))
+        short, long = (-(-m // 16), 0) if m <= 32 else (0, -(-m // 64))
+        assert grids == [(short, 4, 2), (long, 4, 1)]
+
+
 @pytest.mark.parametrize(("n", "group"), [(1, 32), (127, 64), (128, 128), (129, 256)])
 def test_any_number_of_outputs_and_group_is_right(n, group):
-    x, weight = activations(17, 512), parts(int4_weight(n, 512, group))
+    x, weight = activations(37, 512), parts(int4_weight(n, 512, group))
     assert_right(product(x, *weight), x, weight)
 
 
@@ -93,7 +119,7 @@ def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
 
     x, weight, arrived = activations(130, 512), parts(int4_weight(33, 512)), sums.counters()
     with interpreted(sums, large_m, int4_matmul):
-        found = int4_matmul._launch_matmul(Dividing(), x, *weight, arrived, count=1)
+        found = int4_matmul._launch_matmul(Dividing(), None, x, *weight, arrived, count=1)
     assert_right(found, x, weight)
     assert kept.item() == 7 and not arrived.any()
 

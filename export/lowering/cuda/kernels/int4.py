@@ -24,7 +24,7 @@ lanes that need them through shared memory, both numbers at once. The 8 sums are
 K as ``sums`` says. No order depends on the number of rows, so a row has the same bits in every call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,10 +171,20 @@ def _launch_int4(
 ) -> Tensor:  # fmt: skip
     group = _group(x, qdata, codes, steps)
     _check_contiguous(*qdata, codes, steps)
+    x = x.contiguous()
+    count, run = few_rows(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
+    outputs = sum(each.shape[0] for each in qdata)
+    return launch(x, outputs, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
+
+
+def few_rows(
+    kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, group: int,
+    activation: str = "", choice: Blocks = INT4,
+) -> tuple[int, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
+    """Programs along K, and what starts the kernel: ``run(grid, rows of a tile, out, parts)``."""
     k = x.shape[1]
     weights, (n0, n1, n2) = _as_most(qdata)
     count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
-    x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
@@ -183,7 +193,7 @@ def _launch_int4(
             ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n0 + n1 + n2, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
+    return count, run
 
 
 def _as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

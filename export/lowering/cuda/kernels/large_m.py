@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from eagle3.export.lowering.cuda.kernels.small_m import ROWS as SMALL_ROWS
 from eagle3.export.lowering.cuda.kernels.sums import arrive
 
 ROWS, TILE, BLOCK_K = 64, 128, 64
@@ -28,6 +29,8 @@ ROWS, TILE, BLOCK_K = 64, 128, 64
 STAGES = 4
 """Blocks of K in flight in shared memory, and one."""
 WARPS = 4
+FEW = 32
+"""Rows up to which a small-M kernel, whose weights are decoded once for 16, takes no longer."""
 SLOTS = 264
 """Programs that run at a time, two on each of 132 SMs (H100, H200): fewer tiles are divided along K."""
 MOST_PARTS = 8
@@ -81,11 +84,14 @@ def launch(
     arrived: Tensor,
     run: Callable[[tuple, Tensor, Tensor, bool], None],
     count: Any = None,
+    few: tuple[int, Callable[[tuple, int, Tensor, Tensor], None]] | None = None,
 ) -> Tensor:
     """bfloat16 [M, N]: what ``run(grid, out, parts, divided)`` writes.
 
     The grid is tiles of rows, ``tiles`` of outputs and ``count`` programs along K, if not as ``parts_of_k`` says for
     ``blocks``; ``parts`` is float32, room for what they add, or ``arrived`` where one program has all that it needs.
+    ``few``: programs along K, and the ``run`` of the small-M kernel (see ``sums.launch``) that takes up to ``FEW`` rows
+    in its stead; where the number of rows is known when it runs alone, the other's grid has 0 programs then.
     Raises ValueError for another dtype of ``x``.
     """
     if x.dtype != torch.bfloat16:
@@ -97,9 +103,17 @@ def launch(
     divided = not statically_known_true(count == 1)
     # Of a size that is a number: for one that depends on the rows AOTInductor's code calls what not every runtime has.
     most = next((rows for rows in (1, 2, 4, 8, 16) if statically_known_true(row_tiles <= rows)), SLOTS)
-    sums = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE
-    parts = torch.empty(sums, dtype=torch.float32, device=x.device) if divided else arrived
-    run((row_tiles, tiles, count), out, parts, divided)
+    sums = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE if divided else 0
+    fits = 0
+    if few is not None:
+        few_count, run_few = few
+        fits = 1 // ((m + FEW - 1) // FEW)
+        sums = max(sums, few_count * FEW * n if few_count > 1 else 0)
+    parts = torch.empty(sums, dtype=torch.float32, device=x.device) if sums else arrived
+    if not statically_known_true(fits == 0):
+        run_few((fits * ((m + SMALL_ROWS[-1] - 1) // SMALL_ROWS[-1]), tiles, few_count), SMALL_ROWS[-1], out, parts)
+    if not statically_known_true(fits == 1):
+        run(((1 - fits) * row_tiles, tiles, count), out, parts, divided)
     return out
 
 
