@@ -2,13 +2,21 @@
 
 import pytest
 import torch
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from kernel_usage import SHARED, usage
 from test_small_m import activations, int4_weight
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch.export import Dim, export
 from triton_interpreter import interpreted
 
+from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
+from eagle3.export.lowering.cuda.launches import recorded_launches
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.runner.inspect.ptx import SECTOR, WARP, loads
 
 
@@ -127,8 +135,9 @@ def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
 class Linear(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        (self.qdata,), self.codes, self.steps = parts(int4_weight(48, 512))
-        self.arrived = sums.counters()
+        (qdata,), codes, steps = parts(int4_weight(48, 512))
+        for name, value in (("qdata", qdata), ("codes", codes), ("steps", steps), ("arrived", sums.counters())):
+            self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
@@ -172,3 +181,22 @@ def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_pa
     assert all(str((127 + power) << 23) in found.ptx for power in (124, 120))
     if arch not in (90, 100):  # whose products are wgmma's and tcgen05's where the GPU is at hand
         assert found.loop.count("FFMA") >= 64 and "HMMA" in found.loop
+        assert found.a_weight(large_m.TILE * large_m.BLOCK_K, large_m.WARPS) <= 7.1
+
+
+class Scaled(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_both_kernels_of_a_dynamic_number_of_rows_take_one_x():
+    program = export(Scaled(), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))
+    specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), recorded_launches({"prefill": 20}, {"prefill": 1024}) as found:
+        to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+    (recorded,) = found.values()
+    (launch,) = (entry for entry in recorded["launches"] if entry["products"])
+    assert "small_m" in launch["kernel"] and launch["grid"][0] == 2
+    sums_of_parts = 4 * (1024 // large_m.ROWS * large_m.MOST_PARTS) * large_m.ROWS * large_m.TILE
+    assert recorded["workspace_bytes"] == sums_of_parts + 1024 * (512 + 48) * 2
