@@ -102,6 +102,8 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
 def _copy(plan: Plan, skeleton: Skeleton) -> int:
     """Of the largest matrix that a long chunk dequantizes, one of K-quants: INT4 and INT8 are decoded as they are
     multiplied."""
+    if plan.qlinear != "checkpoint":
+        return 0
     linears = set(map(id, _layer_linears(skeleton.model)))
     names = {f"{name}.weight": m for name, m in _modules(skeleton.model).items() if id(m) in linears}
     headers = {skeleton.key_map(name): header for name, header in plan.target_headers.items()}

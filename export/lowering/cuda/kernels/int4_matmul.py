@@ -101,6 +101,7 @@ def _int4_matmul_kernel(
     mask = never(WORDS, odd, nowhere, (0xF + 0xE1 * odd).to(tl.uint32))
     power = never(WORDS, odd, nowhere, ((127 + 124 - 4 * odd) << 23).to(tl.uint32)).to(tl.float32, bitcast=True)
     acc = tl.full((128, BLOCK_M), 0, tl.float32)
+    # Of both halves of a block in the same lanes, steps twice: what they make goes through shared memory at once.
     half = (32 * tl.arange(0, 2))[None, :]
     code = tl.load(CODES + (first * BLOCK_K + half) // G * 128 + n[:, None])
     step = tl.load(STEPS + first * BLOCK_K // 256 * 128 + 0 * half + n[:, None])

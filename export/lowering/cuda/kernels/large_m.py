@@ -103,15 +103,16 @@ def launch(
     divided = not statically_known_true(count == 1)
     # Of a size that is a number: for one that depends on the rows AOTInductor's code calls what not every runtime has.
     most = next((rows for rows in (1, 2, 4, 8, 16) if statically_known_true(row_tiles <= rows)), SLOTS)
-    sums = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE if divided else 0
+    room = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE if divided else 0
     fits = 0
     if few is not None:
         few_count, run_few = few
         fits = 1 // ((m + FEW - 1) // FEW)
-        sums = max(sums, few_count * FEW * n if few_count > 1 else 0)
-    parts = torch.empty(sums, dtype=torch.float32, device=x.device) if sums else arrived
+        room = max(room, few_count * FEW * n if few_count > 1 else 0)
+    parts = torch.empty(room, dtype=torch.float32, device=x.device) if room else arrived
     if not statically_known_true(fits == 0):
-        run_few((fits * ((m + SMALL_ROWS[-1] - 1) // SMALL_ROWS[-1]), tiles, few_count), SMALL_ROWS[-1], out, parts)
+        rows = SMALL_ROWS[-1]
+        run_few((fits * ((m + rows - 1) // rows), tiles, few_count), rows, out, parts)
     if not statically_known_true(fits == 1):
         run(((1 - fits) * row_tiles, tiles, count), out, parts, divided)
     return out
