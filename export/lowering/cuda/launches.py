@@ -32,6 +32,8 @@ from torch._inductor.virtualized import V
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
+VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
+"""Of a buffer, as it is given to a kernel."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     grid = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
     elements = _elements(meta, values)
     weights, buffers = {}, {}
-    for name in {argument for argument in arguments if isinstance(argument, str)}:
+    for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
         if name in V.graph.mutated_buffers and name in V.graph.constants:
             continue  # a cache
         if name in V.graph.constants:

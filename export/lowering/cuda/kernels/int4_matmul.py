@@ -130,8 +130,9 @@ def _launch_matmul(
     _check_contiguous(*qdata, codes, steps)
     k = x.shape[1]
     weights, (n0, n1, n2) = _as_most(qdata)
-    # Of two kernels Inductor would give each an x of its own; what is viewed by strides is one.
-    x = x.contiguous().as_strided(x.shape, (k, 1))
+    # Of two kernels Inductor would give each an x of its own; what is viewed by strides is one. Of the same sizes it
+    # would call what not every runtime has.
+    x = x.contiguous().as_strided((*x.shape, 1), (k, 1, 1))
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
         kernel[programs](
