@@ -14,7 +14,7 @@ of a GPU idle, programs share K; what they add takes the memory of ``SLOTS`` til
 the last to arrive adds it in the order of K.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,22 +113,30 @@ def _int4_matmul_kernel(
         acc = tl.dot(_decoded(words1, _terms(code1, step), shift, mask, power), tl.trans(x1), acc)
         code0, code1, step = code0_after, code1_after, step_after
 
-    there = n0 + n < outputs
-    at = before + n0 + n
+    _finish(OUT, PARTS, ARRIVED, acc, M, m0, before + n0 + n, n0 + n < outputs, N0 + N1 + N2, BLOCK_M, DIVIDED)
+
+
+@triton.jit
+def _finish(
+    OUT, PARTS, ARRIVED, acc, M, m0, at, there, N: tl.constexpr, BLOCK_M: tl.constexpr, DIVIDED: tl.constexpr
+):  # fmt: skip
+    # acc: float32 [128, BLOCK_M] of the outputs ``at``, as far as they are there
+    n, m = tl.arange(0, 128), tl.arange(0, BLOCK_M)
+    parts = tl.num_programs(2)
     if not DIVIDED:  # noqa: SIM114  (of the two conditions one is the compiler's)
-        _store(OUT, acc, M, m0 + m, at, there, N0 + N1 + N2)
+        _store(OUT, acc, M, m0 + m, at, there, N)
     elif parts == 1:
-        _store(OUT, acc, M, m0 + m, at, there, N0 + N1 + N2)
+        _store(OUT, acc, M, m0 + m, at, there, N)
     else:
         tiles = tl.num_programs(0) * tl.num_programs(1)
-        own = tile * tl.num_programs(0) + tl.program_id(0)
+        own = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         sums = PARTS + own * (128 * BLOCK_M) + n[:, None] * BLOCK_M + m[None, :]
         tl.store(sums + tl.program_id(2) * tiles * (128 * BLOCK_M), acc)
         if arrive(ARRIVED + own) == parts - 1:
             acc = tl.full((128, BLOCK_M), 0, tl.float32)
             for part in range(parts):
                 acc += tl.load(sums + part * tiles * (128 * BLOCK_M), cache_modifier=".cg")
-            _store(OUT, acc, M, m0 + m, at, there, N0 + N1 + N2)
+            _store(OUT, acc, M, m0 + m, at, there, N)
             tl.store(ARRIVED + own, 0)
 
 
@@ -145,22 +153,37 @@ def _launch_matmul(
     """``count``: programs along K, if not as ``parts_of_k`` says."""
     group = _group(x, qdata, codes, steps)
     _check_contiguous(*qdata, codes, steps)
+    k = x.shape[1]
+    weights, (n0, n1, n2) = _as_most(qdata)
+
+    def run(programs: tuple, x: Tensor, out: Tensor, parts: Tensor, divided: bool) -> None:
+        kernel[programs](
+            x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
+            BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
+        )  # fmt: skip
+
+    return launch_tiles(x, n0 + n1 + n2, codes.shape[0], arrived, run, count)
+
+
+def launch_tiles(
+    x: Tensor, n: int, tiles: int, arrived: Tensor, run: Callable[[tuple, Tensor, Tensor, Tensor, bool], None],
+    count: Any = None,
+) -> Tensor:  # fmt: skip
+    """bfloat16 [M, n]: what ``run(grid, x, out, parts, divided)`` writes, over tiles of ``ROWS`` rows, ``tiles`` of
+    outputs and ``count`` programs along K, if not as ``parts_of_k`` says. Raises ValueError for another dtype of ``x``.
+    """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
     m, k = x.shape
-    weights, (n0, n1, n2) = _as_most(qdata)
-    x, tiles, row_tiles = x.contiguous(), codes.shape[0], (m + ROWS - 1) // ROWS
+    row_tiles = (m + ROWS - 1) // ROWS
     count = count or parts_of_k(row_tiles, tiles, k // BLOCK)
-    out = torch.empty(m, n0 + n1 + n2, dtype=x.dtype, device=x.device)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     divided = not statically_known_true(count == 1)
     # Of a size that is a number: for one that depends on the rows AOTInductor's code calls what not every runtime has.
     most = next((rows for rows in (1, 2, 4, 8, 16) if statically_known_true(row_tiles <= rows)), SLOTS)
     sums = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE
     parts = torch.empty(sums, dtype=torch.float32, device=x.device) if divided else arrived
-    kernel[(row_tiles, tiles, count)](
-        x, *weights, codes, steps, arrived, parts, out, m, N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
-        BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
-    )  # fmt: skip
+    run((row_tiles, tiles, count), x.contiguous(), out, parts, divided)
     return out
 
 
