@@ -1,4 +1,5 @@
-"""What products of many rows with quantized weights have in common (``int4_matmul``, ``int8_matmul``).
+"""What products of many rows with quantized weights have in common (``int4_matmul``, ``int8_matmul``,
+``k_quant_matmul``).
 
 Each weight is decoded where it is multiplied and rounded to bfloat16 once, as a matrix that is dequantized first would
 be; but no such matrix is written to memory and read again.
