@@ -9,9 +9,9 @@ too small to be normal, and a multiplication by a power of 2 brings it to size. 
 bits with its sign, one of 8 or 6 and a step of 11), so that the fused q * s - m is llama.cpp's, rounded once as there.
 
 A lane takes 2 codes of a word, at bits of its own: one selection puts low and high bits together, one turn of the word
-brings them to bits 0 and 16. The main loop takes 7.0 (Q4_K) and 8.2 to 8.6 (Q5_K, Q6_K) instructions a weight and 64
-rows, counted in the machine code for sm_80, sm_86, sm_89 and sm_120, and spills nothing; INT4's takes 7.2 to 7.4. A
-warp's loads of codes are of whole sectors (two in a line of 64 weights by 16 outputs), those of scales of whole lines.
+brings them to bits 0 and 16. The main loop takes 7.0 (Q4_K) and 8.2 to 8.6 (Q5_K, Q6_K) instructions for a weight and
+64 rows, counted in the machine code for sm_80, sm_86, sm_89 and sm_120; no GPU has timed it yet. A warp's loads of
+codes and of x are whole sectors of 32 bytes, those of scales whole lines.
 """
 
 from typing import Any

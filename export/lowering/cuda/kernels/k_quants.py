@@ -341,4 +341,5 @@ def unpacked(qdata: Tensor, high: Tensor | None, rows: Tensor, bits: int) -> Ten
 
 def _turned(words: Tensor, by: int) -> Tensor:
     """uint8 [rows, K / 2], the bytes of each word of 4 turned by so many."""
-    return words.unflatten(1, (-1, 4)).roll(by, -1).flatten(1)
+    words = words.unflatten(1, (-1, 4))
+    return torch.cat([words[..., -by:], words[..., :-by]], dim=-1).flatten(1)
