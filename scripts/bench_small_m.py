@@ -43,7 +43,7 @@ LINEARS = {  # N, K; INT4 where the name says nothing else
     "draft_down_bf16": (5376, 21504),
 }
 Weight = tuple[Tensor | None, ...]
-"""The arguments of a small-M op between x and its counters: 3 of INT4 and of INT8, 6 of a K-quant, 1 of bfloat16."""
+"""The arguments of a small-M op between x and its counters: 3 of INT4 and of INT8, 4 of a K-quant, 1 of bfloat16."""
 GOAL_LINEAR = "down"
 GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
 INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
@@ -85,16 +85,15 @@ def int8_weight(n: int, k: int) -> Weight:
 
 
 def k_quant_weight(bits: int, n: int, k: int) -> Weight:
-    def codes(width: int) -> Tensor:
-        return torch.randint(0, 256, (n, width), dtype=torch.uint8, device="cuda")
+    tiles, blocks = -(-n // int4.TILE), k // int4.BLOCK
 
-    def steps() -> Tensor:
-        return (torch.rand(n, k // 256, device="cuda") / 1000).half()
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
 
-    high = None if bits == 4 else codes(k * (bits - 4) // 8)
-    if bits == 6:
-        return codes(k // 2), codes(k // 16).view(torch.int8), steps(), high, None, None
-    return codes(k // 2), codes(k // 32), steps(), high, codes(k // 32), steps()
+    high = None if bits == 4 else codes(n // k_quants.OF_WORD[bits], k // 2)
+    scales = codes(tiles, blocks, 8, int4.TILE, 2)
+    steps = (torch.rand(tiles, blocks, int4.TILE, 1 if bits == 6 else 2, device="cuda") / 1000).half()
+    return codes(n, k // 2), high, scales.view(torch.int8) if bits == 6 else scales, steps
 
 
 def made(name: str) -> Weight:
@@ -114,7 +113,7 @@ def is_int4(weight: Weight) -> bool:
 def choice_of(weight: Weight) -> small_m.Blocks:
     if len(weight) == 1:
         return small_m.Blocks(bf16.BLOCK_N, bf16.STAGES[16])
-    if len(weight) == 6:
+    if len(weight) == 4:
         return k_quants.CHOICES[k_quants.code_bits(*weight)]
     return int4.INT4 if is_int4(weight) else small_m.INT8
 
@@ -132,7 +131,7 @@ def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tens
     choice = choice or choice_of(weight)
     if len(weight) == 1:
         return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, *weight, counters(), count=choice.parts)
-    if len(weight) == 6:
+    if len(weight) == 4:
         return k_quants._launch_k_quant(k_quants._k_quant_small_m_kernel, x, *weight, counters(), choice=choice)
     if is_int4(weight):
         return int4._launch_int4(int4._int4_small_m_kernel, x, [weight[0]], *weight[1:], counters(), choice=choice)
@@ -141,11 +140,20 @@ def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tens
 
 def reference(x: Tensor, weight: Weight, outputs: slice) -> Tensor:
     """Of some tiles of outputs."""
+
+    def part(tensor: Tensor | None, share: int = 1) -> Tensor | None:
+        """Its rows, of ``share`` outputs each."""
+        ends = (None if end is None else end // share for end in (outputs.start, outputs.stop))
+        return tensor if tensor is None else tensor[slice(*ends)]
+
     if is_int4(weight):
-        tiles = slice(*(None if end is None else end // int4.TILE for end in (outputs.start, outputs.stop)))
-        return int4.int4_reference(x, [weight[0][outputs]], weight[1][tiles], weight[2][tiles])
-    of_kind = {1: bf16.bf16_reference, 3: small_m.int8_reference, 6: k_quants.k_quant_reference}
-    return of_kind[len(weight)](x, *(tensor if tensor is None else tensor[outputs] for tensor in weight))
+        return int4.int4_reference(x, [part(weight[0])], *(part(each, int4.TILE) for each in weight[1:]))
+    if len(weight) == 4:
+        qdata, high, *scales = weight
+        high = part(high, k_quants.OF_WORD.get(k_quants.code_bits(*weight), 1))
+        return k_quants.k_quant_reference(x, part(qdata), high, *(part(each, int4.TILE) for each in scales))
+    of_kind = {1: bf16.bf16_reference, 3: small_m.int8_reference}
+    return of_kind[len(weight)](x, *map(part, weight))
 
 
 def check(name: str, weight: Weight, k: int, choice: small_m.Blocks | None = None) -> None:
@@ -208,8 +216,8 @@ def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
     """ExecuTorch's form for more than 4 rows, and ours for K-quants: the weight in bf16, then a matrix product."""
     if len(weights[0]) == 1:
         return microseconds([lambda weight=weight: x @ weight[0].T for weight in weights[:4]])
-    if len(weights[0]) == 6:
-        linear = torch.compile(lambda x, *weight: x @ k_quants.dequantized_rows(*weight).to(x.dtype).T, dynamic=False)
+    if len(weights[0]) == 4:
+        linear = torch.compile(lambda x, *weight: x @ k_quants.dequantized(*weight).to(x.dtype).T, dynamic=False)
         return microseconds([lambda weight=weight: linear(x, *weight) for weight in weights[:4]])
     try:
         from executorch.backends.cuda.quantize_op_dispatch.int4_dispatch import _dequant_matmul
@@ -271,7 +279,7 @@ def sweep(name: str, bandwidth: float) -> None:
     weights = copies(weight)
     inputs = {m: torch.randn(m, k, device="cuda").bfloat16() for m in (1, 8, 16)}
     click.echo(f"{name}: outputs a program, stages, parts of K: us at 1, 8 and 16 rows, share of copy bandwidth at 8")
-    outputs = (int4.TILE,) if is_int4(weight) else (16, 32, 64, 128)
+    outputs = (16, 32, 64, 128) if len(weight) == 3 and not is_int4(weight) else (choice_of(weight).n,)
     for choice in (small_m.Blocks(n, s, p) for n in outputs for s in (3, 4, 5, 6) for p in (1, 2, 3, 4, 6, 8)):
         try:
             check(name, weight, k, choice)

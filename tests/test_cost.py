@@ -275,6 +275,8 @@ def test_products_of_kernels_by_their_constants():
     assert products("_int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
     eight = products("_int8_small_m_kernel", tile | {"BLOCK_K": 256}, 2, 9)
     assert (eight.weights, eight.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
+    large = products("_int8_matmul_kernel", tile | {"BLOCK_K": 64, "BLOCK_M": 64, "DIVIDED": True}, 2 * 3 * 5, 130)
+    assert (large.multiply_adds, large.iterations) == (64 * 64 * 64, 2 * 3 * 16)
     template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
     assert (template.weights, template.iterations) == (64 * 32, 2 * 32)
     assert products("triton_poi_fused_add_0", {"XBLOCK": 128}, 2, 1) is None
@@ -309,12 +311,12 @@ def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
 LAUNCHES_AT_MOST = {TARGET_VERIFY: 46, DRAFT_DECODE: 10, SPECULATE: 79}
 INSTRUCTIONS_PER_WEIGHT_AT_MOST = {
     ("int4", 8): 2.7, ("int4", 16): 3.6, ("int8", 8): 5.0, ("int8", 16): 6.4, ("bf16", 8): 2.0, ("bf16", 16): 3.0,
-    ("q4_k", 8): 3.5, ("q5_k", 8): 5.1, ("q6_k", 8): 5.4,
+    ("q4_k", 8): 2.7, ("q4_k", 16): 3.5, ("q5_k", 8): 3.7, ("q5_k", 16): 4.6, ("q6_k", 8): 3.6, ("q6_k", 16): 4.5,
 }  # fmt: skip
 # How many tensors the main loop loads, and its lines by the fewest for the same bytes: of bf16 a row's quarter of a
-# block is half a line, of K-quants codes and steps lie row by row.
+# block is half a line.
 LINES_AT_MOST = {
-    "int4": (4, 1.0), "int8": (4, 1.0), "bf16": (2, 2.0), "q4_k": (6, 2.2), "q5_k": (7, 2.9), "q6_k": (5, 1.8)
+    "int4": (4, 1.0), "int8": (4, 1.0), "bf16": (2, 2.0), "q4_k": (4, 1.0), "q5_k": (5, 1.0), "q6_k": (5, 1.0)
 }  # fmt: skip
 
 
@@ -358,16 +360,14 @@ INT8_PARTS = (
     on_meta(OUTPUTS, 1, dtype=torch.bfloat16),
     on_meta(OUTPUTS, 1, dtype=torch.int8),
 )
-Q4_K = (
-    on_meta(OUTPUTS, INPUTS // 2),
-    on_meta(OUTPUTS, INPUTS // 32),
-    on_meta(OUTPUTS, INPUTS // 256, dtype=torch.float16),
-    None,
-    on_meta(OUTPUTS, INPUTS // 32),
-    on_meta(OUTPUTS, INPUTS // 256, dtype=torch.float16),
+Q4_K = (on_meta(OUTPUTS, INPUTS // 2), None, INT4_PARTS[1], on_meta(TILES, BLOCKS, 128, 2, dtype=torch.float16))
+Q5_K = (Q4_K[0], on_meta(OUTPUTS // 4, INPUTS // 2), *Q4_K[2:])
+Q6_K = (
+    Q4_K[0],
+    on_meta(OUTPUTS // 2, INPUTS // 2),
+    on_meta(TILES, BLOCKS, 8, 128, 2, dtype=torch.int8),
+    on_meta(TILES, BLOCKS, 128, 1, dtype=torch.float16),
 )
-Q5_K = (*Q4_K[:3], on_meta(OUTPUTS, INPUTS // 8), *Q4_K[4:])
-Q6_K = (Q4_K[0], on_meta(OUTPUTS, INPUTS // 16, dtype=torch.int8), Q4_K[2], on_meta(OUTPUTS, INPUTS // 4), None, None)
 LAUNCHED = {
     "int4": (int4._launch_int4, int4._int4_small_m_kernel, INT4_PARTS),
     "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),

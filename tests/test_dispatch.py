@@ -84,14 +84,18 @@ def test_a_chunk_takes_the_product_of_many_rows_and_its_one_row_head_does_not():
     assert check_linears("prefill", program) == {"small_m": 1, "large_m": 1, "dequantize": 0}
 
 
-def test_a_chunk_dequantizes_what_has_no_product_of_many_rows():
+def test_a_chunk_takes_the_product_of_many_rows_in_int8_too():
     model = Model(last=True)
     model.proj.weight = nn.Parameter(
         IntxUnpackedToInt8Tensor.from_hp(model.proj.weight, (1, 32), torch.int8), requires_grad=False
     )
     with small_m_dispatch(8):
         program = traced(model, 9, 64)
-    assert check_linears("prefill", program) == {"small_m": 0, "large_m": 0, "dequantize": 1}
+    assert check_linears("prefill", program) == {"small_m": 0, "large_m": 1, "dequantize": 0}
+    tokens = torch.arange(20)[None]
+    expected = F.linear(model.embed_tokens(tokens), model.proj.weight.dequantize(), model.proj.bias)
+    expected = F.linear(expected[:, -1:], model.lm_head.weight)
+    torch.testing.assert_close(program.module()(tokens), expected, rtol=0.03, atol=0.03)
 
 
 def test_the_embedding_gathers_rows_before_it_dequantizes():
@@ -122,7 +126,7 @@ def test_k_quants_go_the_same_ways_and_give_the_same_values(kind):
     with small_m_dispatch(8):
         verify, prefill = traced(model, 2, 8), traced(model, 9, 64)
     assert check_linears("target_verify", verify) == {"small_m": 2, "large_m": 0, "dequantize": 0}
-    assert check_linears("prefill", prefill) == {"small_m": 1, "large_m": 0, "dequantize": 1}
+    assert check_linears("prefill", prefill) == {"small_m": 1, "large_m": 1, "dequantize": 0}
     assert [use.kind for use in quantized_uses(verify) if use.layer == "embed_tokens"] == ["gather"]
     for program, rows in ((verify, 5), (prefill, 20)):
         tokens = torch.arange(rows)[None]

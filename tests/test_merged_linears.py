@@ -79,15 +79,18 @@ def k_quant(kind: str, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on_disk", [joining.ON_DISK, 0])
-@pytest.mark.parametrize("kind", ["plain", "quantized", "Q4_K", "Q6_K"])
-def test_joined_weights_have_the_values_of_their_parts(kind, on_disk, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "outputs"),
+    [("plain", ()), ("quantized", ()), ("Q4_K", (128, 64)), ("Q5_K", (50, 7)), ("Q6_K", (128, 65, 2))],
+)
+def test_joined_weights_have_the_values_of_their_parts(kind, outputs, on_disk, tmp_path, monkeypatch):
     monkeypatch.setattr(joining, "ON_DISK", on_disk)
     if kind == "plain":
         weights = [torch.randn(n, 256) for n in (8, 24)]
     elif kind == "quantized":
         weights = recipe()
     else:
-        weights = [k_quant(kind, rows) for rows in (128, 64)]
+        weights = [k_quant(kind, rows) for rows in outputs]
     one = joined(weights, tmp_path)
     plain = [w.dequantize() if isinstance(w, TorchAOBaseTensor) else w for w in (one, *weights)]
     assert one.shape == plain[0].shape and torch.equal(plain[0], torch.cat(plain[1:]))

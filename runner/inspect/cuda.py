@@ -20,7 +20,7 @@ from eagle3.runner.inspect.cuda_weights import CudaWeight, WeightTable
 KERNEL_KINDS = {
     "small_m_sum": re.compile(r"(?!triton_).*small_m_sum"),
     "small_m": re.compile(r"(?!triton_).*small_m"),
-    "large_m": re.compile(r"(?!triton_).*int4_matmul"),
+    "large_m": re.compile(r"(?!triton_).*_matmul"),
     "template_matmul": re.compile(r"triton_(tem|b?mm|addmm)_"),
     "attention": re.compile(r"(?!triton_).*(attention|sdpa)"),
     "fused": re.compile(r"triton_"),

@@ -2,10 +2,9 @@
 
 ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
 and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
-than ``limit`` takes the product that decodes its weights as it goes if they are INT4, and dequantizes inline as
-ExecuTorch's does if not; every other takes the small-M op, whose weights are read once for each 16 rows. Linears of
-unquantized bfloat16 go to the small-M op or stay. A quantized embedding dequantizes the rows that it looks up, not the
-whole table (that of K-quants does so by itself).
+than ``limit`` takes the product that decodes its weights as it goes; every other takes the small-M op, whose weights
+are read once for each 16 rows. Linears of unquantized bfloat16 go to the small-M op or stay. A quantized embedding
+dequantizes the rows that it looks up, not the whole table (that of K-quants does so by itself).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from eagle3.export.lowering.cuda.k_quants import KQuantTensor
 from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED, bf16_small_m
 from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
 from eagle3.export.lowering.cuda.kernels.int4_matmul import int4_matmul
+from eagle3.export.lowering.cuda.kernels.int8_matmul import int8_matmul
+from eagle3.export.lowering.cuda.kernels.k_quant_matmul import k_quant_matmul
 from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
 from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
@@ -62,8 +63,16 @@ def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
     return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, shared_counters(x))
 
 
+def _int8_many(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
+    return int8_matmul(x, weight.qdata, weight.scale, weight.zero_point, shared_counters(x))
+
+
 def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
     return k_quant_small_m(x, *weight.parts, shared_counters(x))
+
+
+def _k_quant_many(x: Tensor, weight: KQuantTensor) -> Tensor:
+    return k_quant_matmul(x, *weight.parts, shared_counters(x))
 
 
 def _linear(few: Product, many: Product | None, otherwise: Handler, limit: int) -> Handler:
@@ -109,10 +118,10 @@ def _embedding(func, types, args, kwargs) -> Tensor:
     return ((codes - zeros) * scales).flatten(-2)
 
 
-KERNELS: dict[type[Tensor], tuple[Product, Product | None]] = {
+KERNELS: dict[type[Tensor], tuple[Product, Product]] = {
     TiledInt4Tensor: (_int4, _int4_many),
-    IntxUnpackedToInt8Tensor: (_int8, None),
-    KQuantTensor: (_k_quant, None),
+    IntxUnpackedToInt8Tensor: (_int8, _int8_many),
+    KQuantTensor: (_k_quant, _k_quant_many),
 }
 """By the class of a weight, what multiplies few rows with it, and many."""
 

@@ -5,6 +5,8 @@ their places change (``kernels/k_quants.py`` has the layout). One layout serves 
 head tied to the embedding stays one tensor.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor, _q4_k_fields, _q5_k_fields, _q6_k_fields
 from torch import Tensor
@@ -12,43 +14,44 @@ from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints.gguf_file import K_QUANTS, super_scales
-from eagle3.export.lowering.cuda.kernels.k_quants import dequantized_rows, packed
+from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, in_tiles
+from eagle3.export.lowering.cuda.kernels.k_quants import by_row, code_bits, dequantized, dequantized_rows, packed
 
-_FIELDS = {"q4_k": _q4_k_fields, "q5_k": _q5_k_fields, "q6_k": _q6_k_fields}
+_DECODED = {"q4_k": _q4_k_fields, "q5_k": _q5_k_fields, "q6_k": _q6_k_fields}
 _CHUNK = 1 << 24  # weights that are decoded at a time, a dozen bytes each
 
 
 class KQuantTensor(TorchAOBaseTensor):
     """A weight [N, K] of bfloat16; parts as ``k_quant_small_m`` takes them."""
 
-    tensor_data_names = ["qdata", "scale", "scale_step"]
+    tensor_data_names = ["qdata", "codes", "steps"]
     tensor_attribute_names = ["shape"]
-    optional_tensor_data_names = ["high", "minima", "minima_step"]
+    optional_tensor_data_names = ["high"]
 
-    def __new__(cls, qdata: Tensor, scale: Tensor, scale_step: Tensor, shape: torch.Size, **parts: Tensor | None):
+    def __new__(cls, qdata: Tensor, codes: Tensor, steps: Tensor, shape: torch.Size, high: Tensor | None = None):
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=qdata.device)
 
     def __init__(
-        self,
-        qdata: Tensor,
-        scale: Tensor,
-        scale_step: Tensor,
-        shape: torch.Size,
-        high: Tensor | None = None,
-        minima: Tensor | None = None,
-        minima_step: Tensor | None = None,
-    ):
+        self, qdata: Tensor, codes: Tensor, steps: Tensor, shape: torch.Size, high: Tensor | None = None
+    ):  # fmt: skip
         super().__init__()
-        self.qdata, self.scale, self.scale_step = qdata, scale, scale_step
-        self.high, self.minima, self.minima_step = high, minima, minima_step
+        self.qdata, self.codes, self.steps, self.high = qdata, codes, steps, high
 
     @property
-    def parts(self) -> tuple[Tensor | None, ...]:
-        return self.qdata, self.scale, self.scale_step, self.high, self.minima, self.minima_step
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        return self.qdata, self.high, self.codes, self.steps
+
+    @staticmethod
+    def join(weights: Sequence["KQuantTensor"], rows: Callable[[Sequence[Tensor]], Tensor]) -> "KQuantTensor":
+        """See ``joined``. Whole tiles stay as they are; where others than the last are filled up, all are made anew."""
+        if not any(weight.shape[0] % TILE for weight in weights[:-1]):
+            return _one_below_the_other(weights, rows)
+        rows_of_all = zip(*(by_row(*weight.parts) for weight in weights), strict=True)
+        return _of_rows(*map(torch.cat, rows_of_all), code_bits(*weights[0].parts))
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Exact in float32, rounded once otherwise."""
-        return dequantized_rows(*self.parts).to(dtype)
+        return dequantized(*self.parts).to(dtype)
 
     def _quantization_type(self) -> str:
         return f"shape={tuple(self.shape)}, device={self.device}"
@@ -57,7 +60,7 @@ class KQuantTensor(TorchAOBaseTensor):
 @KQuantTensor.implements([torch.ops.aten.linear.default])
 @KQuantTensor.implements_torch_function([F.linear])
 def _linear(func, types, args, kwargs) -> Tensor:
-    """For many rows: the matrix is dequantized first."""
+    """The matrix is dequantized first; ``small_m_dispatch`` has products that decode it as they go."""
     x, weight, *bias = args
     return F.linear(x, weight.dequantize(x.dtype), *bias)
 
@@ -67,31 +70,40 @@ def _linear(func, types, args, kwargs) -> Tensor:
 def _embedding(func, types, args, kwargs) -> Tensor:
     """[...] int64 -> [..., K]: the rows that are looked up are dequantized, not the table."""
     ids, table = args[:2] if isinstance(args[1], KQuantTensor) else args[1::-1]
-    rows = (None if part is None else part[ids.flatten()] for part in table.parts)
-    return dequantized_rows(*rows).to(table.dtype).unflatten(0, ids.shape)
+    return dequantized_rows(ids.flatten(), *table.parts).to(table.dtype).unflatten(0, ids.shape)
 
 
 def laid_out(weight: ExportableGGUFTensor) -> KQuantTensor:
-    """The same weight for CUDA, in as many bytes."""
+    """The same weight for CUDA, in as many bytes but for what fills up a last tile."""
     n, k = weight.shape
-    steps, bits = super_scales(weight), K_QUANTS[weight.ggml_type.upper()]
-    rows = max(1, _CHUNK // k)
-    pieces = [_codes(weight.raw[start : start + rows], weight.ggml_type, bits, k) for start in range(0, n, rows)]
-    qdata, high, scale, minima = (None if part[0] is None else torch.cat(part) for part in zip(*pieces, strict=True))
-    shape = torch.Size((n, k))
-    if minima is None:
-        return KQuantTensor(qdata, scale, steps.contiguous(), shape, high=high)
-    scale_step, minima_step = (step.contiguous() for step in steps.unbind(-1))
-    return KQuantTensor(qdata, scale, scale_step, shape, high=high, minima=minima, minima_step=minima_step)
+    rows, bits = max(1, _CHUNK // k // TILE) * TILE, K_QUANTS[weight.ggml_type.upper()]
+    pieces = (weight.raw[start : start + rows] for start in range(0, n, rows))
+    return _one_below_the_other([_of_rows(*_fields(piece, weight.ggml_type, k), bits) for piece in pieces], torch.cat)
 
 
-def _codes(raw: Tensor, kind: str, bits: int, k: int) -> tuple[Tensor | None, ...]:
-    """``qdata``, ``high``, ``scale`` and ``minima`` of some rows of blocks. ExecuTorch decodes scales as numbers: with
-    steps of 1 these are their codes."""
+def _fields(raw: Tensor, kind: str, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``by_row`` gives, of some rows of blocks. ExecuTorch decodes scales as numbers: with steps of 1 these are
+    their codes."""
     n = raw.shape[0]
     one = ExportableGGUFTensor(raw.clone(), kind, torch.float32)
+    steps = super_scales(one).clone().view(n, k // BLOCK, -1)
     super_scales(one).fill_(1)
-    q, scale, *minima = _FIELDS[kind](one.raw, n, k)
-    if bits == 6:
-        return *packed((q + 32).to(torch.uint8), bits), scale.to(torch.int8), None
-    return *packed(q, bits), scale.to(torch.uint8), minima[0].to(torch.uint8)
+    q, scale, *minima = _DECODED[kind](one.raw, n, k)
+    if not minima:
+        return (q + 32).to(torch.uint8), scale.to(torch.int8).view(n, -1, 8, 2), steps
+    return q, torch.stack([scale, *minima], dim=-1).to(torch.uint8).view(n, -1, 8, 2), steps
+
+
+def _of_rows(q: Tensor, pairs: Tensor, steps: Tensor, bits: int) -> KQuantTensor:
+    """Of what ``by_row`` gives."""
+    qdata, high = packed(q, bits)
+    return KQuantTensor(qdata, in_tiles(pairs), in_tiles(steps[:, :, None]).squeeze(2), q.shape, high)
+
+
+def _one_below_the_other(weights: Sequence[KQuantTensor], rows: Callable[[Sequence[Tensor]], Tensor]) -> KQuantTensor:
+    """Of whole tiles, but for the last; ``rows`` joins tensors."""
+    qdata, high, codes, steps = (
+        None if parts[0] is None else rows(parts) for parts in zip(*(weight.parts for weight in weights), strict=True)
+    )
+    shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
+    return KQuantTensor(qdata, codes, steps, shape, high)

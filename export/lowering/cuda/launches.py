@@ -32,6 +32,8 @@ from torch._inductor.virtualized import V
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
+VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
+"""Of a buffer, as it is given to a kernel."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     grid = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
     elements = _elements(meta, values)
     weights, buffers = {}, {}
-    for name in {argument for argument in arguments if isinstance(argument, str)}:
+    for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
         if name in V.graph.mutated_buffers and name in V.graph.constants:
             continue  # a cache
         if name in V.graph.constants:
@@ -227,5 +229,5 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     if "DIVIDED" in constants:  # by how much depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k
-    dots = 2 if kernel.startswith("_int8") else 1  # of a weight: its low and its high half
+    dots = 2 if kernel.startswith("_int8_small_m") else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))

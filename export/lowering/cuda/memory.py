@@ -1,8 +1,8 @@
 """What a run takes of a GPU's memory, from configurations and headers alone, before any weight is read.
 
 Weights are counted as their kernels hold them, caches as they are. Intermediate tensors are known once a method is
-compiled (``launches.py``); before that, the largest of a long chunk are counted: bfloat16 copies of a quantized weight
-that is not INT4, the partial sums of the draft's products, gate, up and their product.
+compiled (``launches.py``); before that, the largest of a long chunk are counted: the partial sums of the draft's
+products, gate, up and their product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -92,26 +92,10 @@ def _bytes_each(config: QuantConfig | None) -> float:
 
 def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
     layers = _layer_linears(skeleton.model)
-    prefill = plan.method(PREFILL).max_len * _row_bytes(layers) + _copy(plan, skeleton)
+    prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
     own = _layer_linears(draft)
     reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
     return max(prefill, reseed)
-
-
-def _copy(plan: Plan, skeleton: Skeleton) -> int:
-    """Of the largest matrix that a long chunk dequantizes: INT4 is decoded as it is multiplied."""
-    linears = set(map(id, _layer_linears(skeleton.model)))
-    names = {f"{name}.weight": m for name, m in _modules(skeleton.model).items() if id(m) in linears}
-    if plan.qlinear == "checkpoint":
-        headers = {skeleton.key_map(name): header for name, header in plan.target_headers.items()}
-        dequantized = {
-            name for name in names.keys() & headers if headers[name].quantized and "Int4" not in headers[name].dtype
-        }
-    else:
-        recipe = _recipe(plan.qlinear, plan.target_config, skeleton.model)
-        configs = {name: recipe.get_config(name) for name in names} if recipe else {}
-        dequantized = {name for name, config in configs.items() if config and config.bits != 4}
-    return BFLOAT16 * max((names[name].weight.numel() for name in dequantized), default=0)
 
 
 def _layer_linears(model: nn.Module) -> list[nn.Linear]:

@@ -24,7 +24,7 @@ lanes that need them through shared memory, both numbers at once. The 8 sums are
 K as ``sums`` says. No order depends on the number of rows, so a row has the same bits in every call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,10 +171,20 @@ def _launch_int4(
 ) -> Tensor:  # fmt: skip
     group = _group(x, qdata, codes, steps)
     _check_contiguous(*qdata, codes, steps)
+    x = x.contiguous()
+    count, run = few_rows(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
+    outputs = sum(each.shape[0] for each in qdata)
+    return launch(x, outputs, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
+
+
+def few_rows(
+    kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, group: int,
+    activation: str = "", choice: Blocks = INT4,
+) -> tuple[int, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
+    """Programs along K, and what starts the kernel: ``run(grid, rows of a tile, out, parts)``."""
     k = x.shape[1]
     weights, (n0, n1, n2) = _as_most(qdata)
     count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
-    x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
@@ -183,7 +193,7 @@ def _launch_int4(
             ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n0 + n1 + n2, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
+    return count, run
 
 
 def _as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -277,23 +287,29 @@ def dequantized(qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> list[T
 def tiled(scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) -> tuple[Tensor, Tensor]:
     """``codes`` and ``steps`` of ``CudaCoalescedInt4Tensor``'s parts: uint8 codes [N, K / G], float16 steps
     [N, K / 256]."""
-    n, blocks = scale_step.shape
-
-    def in_tiles(a: Tensor, b: Tensor, pair: torch.dtype) -> Tensor:
-        """Two of [N, blocks * groups] -> [tiles, blocks, groups, TILE, 2]; pairs are moved as numbers, for time."""
-        both = torch.nn.functional.pad(torch.stack([a, b], dim=-1).view(pair).squeeze(-1), (0, 0, 0, -n % TILE))
-        both = both.view(-1, TILE, blocks, a.shape[1] // blocks).permute(0, 2, 3, 1).contiguous()
-        return both.view(a.dtype).unflatten(-1, (TILE, 2))
-
-    return in_tiles(scale, zero, torch.int16), in_tiles(scale_step, zero_step, torch.int32).squeeze(2)
+    blocks = scale_step.shape[1]
+    codes = torch.stack([scale, zero], dim=-1).unflatten(1, (blocks, -1))
+    return in_tiles(codes), in_tiles(torch.stack([scale_step, zero_step], dim=-1)[:, :, None]).squeeze(2)
 
 
 def untiled(codes: Tensor, steps: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``scale``, ``scale_step``, ``zero``, ``zero_step``: what ``tiled`` was given."""
-
-    def in_rows(each: Tensor) -> Tensor:
-        tiles, blocks, groups = each.shape[:3]
-        return each.permute(0, 3, 1, 2, 4).reshape(tiles * TILE, blocks * groups, 2)[:n]
-
-    (scale, zero), (scale_step, zero_step) = in_rows(codes).unbind(-1), in_rows(steps.unsqueeze(2)).unbind(-1)
+    (scale, zero), (scale_step, zero_step) = (
+        in_rows(each, n).flatten(1, 2).unbind(-1) for each in (codes, steps.unsqueeze(2))
+    )
     return scale, scale_step, zero, zero_step
+
+
+def in_tiles(values: Tensor) -> Tensor:
+    """[N, blocks, groups, c], c of a byte to a word together -> [tiles, blocks, groups, TILE, c], the last tile filled
+    up; those of an output are moved as one number, for time."""
+    n, blocks, groups, count = values.shape
+    number = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[count * values.element_size()]
+    values, kind = values.contiguous().view(number).squeeze(-1), values.dtype
+    values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, -n % TILE)).view(-1, TILE, blocks, groups)
+    return values.permute(0, 2, 3, 1).contiguous().view(kind).unflatten(-1, (TILE, count))
+
+
+def in_rows(values: Tensor, n: int) -> Tensor:
+    """What ``in_tiles`` was given, of ``n`` outputs."""
+    return values.permute(0, 3, 1, 2, 4).flatten(0, 1)[:n]

@@ -1,27 +1,31 @@
 """Linear layers of 1 to 16 rows over GGUF's K-quants (Q4_K, Q5_K, Q6_K) that read each weight byte once, in Triton.
 
-As ``small_m`` does for INT4 and INT8, whose tiles, sums and division of K these are; what differs is the weight. Its
-values are llama.cpp's own, to the bit. ExecuTorch's layouts for these files would round scales to bfloat16, encode them
-anew and make zero points of the minima, which loses a group of scale 0 altogether.
+As ``int4`` does, whose tiles, sums and division of K these are; what differs is the weight. Its values are llama.cpp's
+own, to the bit. ExecuTorch's layouts for these files would round scales to bfloat16, encode them anew and make zero
+points of the minima, which loses a group of scale 0 altogether.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m``: its minimum)::
 
     Q4_K, Q5_K  groups of 32, q from 0:    y = sum over g of s * (sum over k of q x)  -  m * sum over k of x
     Q6_K        groups of 16, q from -32:  y = sum over g of s * (sum over k of q x)
-    in which    sum over k of q x  =  sum over k of (128 + q) x  -  128 * sum over k of x
+    in which    sum over k of q x  =  sum over k of -128 x  +  sum over k of (128 + q) x
 
-s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``int4``. The
-main loop takes about 3.4 (Q4_K), 5.0 (Q5_K) and 5.3 (Q6_K) instructions a weight for up to 8 rows and 4.5, 5.9 and 6.4
-for up to 16, counted in the machine code for sm_80 and sm_90; no GPU has timed it yet (scripts/bench_small_m.py).
+s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``int4``; the
+first of the two sums is the same for all outputs, and what the product that makes the second begins with. The main loop
+takes 2.4 to 2.7 (Q4_K), 3.4 to 3.7 (Q5_K) and 3.4 to 3.6 (Q6_K) instructions a weight for up to 8 rows and 2.9 to 3.5,
+4.0 to 4.5 and 4.2 to 4.4 for up to 16, counted in the machine code for sm_80 to sm_120; no GPU has timed it yet
+(scripts/bench_small_m.py).
 
-Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3): the low 4 bits of a code
-are bits 4 c + 8 l + 16 h of word w of 4 words; its high bit is bit 4 c + 2 h + l of byte w of 4 bytes, its two are bits
-2 c + 4 h + 8 l of halfword w of 4 halfwords. They meet with the codes of one c in bytes; then an AND gives two codes 16
-bits apart, a pair of bf16, in the order of x. Half a chunk is a ``tl.dot`` and, in Q6_K, a group.
+Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3), b = l + 2 h: the low 4 bits
+of a code are bits 4 c + 8 b of word w of 4 words. Its high bits are in word w of 4 words that 4 neighbouring outputs
+(Q5_K) or 2 (Q6_K) share, the second's beside the first's, from bit 4 + 8 b where c is 0 and from bit 8 (b + 1) mod 32
+where it is 1. So one selection by bits puts those of a c together in bytes, low and high, and an AND makes two codes 16
+bits apart of them, a pair of bf16, in the order of x. Half a chunk is a ``tl.dot`` and, in Q6_K, a group. Scales and
+minima (in Q6_K scales of two groups) lie in pairs by tile, as in ``int4``: a warp's loads are whole lines of 128 bytes.
 
-Bytes a weight: 4, 5 or 6 bits, codes of 8 bits (two per 32, or one per 16), an fp16 step or two per 256: 0.578 (Q4_K),
-0.703 (Q5_K), 0.820 (Q6_K). A linear of 5376 x 21504 (Gemma 4 31B's ``down_proj``) in Q6_K is 94.8 MB: 20 us at
-4.8 TB/s, whatever the kernel; x, the output and partial sums as in ``small_m``.
+Bytes a weight: 4, 5 or 6 bits, codes of 8 bits (two per 32), an fp16 step or two per 256: 0.578 (Q4_K), 0.703 (Q5_K),
+0.820 (Q6_K). A linear of 5376 x 21504 (Gemma 4 31B's ``down_proj``) in Q6_K is 94.8 MB: 20 us at 4.8 TB/s, whatever the
+kernel; x, the output and partial sums as in ``int4``.
 """
 
 from typing import Any
@@ -32,161 +36,205 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, in_rows
 from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
     WARPS,
     Blocks,
     _check_contiguous,
     _on_all_rows,
-    _ones,
     _operand,
     _sum_of_groups,
-    _tile_rows,
 )
 from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
-CHOICES = dict.fromkeys((4, 5, 6), Blocks(n=64, stages=5))
-"""By the bits of a code."""
+OF_WORD = {5: 4, 6: 2}
+"""Outputs whose high bits share a word, by the bits of a code."""
+CHOICES = {4: Blocks(n=128, stages=4), 5: Blocks(n=64, stages=5), 6: Blocks(n=64, stages=5)}
+"""By the bits of a code: a tile of outputs, or half of one where two programs have no registers for more."""
 
 
 @triton.jit
-def _to_tile(a, b, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    # [8, BLOCK_N] in the order of N -> [8, BLOCK_N, BLOCK_M] in the order of the tile's rows
-    both = tl.permute(tl.reshape(tl.join(a, b), (8, 8, BLOCK_N // 8, 2)), (0, 2, 1, 3))
-    a, b = tl.split(tl.reshape(both, (8, BLOCK_N, 1, 2)))
-    return tl.broadcast_to(a, (8, BLOCK_N, BLOCK_M)), tl.broadcast_to(b, (8, BLOCK_N, BLOCK_M))
-
-
-@triton.jit
-def _half_chunk(words, high, magic, C: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    # uint32 [8, BLOCK_N, 4] -> bf16 [8, BLOCK_N, 16] of 128 + q: the codes of one c, in bytes and then 16 bits apart
-    found = (words >> (4 * C)) & 0x0F0F0F0F
-    if BITS == 5:  # 4 bits of a byte to 4 bytes
-        found |= (((high >> (4 * C)) & 15) * 0x02040810) & 0x10101010
+def _terms(codes, steps, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    # uint16 [8, BLOCK_N], a step or two of [BLOCK_N] -> two float32 in the halves of 64 bits [8, BLOCK_N]: scales of
+    # the two groups of a chunk, or the scale and a 128th of the minimum
     if BITS == 6:
-        found |= ((high << (4 - 2 * C)) & 0x00003030) | ((high << (16 - 2 * C)) & 0x30300000)
-    return _operand((found & 0x00FF00FF) | magic, ((found >> 8) & 0x00FF00FF) | magic, BLOCK_N, 4)
+        step = steps.to(tl.float16, bitcast=True).to(tl.float32)[None, :]
+        codes = codes.to(tl.int16, bitcast=True)
+        low, high = (codes << 8 >> 8).to(tl.float32) * step, (codes >> 8).to(tl.float32) * step
+    else:
+        scale_step = (steps & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        least_step = (steps >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 0.0078125
+        low, high = (
+            (codes & 0xFF).to(tl.float32) * scale_step[None, :],
+            (codes >> 8).to(tl.float32) * least_step[None, :],
+        )
+    return (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _spread(high, BITS: tl.constexpr):
+    # uint32 [64 / outputs of a word, 32] -> [8, 64, 4], each output's bits where its codes are
+    if BITS == 5:
+        high = tl.permute(tl.reshape(high, (2, 8, 8, 4)), (2, 0, 1, 3))
+        high = tl.join(tl.join(high, high >> 2), tl.join(high >> 1, high >> 3))
+        high = tl.permute(tl.reshape(high, (8, 2, 8, 4, 4)), (0, 1, 4, 2, 3))
+    else:
+        high = tl.permute(tl.reshape(high, (4, 8, 8, 4)), (2, 0, 1, 3))
+        high = tl.permute(tl.join(high, high >> 2), (0, 1, 4, 2, 3))
+    return tl.reshape(high, (8, 64, 4))
+
+
+@triton.jit
+def _decoded(words, high, magic, nibbles, BITS: tl.constexpr):
+    # uint32 [64, 32] -> bf16 [8, 64, 16] of 128 + q, twice: of c = 0 and of c = 1
+    words = tl.permute(tl.reshape(words, (64, 8, 4)), (1, 0, 2))
+    if BITS == 4:
+        w0 = _operand((words & 0x000F000F) | magic, ((words >> 8) & 0x000F000F) | magic, 64, 4)
+        w1 = _operand(((words >> 4) & 0x000F000F) | magic, ((words >> 12) & 0x000F000F) | magic, 64, 4)
+    else:
+        MASK: tl.constexpr = 0x001F001F if BITS == 5 else 0x003F003F
+        high = _spread(high, BITS)
+        found = ((words ^ high) & nibbles) ^ high  # low nibbles of the one, high nibbles of the other
+        w0 = _operand((found & MASK) | magic, ((found >> 8) & MASK) | magic, 64, 4)
+        found = ((words ^ high) & nibbles) ^ words
+        w1 = _operand(((found >> 4) & MASK) | magic, ((found >> 12 | found << 20) & MASK) | magic, 64, 4)
+    return w0, w1
+
+
+@triton.jit
+def _add(
+    acc, words, high, terms, x0, x1, minus0, minus1, magic, nibbles, BITS: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    # What 64 outputs of a block come to; fma, so that nothing is left to fuse or not.
+    w0, w1 = _decoded(words, high, magic, nibbles, BITS)
+    low = tl.broadcast_to(terms.to(tl.uint32).to(tl.float32, bitcast=True), (8, 64, BLOCK_M))
+    high = tl.broadcast_to((terms >> 32).to(tl.uint32).to(tl.float32, bitcast=True), (8, 64, BLOCK_M))
+    if BITS == 6:
+        return tl.fma(tl.dot(w1, x1, minus1), high, tl.fma(tl.dot(w0, x0, minus0), low, acc))
+    part = tl.dot(w1, x1, tl.dot(w0, x0, minus1))
+    return tl.fma(minus1, high, tl.fma(part, low, acc))
 
 
 @triton.jit
 def _k_quant_small_m_kernel(
-    X, Q, HIGH, SCALE, SCALE_STEP, MIN, MIN_STEP, ARRIVED, PARTS, OUT, M,
+    X, Q, HIGH, CODES, STEPS, ARRIVED, PARTS, OUT, M,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(2) * (K // BLOCK_K) // SPLITS
-    last = (tl.program_id(2) + 1) * (K // BLOCK_K) // SPLITS
+    BLOCKS: tl.constexpr = K // BLOCK_K
+    first = tl.program_id(2) * BLOCKS // SPLITS
+    last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
     m0 = tl.program_id(0) * BLOCK_M
     n0 = tl.program_id(1) * BLOCK_N
-    row = tl.arange(0, BLOCK_N)
-    tile_row = _tile_rows(row, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
-    # Offsets of 32 bits within the tile, from pointers of 64; rows past the end read the last one.
-    there = tl.minimum(tile_row, N - 1 - n0)[:, None]
-    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)
-    words_at = there * (K // 8) + tl.arange(0, 32)[None, :]
-    HIGHS = HIGH.to(tl.pointer_type(tl.uint16), bitcast=True) if BITS == 6 else HIGH
-    HIGHS += n0.to(tl.int64) * (K // 8)
+    # A lane's rows of the tile (8 apart) are neighbours in N: its scales and minima lie side by side.
+    n = tl.arange(0, BLOCK_N)
+    row = tl.arange(0, 64)
+    row = (row % 8) * (BLOCK_N // 8) + row // 8  # and 8 more in a second half
+    # Offsets of 32 bits within the tile, from pointers of 64.
     X += m0.to(tl.int64) * K
+    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
+    PROGRAMS: tl.constexpr = 128 // BLOCK_N  # of a tile
+    tile = (tl.program_id(1) // PROGRAMS).to(tl.int64)
+    part = tl.program_id(1) % PROGRAMS * BLOCK_N
+    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + (tile * (BLOCKS * 8 * 128) + part)
+    STEPS = STEPS.to(tl.pointer_type(tl.uint16 if BITS == 6 else tl.uint32), bitcast=True)
+    STEPS += tile * (BLOCKS * 128) + part
     x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    # Q6_K's two codes a chunk are read as one of 16 bits.
-    CODES = SCALE.to(tl.pointer_type(tl.int16), bitcast=True) if BITS == 6 else SCALE
-    CODES += n0.to(tl.int64) * (K // 32)
-    MIN += n0.to(tl.int64) * (K // 32)
-    SCALE_STEP += n0.to(tl.int64) * (K // BLOCK_K)
-    MIN_STEP += n0.to(tl.int64) * (K // BLOCK_K)
-    row = tl.minimum(row, N - 1 - n0)
-    code_at = row[None, :] * (K // 32) + tl.arange(0, 8)[:, None]
-    step_at = row * (K // BLOCK_K)
+    word = tl.arange(0, 32)[None, :]
+    OF_WORD: tl.constexpr = 2 if BITS == 6 else 4  # outputs whose high bits share a word
+    HIGH = HIGH.to(tl.pointer_type(tl.uint32), bitcast=True) + (n0 // OF_WORD).to(tl.int64) * (K // 8)
+    high_row = tl.arange(0, 64 // OF_WORD)
+    high_row = (high_row % 8) * (8 // OF_WORD) + high_row // 8
+    if N % BLOCK_N == 0:
+        words0_at = row[:, None] * (K // 8) + word
+        words1_at = words0_at + K
+        high_at = high_row[:, None] * (K // 8) + word
+    else:  # outputs past the end read the last one
+        words0_at = tl.minimum(row, N - 1 - n0)[:, None] * (K // 8) + word
+        words1_at = tl.minimum(row + 8, N - 1 - n0)[:, None] * (K // 8) + word
+        high_at = tl.minimum(high_row, (N - 1 - n0) // OF_WORD)[:, None] * (K // 8) + word
+    codes_at = tl.arange(0, 8)[:, None] * 128 + n[None, :]
 
-    # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
+    # Constants that the compiler cannot see, by loads never made: as immediates they would take their own instructions.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
     magic = tl.load(WORDS + nowhere, mask=nowhere + n0 >= N, other=0x43004300)
-    ones = _ones(4)
-    acc = tl.full((8, BLOCK_N, BLOCK_M), 0, tl.float32)
+    nibbles = tl.load(WORDS + nowhere, mask=nowhere + n0 >= N, other=0x0F0F0F0F)
+    # What each code is too large by: 128 and, in Q6_K, 32.
+    minus = tl.full((8, 16, 4), 0xC320C320 if BITS == 6 else 0xC300C300, tl.uint32)
+    minus = _operand(minus, minus, 16, 4)
+    acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
+    acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     # Too narrow for the compiler's pipeline of asynchronous copies: codes and steps are fetched a block ahead here.
-    scale, scale_step = tl.load(CODES + first * 8 + code_at), tl.load(SCALE_STEP + first + step_at)
-    if BITS < 6:
-        least, least_step = tl.load(MIN + first * 8 + code_at), tl.load(MIN_STEP + first + step_at)
+    codes, steps = tl.load(CODES + first * 1024 + codes_at), tl.load(STEPS + first * 128 + n)
     for block in tl.range(first, last, num_stages=STAGES):
-        words = tl.load(WORDS + block * 32 + words_at)
+        words0 = tl.load(WORDS + block * 32 + words0_at)
+        if BLOCK_N == 128:
+            words1 = tl.load(WORDS + block * 32 + words1_at)
         x = tl.load(X + block * BLOCK_K + x_at, mask=m[:, None] < M, other=0)
-        words = tl.permute(tl.reshape(words, (BLOCK_N, 8, 4)), (1, 0, 2))
-        high = words
+        high = words0
         if BITS > 4:
-            high = tl.load(HIGHS + block * 32 + words_at)
-            high = tl.permute(tl.reshape(high, (BLOCK_N, 8, 4)), (1, 0, 2)).to(tl.uint32)
-        after = tl.minimum(block + 1, K // BLOCK_K - 1)
-        scale_after, scale_step_after = tl.load(CODES + after * 8 + code_at), tl.load(SCALE_STEP + after + step_at)
-        if BITS < 6:
-            least_after, least_step_after = tl.load(MIN + after * 8 + code_at), tl.load(MIN_STEP + after + step_at)
+            high = tl.load(HIGH + block * 32 + high_at)
+        after = tl.minimum(block + 1, BLOCKS - 1)
+        codes_after, steps_after = tl.load(CODES + after * 1024 + codes_at), tl.load(STEPS + after * 128 + n)
 
-        w0 = _half_chunk(words, high, magic, 0, BITS, BLOCK_N)
-        w1 = _half_chunk(words, high, magic, 1, BITS, BLOCK_N)
         x0, x1 = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 8, 2, 16)), (1, 3, 0, 2)))  # [8, 16, BLOCK_M]
-        step = tl.broadcast_to(scale_step.to(tl.float32)[None, :], (8, BLOCK_N))
-        # fma, so that nothing is left to fuse or not
         if BITS == 6:
-            minus = tl.full((8, BLOCK_N, BLOCK_M), -160.0, tl.float32)
-            wide = scale.to(tl.int32)
-            s0, s1 = _to_tile(
-                (wide << 24 >> 24).to(tl.float32) * step, (wide >> 8).to(tl.float32) * step, BLOCK_N, BLOCK_M
-            )  # fmt: skip
-            sum_x = _on_all_rows(tl.dot(ones, x0), BLOCK_N, BLOCK_M)
-            acc = tl.fma(tl.fma(minus, sum_x, tl.dot(w0, x0)), s0, acc)
-            sum_x = _on_all_rows(tl.dot(ones, x1), BLOCK_N, BLOCK_M)
-            acc = tl.fma(tl.fma(minus, sum_x, tl.dot(w1, x1)), s1, acc)
+            minus0 = _on_all_rows(tl.dot(minus, x0), 64, BLOCK_M)
+            minus1 = _on_all_rows(tl.dot(minus, x1), 64, BLOCK_M)
         else:
-            minus = tl.full((8, BLOCK_N, BLOCK_M), -128.0, tl.float32)
-            least_step = tl.broadcast_to(least_step.to(tl.float32)[None, :], (8, BLOCK_N))
-            s, below = _to_tile(scale.to(tl.float32) * step, -least.to(tl.float32) * least_step, BLOCK_N, BLOCK_M)
-            part = tl.dot(w1, x1, tl.dot(w0, x0))
-            sum_x = _on_all_rows(tl.dot(ones, x1, tl.dot(ones, x0)), BLOCK_N, BLOCK_M)
-            acc = tl.fma(below, sum_x, tl.fma(tl.fma(minus, sum_x, part), s, acc))
-            least, least_step = least_after, least_step_after
-        scale, scale_step = scale_after, scale_step_after
-    n = n0 + tile_row
-    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
+            minus1 = _on_all_rows(tl.dot(minus, x1, tl.dot(minus, x0)), 64, BLOCK_M)
+            minus0 = minus1
+        terms = _terms(codes, steps, BITS, BLOCK_N)
+        if BLOCK_N == 128:
+            terms = tl.permute(tl.reshape(terms, (8, 8, 2, 8)), (0, 3, 1, 2))
+            terms, terms1 = tl.split(tl.reshape(terms, (8, 64, 1, 2)))
+        else:
+            terms = tl.reshape(tl.permute(tl.reshape(terms, (8, 8, 8)), (0, 2, 1)), (8, 64, 1))
+        acc0 = _add(acc0, words0, high, terms, x0, x1, minus0, minus1, magic, nibbles, BITS, BLOCK_M)
+        if BLOCK_N == 128:
+            acc1 = _add(acc1, words1, high, terms1, x0, x1, minus0, minus1, magic, nibbles, BITS, BLOCK_M)
+        codes, steps = codes_after, steps_after
+    total = _sum_of_groups(acc0, 64, BLOCK_M)
+    if BLOCK_N == 128:
+        total = tl.join(total, _sum_of_groups(acc1, 64, BLOCK_M))
+        total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
+    n = n0 + (n % 8) * (BLOCK_N // 8) + n // 8
+    store(OUT, PARTS, ARRIVED, total, M, m, n, n < N, N, SPLITS)
 
 
-def code_bits(
-    qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None, minima: Tensor | None,
-    minima_step: Tensor | None,
-) -> int:  # fmt: skip
+def code_bits(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> int:
     """4, 5 or 6. Raises ValueError where the shapes make none of the three kinds."""
     n, k = qdata.shape[0], 2 * qdata.shape[1]
-    bits = 4 if high is None else 4 + 8 * high.shape[1] // k
-    group = 16 if bits == 6 else 32
-    expected = {"scale": (n, k // group), "scale_step": (n, k // 256)}
-    if bits > 4:
-        expected["high"] = (n, k * (bits - 4) // 8)
-    if bits < 6:
-        expected |= {"minima": (n, k // 32), "minima_step": (n, k // 256)}
-    given = {"scale": scale, "scale_step": scale_step, "high": high, "minima": minima, "minima_step": minima_step}
+    bits = 4 if high is None else 6 if steps.shape[-1] == 1 else 5
+    tiles, blocks = triton.cdiv(n, TILE), k // BLOCK
+    expected = {"codes": (tiles, blocks, 8, TILE, 2), "steps": (tiles, blocks, TILE, 1 if bits == 6 else 2)}
+    if high is not None:
+        expected["high"] = (triton.cdiv(n, OF_WORD[bits]), k // 2)
+    given = {"codes": codes, "steps": steps, "high": high}
     found = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
-    if bits not in CHOICES or k % 256 or found != expected:
+    if k % BLOCK or found != expected:
         raise ValueError(f"qdata is {tuple(qdata.shape)} beside {found}: a weight of {bits} bits has {expected}")
     return bits
 
 
 def _launch_k_quant(
-    kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None,
-    minima: Tensor | None, minima_step: Tensor | None, arrived: Tensor, choice: Blocks | None = None,
+    kernel: Any, x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor,
+    choice: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    bits = _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
-    _check_contiguous(*(part for part in (qdata, scale, scale_step, high, minima, minima_step) if part is not None))
+    bits = _agreeing_bits(x, qdata, high, codes, steps)
+    _check_contiguous(*(part for part in (qdata, high, codes, steps) if part is not None))
     n, k = qdata.shape[0], x.shape[1]
     choice = choice or CHOICES[bits]
-    count = choice.parts or splits(n, k // 256, choice.n)
+    count = choice.parts or splits(n, k // BLOCK, choice.n)
     x = x.contiguous()
-    # A kernel takes tensors alone: what a kind has not is a pointer that it does not follow.
-    high = qdata if high is None else high
-    minima, minima_step = scale if minima is None else minima, scale_step if minima_step is None else minima_step
+    high = qdata if high is None else high  # A kernel takes tensors alone: a pointer that it does not follow.
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, qdata, high, scale, scale_step, minima, minima_step, arrived, parts, out, x.shape[0], N=n, K=k,
-            BITS=bits, SPLITS=count, BLOCK_N=choice.n, BLOCK_K=256, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+            x, qdata, high, codes, steps, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, SPLITS=count,
+            BLOCK_N=choice.n, BLOCK_K=BLOCK, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
     return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
@@ -201,26 +249,19 @@ def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:
 
 @triton_op("eagle3::k_quant_small_m", mutates_args={})
 def k_quant_small_m(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    scale_step: Tensor,
-    high: Tensor | None,
-    minima: Tensor | None,
-    minima_step: Tensor | None,
-    arrived: Tensor,
+    x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor
 ) -> Tensor:
-    """``x @ w.T`` with ``w = q * (scale * scale_step) - minima * minima_step``; the layout is this module's.
+    """``x @ w.T`` with ``w = q * scale - minimum``, each of the two a code by its step; the layout is this module's.
 
     On CUDA the kernel of this module, on the host ``k_quant_reference``. One node of an exported program.
 
     Args:
         x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
         qdata: uint8 [N, K / 2], the low 4 bits of the codes
-        scale: codes, uint8 [N, K / 32]; of Q6_K int8 [N, K / 16]
-        scale_step, minima_step: float16 [N, K / 256]
-        high: uint8 [N, K / 8] (Q5_K) or [N, K / 4] (Q6_K), the high bits; None for Q4_K
-        minima: codes, uint8 [N, K / 32]; None for Q6_K, whose q begins at -32
+        high: the high bits of 4 (Q5_K) or 2 (Q6_K) outputs a row, uint8 [N / 4 or N / 2, K / 2]; None for Q4_K
+        codes: of scale and minimum, uint8 [tiles, K / 256, 8, 128, 2]; a tile is 128 outputs, the last filled up. Of
+            Q6_K, whose q begins at -32, int8, of the scales of the two groups in 32 weights
+        steps: float16 [tiles, K / 256, 128, 2] of scale and minimum; of Q6_K [tiles, K / 256, 128, 1]
         arrived: ``sums.counters()``, as they were when it returns
 
     Returns:
@@ -230,70 +271,75 @@ def k_quant_small_m(
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
             rows than there are counters for
     """
-    kernel = wrap_triton(_k_quant_small_m_kernel)
-    return _launch_k_quant(kernel, x, qdata, scale, scale_step, high, minima, minima_step, arrived)
+    return _launch_k_quant(wrap_triton(_k_quant_small_m_kernel), x, qdata, high, codes, steps, arrived)
 
 
 @k_quant_small_m.register_kernel("cpu")
 def k_quant_reference(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    scale_step: Tensor,
-    high: Tensor | None,
-    minima: Tensor | None,
-    minima_step: Tensor | None,
-    arrived: Tensor | None = None,
+    x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor | None = None
 ) -> Tensor:
     """``k_quant_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    _agreeing_bits(x, qdata, scale, scale_step, high, minima, minima_step)
-    w = dequantized_rows(qdata, scale, scale_step, high, minima, minima_step)
-    return (x.float() @ w.T).to(x.dtype)
+    _agreeing_bits(x, qdata, high, codes, steps)
+    return (x.float() @ dequantized(qdata, high, codes, steps).T).to(x.dtype)
 
 
-def dequantized_rows(
-    qdata: Tensor, scale: Tensor, scale_step: Tensor, high: Tensor | None, minima: Tensor | None,
-    minima_step: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The weights of a matrix, or of some of its rows: float32 [N, K], as llama.cpp has them."""
-    q = unpacked(qdata, high).float()
+def dequantized(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> Tensor:
+    """All weights: float32 [N, K], as llama.cpp has them."""
+    return _values(*by_row(qdata, high, codes, steps))
+
+
+def dequantized_rows(rows: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> Tensor:
+    """Of the weights some rows, int64 [R], and no others: float32 [R, K]."""
+    bits, tile, output = code_bits(qdata, high, codes, steps), rows // TILE, rows % TILE
+    q = unpacked(qdata[rows], None if high is None else high[rows // OF_WORD[bits]], rows, bits)
+    return _values(q, codes[tile, :, :, output], steps[tile, :, output])
+
+
+def _values(q: Tensor, pairs: Tensor, steps: Tensor) -> Tensor:
+    """float32 [R, K] of what ``by_row`` gives."""
+    q, terms = q.float(), pairs.float() * steps.float()[:, :, None]
+    if steps.shape[-1] == 1:
+        return ((q - 32).view(*terms.shape, 16) * terms[..., None]).flatten(1)
+    return (q.view(*terms.shape[:-1], 32) * terms[..., :1] - terms[..., 1:]).flatten(1)
+
+
+def by_row(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, uint8 [N, K]; pairs of codes [N, K / 256, 8, 2] and one or two steps [N, K / 256, c]."""
+    n, bits = qdata.shape[0], code_bits(qdata, high, codes, steps)
+    if high is not None:
+        high = high.repeat_interleave(OF_WORD[bits], 0)[:n]
+    q = unpacked(qdata, high, torch.arange(n, device=qdata.device), bits)
+    return q, in_rows(codes, n), in_rows(steps.unsqueeze(2), n).squeeze(2)
+
+
+def packed(q: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """``qdata`` and ``high`` of codes, uint8 [N, K]."""
     n, k = q.shape
-    steps = scale_step.float()[..., None]  # [N, K / 256, 1]
-    s = scale.float().view(n, k // 256, -1) * steps
-    groups = (q - 32 if minima is None else q).view(n, *s.shape[1:], -1)
-    w = groups * s[..., None]
-    if minima is not None:
-        least = minima.float().view(n, k // 256, -1) * minima_step.float()[..., None]
-        w = w - least[..., None]
-    return w.view(n, k)
-
-
-def packed(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """``qdata`` and ``high`` of codes: uint8 [N, K] -> uint8 [N, K / 2], and [N, K / 8] or [N, K / 4] beyond 4 bits."""
-    n, k = codes.shape
-    codes = codes.view(n, k // 32, 2, 4, 2, 2)  # c, w, l, h
-    low = (codes & 15).permute(0, 1, 3, 5, 4, 2)  # w, h, l, c
-    qdata = (low[..., 0] | low[..., 1] << 4).reshape(n, k // 2)
+    q = q.view(n, k // 32, 2, 4, 2, 2).permute(0, 1, 3, 5, 4, 2).reshape(n, k // 2, 2)  # c, w, l, h to w, h, l, c
+    low = q & 15
+    qdata = low[..., 0] | low[..., 1] << 4
     if bits == 4:
         return qdata, None
-    width = bits - 4
-    order = (0, 1, 3, 2, 5, 4) if width == 1 else (0, 1, 3, 4, 5, 2)  # w; c, h, l or w, l; h, c
-    fields = (codes >> 4).permute(order).reshape(n, k * width // 8, 8 // width)
-    high = torch.zeros_like(fields[..., 0])
-    for place in range(8 // width):
-        high |= fields[..., place] << (place * width)
+    of_word = OF_WORD[bits]
+    fields = torch.nn.functional.pad(q >> 4, (0, 0, 0, 0, 0, -n % of_word)).unflatten(0, (-1, of_word))
+    high = torch.zeros_like(fields[:, 0, :, 0])
+    for output in range(of_word):
+        first, second = fields[:, output].unbind(-1)
+        high |= (first << 4 | _turned(second, 1)) << output * (bits - 4)
     return qdata, high
 
 
-def unpacked(qdata: Tensor, high: Tensor | None) -> Tensor:
-    """Codes, uint8 [N, K]: what ``packed`` was given."""
-    n, k = qdata.shape[0], 2 * qdata.shape[1]
-    codes = torch.stack([qdata & 15, qdata >> 4], dim=-1).view(n, k // 32, 4, 2, 2, 2)  # w, h, l, c
-    codes = codes.permute(0, 1, 5, 2, 4, 3).reshape(n, k)
-    if high is None:
-        return codes
-    width = 8 * high.shape[1] // k
-    fields = torch.stack([high >> place & (1 << width) - 1 for place in range(0, 8, width)], dim=-1)
-    fields = fields.view(n, k // 32, 4, 2, 2, 2)
-    order = (0, 1, 3, 2, 5, 4) if width == 1 else (0, 1, 5, 2, 3, 4)
-    return codes | fields.permute(order).reshape(n, k) << 4
+def unpacked(qdata: Tensor, high: Tensor | None, rows: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 [R, K], of ``rows``, int64 [R]: what ``packed`` was given. Here ``high`` has a row of each."""
+    q = torch.stack([qdata & 15, qdata >> 4], dim=-1)
+    if high is not None:
+        mask = (1 << bits - 4) - 1
+        fields = high >> (rows % OF_WORD[bits] * (bits - 4)).to(torch.uint8)[:, None]
+        q = q | torch.stack([fields >> 4 & mask, _turned(fields, -1) & mask], dim=-1) << 4
+    return q.unflatten(1, (-1, 4, 2, 2)).permute(0, 1, 5, 2, 4, 3).flatten(1)  # w, h, l, c to c, w, l, h
+
+
+def _turned(words: Tensor, by: int) -> Tensor:
+    """uint8 [rows, K / 2], the bytes of each word of 4 turned by so many."""
+    words = words.unflatten(1, (-1, 4))
+    return torch.cat([words[..., -by:], words[..., :-by]], dim=-1).flatten(1)

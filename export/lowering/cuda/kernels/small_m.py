@@ -229,6 +229,11 @@ def int8_small_m(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived:
 @int8_small_m.register_kernel("cpu")
 def int8_reference(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor | None = None) -> Tensor:
     """``int8_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``, any G."""
-    group = _int8_group(x, qdata, scale, zero)
-    w = (qdata.float() - zero.float().repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)
-    return (x.float() @ w.T).to(x.dtype)
+    _int8_group(x, qdata, scale, zero)
+    return (x.float() @ int8_dequantized(qdata, scale, zero).T).to(x.dtype)
+
+
+def int8_dequantized(qdata: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """float32 [N, K]."""
+    group = qdata.shape[1] // scale.shape[1]
+    return (qdata.float() - zero.float().repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)
