@@ -22,6 +22,7 @@ from triton_interpreter import bfloat16_done_right
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.experts import FusedExperts, expert_rules, use_fused_experts
+from eagle3.export.lowering.cuda.fusion import fused_further
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
 from eagle3.targets.decoder_layers import skeleton
@@ -128,7 +129,7 @@ def test_a_chunk_is_compiled_without_a_gpu():
     rows = Dim("rows", min=9, max=64)
     program = torch.export.export(fused, given, dynamic_shapes=({0: rows},) * 3, strict=False)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
-    with named_gpu("sm_90"), inductor.patch(OPTIONS):
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further():
         lowered = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
     calls = [node.target for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
     assert torch.ops.higher_order.executorch_call_delegate in calls
