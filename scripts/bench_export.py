@@ -108,8 +108,9 @@ def save_target(folder: Path, config: Gemma4TextConfig, unquantized: bool = Fals
 def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) -> None:
     """Of the target's widths; for Gemma 4 31B the shape of RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B
     parameters."""
-    width, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    width, inner, known = config.hidden_size, config.intermediate_size, config.to_dict()  # whose layers may differ
+    attention = {name: known[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    heads, kv_heads = (attention[name] * attention["head_dim"] for name in list(attention)[:2])
     shapes = {
         "embed_tokens.weight": (config.vocab_size, width),
         "fc.weight": (width, len(aux_layers) * width),
@@ -134,9 +135,7 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
         "model_type": "llama",
         "hidden_size": width,
         "intermediate_size": inner,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **attention,
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": 131072,
