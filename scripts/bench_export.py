@@ -109,8 +109,8 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
     """Of the target's widths; for Gemma 4 31B the shape of RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B
     parameters."""
     width, inner, known = config.hidden_size, config.intermediate_size, config.to_dict()  # whose layers may differ
-    attention = {name: known[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
-    heads, kv_heads = (attention[name] * attention["head_dim"] for name in list(attention)[:2])
+    counts = {name: known[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    heads, kv_heads = (count * known["head_dim"] for count in counts.values())
     shapes = {
         "embed_tokens.weight": (config.vocab_size, width),
         "fc.weight": (width, len(aux_layers) * width),
@@ -135,7 +135,8 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
         "model_type": "llama",
         "hidden_size": width,
         "intermediate_size": inner,
-        **attention,
+        **counts,
+        "head_dim": known["head_dim"],
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": 131072,

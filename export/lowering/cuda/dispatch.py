@@ -7,6 +7,7 @@ are read once for each 16 rows. Linears of unquantized bfloat16 go to the small-
 dequantizes the rows that it looks up, not the whole table (that of K-quants does so by itself).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -75,32 +76,33 @@ def _k_quant_many(x: Tensor, weight: KQuantTensor) -> Tensor:
     return k_quant_matmul(x, *weight.parts, shared_counters(x))
 
 
-def _linear(few: Product, many: Product | None, otherwise: Handler, limit: int) -> Handler:
-    """``otherwise``: what many rows take where there is no product for them."""
-
+def _linear(few: Product, many: Product, limit: int) -> Handler:
     def linear(func, types, args, kwargs) -> Tensor:
-        x, weight, *bias = args
-        rows = x.reshape(-1, x.shape[-1])
-        product = many if statically_known_true(rows.shape[0] > limit) else few
-        if product is None:
-            return otherwise(func, types, args, kwargs)
-        out = product(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
-        return out + bias[0] if bias and bias[0] is not None else out
+        return _multiplied(many if _are_many(args[0], limit) else few, *args)
 
     return linear
 
 
+def _are_many(x: Tensor, limit: int) -> bool:
+    return statically_known_true(math.prod(x.shape[:-1]) > limit)
+
+
+def _multiplied(product: Product, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    out = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
 class _Unquantized(TorchFunctionMode):
-    """Sends linears of plain bfloat16 weights the ways of ``_linear``."""
+    """Sends linears of few rows and plain bfloat16 weights to their product."""
 
     def __init__(self, limit: int):
         super().__init__()
-        self.linear = _linear(_bf16, None, lambda func, types, args, kwargs: func(*args, **kwargs), limit)
+        self.limit = limit
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and _is_plain(*args, **kwargs):
-            return self.linear(func, types, args, kwargs)
+        if func is F.linear and _is_plain(*args, **kwargs) and not _are_many(args[0], self.limit):
+            return _multiplied(_bf16, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -133,7 +135,7 @@ def small_m_dispatch(limit: int) -> Iterator[None]:
         for kind, (few, many) in KERNELS.items():
             functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
             for table, name in ((functions, F.linear), (operators, aten.linear.default)):
-                stack.enter_context(patch.dict(table, {name: _linear(few, many, table[name], limit)}))
+                stack.enter_context(patch.dict(table, {name: _linear(few, many, limit)}))
         kind = IntxUnpackedToInt8Tensor
         functions, operators = kind._TORCH_FN_TABLE[kind], kind._ATEN_OP_TABLE[kind]
         for table, name in ((functions, F.embedding), (operators, aten.embedding.default)):

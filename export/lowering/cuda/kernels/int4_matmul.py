@@ -33,17 +33,7 @@ from eagle3.export.lowering.cuda.kernels.int4 import (
     dequantized,
     few_rows,
 )
-from eagle3.export.lowering.cuda.kernels.large_m import (
-    BLOCK_K,
-    ROWS,
-    STAGES,
-    TILE,
-    WARPS,
-    finish,
-    halves,
-    launch,
-    never,
-)
+from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, finish, halves, launch, never
 from eagle3.export.lowering.cuda.kernels.small_m import _check_contiguous
 
 
@@ -136,8 +126,8 @@ def _launch_matmul(
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
         kernel[programs](
-            x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group, BLOCK_M=ROWS,
-            BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
+            x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
+            DIVIDED=divided, **PROGRAM,
         )  # fmt: skip
 
     short = few_rows(few, x, qdata, codes, steps, arrived, group)

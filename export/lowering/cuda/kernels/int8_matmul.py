@@ -15,18 +15,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.large_m import (
-    BLOCK_K,
-    ROWS,
-    STAGES,
-    TILE,
-    WARPS,
-    finish,
-    halves,
-    launch,
-    never,
-)
-from eagle3.export.lowering.cuda.kernels.small_m import _check_contiguous, _int8_group, int8_dequantized
+from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, TILE, finish, halves, launch, never
+from eagle3.export.lowering.cuda.kernels.small_m import _checked_group, _int8_group, int8_dequantized
 
 
 @triton.jit
@@ -135,17 +125,12 @@ def _launch_matmul(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, count: Any = None
 ) -> Tensor:
     """``count``: programs along K, if not as ``parts_of_k`` says."""
-    group = _int8_group(x, qdata, scale, zero)
-    _check_contiguous(qdata, scale, zero)
-    n, k = qdata.shape
-    if group % 16:
-        raise ValueError(f"the group size is {group}: the kernel takes multiples of 16")
+    group, (n, k) = _checked_group(x, qdata, scale, zero), qdata.shape
     x = x.contiguous()
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
         kernel[programs](
-            x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, BLOCK_M=ROWS, BLOCK_N=TILE,
-            BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
+            x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, DIVIDED=divided, **PROGRAM
         )  # fmt: skip
 
     return launch(x, n, triton.cdiv(n, TILE), triton.cdiv(k, 256), arrived, run, count)

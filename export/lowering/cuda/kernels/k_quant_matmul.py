@@ -22,19 +22,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.k_quants import _agreeing_bits, dequantized
-from eagle3.export.lowering.cuda.kernels.large_m import (
-    BLOCK_K,
-    ROWS,
-    STAGES,
-    TILE,
-    WARPS,
-    finish,
-    halves,
-    launch,
-    never,
-)
-from eagle3.export.lowering.cuda.kernels.small_m import _check_contiguous
+from eagle3.export.lowering.cuda.kernels.k_quants import _agreeing_bits, _checked_parts, dequantized
+from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, TILE, finish, halves, launch, never
 
 
 @triton.jit
@@ -147,17 +136,13 @@ def _launch_k_quant_matmul(
     count: Any = None,
 ) -> Tensor:  # fmt: skip
     """``count``: programs along K, if not as ``parts_of_k`` says."""
-    bits = _agreeing_bits(x, qdata, high, codes, steps)
-    _check_contiguous(*(part for part in (qdata, high, codes, steps) if part is not None))
+    bits, weight = _checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
-    high = qdata if high is None else high  # A kernel takes tensors alone: a pointer that it does not follow.
-
     x = x.contiguous()
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
         kernel[programs](
-            x, qdata, high, codes, steps, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, BLOCK_M=ROWS,
-            BLOCK_N=TILE, BLOCK_K=BLOCK_K, STAGES=STAGES, DIVIDED=divided, num_warps=WARPS,
+            x, *weight, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, DIVIDED=divided, **PROGRAM
         )  # fmt: skip
 
     return launch(x, n, triton.cdiv(n, TILE), k // 256, arrived, run, count)

@@ -223,21 +223,30 @@ def _launch_k_quant(
     kernel: Any, x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor,
     choice: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    bits = _agreeing_bits(x, qdata, high, codes, steps)
-    _check_contiguous(*(part for part in (qdata, high, codes, steps) if part is not None))
+    bits, weight = _checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
     choice = choice or CHOICES[bits]
     count = choice.parts or splits(n, k // BLOCK, choice.n)
     x = x.contiguous()
-    high = qdata if high is None else high  # A kernel takes tensors alone: a pointer that it does not follow.
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, qdata, high, codes, steps, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, SPLITS=count,
+            x, *weight, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, SPLITS=count,
             BLOCK_N=choice.n, BLOCK_K=BLOCK, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
     return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
+
+
+def _checked_parts(
+    x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor
+) -> tuple[int, tuple[Tensor, ...]]:
+    """The bits of a code, and the weight as a kernel takes it, in tensors alone: in place of high bits that are not
+    there one whose pointer it does not follow. Raises for what kernels do not take."""
+    bits = _agreeing_bits(x, qdata, high, codes, steps)
+    weight = qdata, qdata if high is None else high, codes, steps
+    _check_contiguous(*weight)
+    return bits, weight
 
 
 def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:

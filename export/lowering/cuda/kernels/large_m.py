@@ -30,6 +30,8 @@ ROWS, TILE, BLOCK_K = 64, 128, 64
 STAGES = 4
 """Blocks of K in flight in shared memory, and one."""
 WARPS = 4
+PROGRAM = {"BLOCK_M": ROWS, "BLOCK_N": TILE, "BLOCK_K": BLOCK_K, "STAGES": STAGES, "num_warps": WARPS}
+"""As kernels are given them."""
 FEW = 32
 """Rows up to which a small-M kernel, whose weights are decoded once for 16, takes no longer."""
 SLOTS = 264

@@ -182,14 +182,19 @@ def _check_contiguous(*weight: Tensor) -> None:
             )
 
 
+def _checked_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
+    """``_int8_group``; raises for what the kernels do not take as well."""
+    group = _int8_group(x, qdata, scale, zero)
+    _check_contiguous(qdata, scale, zero)
+    if group % 16:
+        raise ValueError(f"the group size is {group}: the kernel takes multiples of 16")
+    return group
+
+
 def _launch_int8(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, choice: Blocks = INT8
 ) -> Tensor:
-    group = _int8_group(x, qdata, scale, zero)
-    _check_contiguous(qdata, scale, zero)
-    n, k = qdata.shape
-    if group % 16:
-        raise ValueError(f"the group size is {group}: the kernel takes multiples of 16")
+    group, (n, k) = _checked_group(x, qdata, scale, zero), qdata.shape
     chunk = 16 if group % 32 else 32  # of K, by a warp
     count = choice.parts or splits(n, triton.cdiv(k, 8 * chunk), choice.n)
     x = x.contiguous()
