@@ -19,7 +19,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import click
 import numpy as np
@@ -41,10 +40,9 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton_interpreter import LIBDEVICE, bfloat16_done_right
 
 from eagle3.runner.artifact import load_artifact
-from eagle3.runner.contract import MODEL_FILE, Metadata
+from eagle3.runner.contract import MODEL_FILE
 from eagle3.runner.hosts import torch_host
-from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE, read_ptd_index
-from eagle3.runner.inspect.program import read_pte, row_bounds
+from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE
 from eagle3.runner.loop import complete
 from eagle3.runner.session import Session
 
@@ -106,12 +104,11 @@ def at_address(address: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Driver:
-    """What the stand-in hands to Python. ``launches``: over each grid so far; ``seconds``: of each kernel."""
+    """What the stand-in hands to Python. ``launches``: over each grid so far."""
 
     def __init__(self, sources: Path):
         self.kernels = [Kernel(file) for file in sorted(sources.glob("*.pickle"))]
         self.launches: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
         asked, launched = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
         self._callbacks = (
             ctypes.CFUNCTYPE(ctypes.c_int64, asked, ctypes.c_char_p)(self._asked),
@@ -131,10 +128,8 @@ class Driver:
 
     def _launched(self, number: int, x: int, y: int, z: int, arguments: Any) -> None:
         with stopping():
-            kernel, start = self.kernels[number], time.perf_counter()
-            kernel.launch((x, y, z), arguments)
+            self.kernels[number].launch((x, y, z), arguments)
             self.launches[str([x, y, z])] += 1
-            self.seconds[kernel.name] += time.perf_counter() - start
 
 
 @contextmanager
@@ -169,28 +164,26 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-class CountedSession(torch_host.TorchSession):
-    """``launched``: of each method, by its number of rows, over which grids its first call launched kernels."""
+def open_interpreted(artifact: Path) -> torch_host.TorchSession:
+    """As any artifact for the CPU, which nothing is asked of."""
+    metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
+    with patch.object(torch_host, "made_for_cpu", lambda methods: True):
+        return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata)
 
-    driver: Driver
-    launched: dict[str, dict[int, Counter[str]]]
 
-    def _call(self, name, *inputs):
-        before = self.driver.launches.copy()
-        results = super()._call(name, *inputs)
-        self.launched.setdefault(name, {}).setdefault(inputs[0].shape[1], self.driver.launches - before)
+def counted(session: torch_host.TorchSession, driver: Driver) -> dict[str, dict[int, Counter[str]]]:
+    """Filled while ``session`` is used: of each method, by its number of rows, over which grids its first call launched
+    kernels."""
+    launched, call = {}, session._call
+
+    def count(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        before = driver.launches.copy()
+        results = list(call(name, *inputs))
+        launched.setdefault(name, {}).setdefault(inputs[0].shape[1], driver.launches - before)
         return results
 
-
-def open_interpreted(artifact: Path, metadata: Metadata, driver: Driver) -> CountedSession:
-    """As ``torch_host.open_torch_session`` does, but for what it asks of a GPU."""
-    methods, stored = torch_host.read_methods(read_pte(artifact / MODEL_FILE)), artifact / WEIGHTS_FILE
-    torch_host.export_host_symbols(CPU)
-    placed = torch_host.place_storages(stored, read_ptd_index(stored), torch_host.storages(methods), CPU)
-    loaded = {method.name: torch_host.load_method(method, placed, CPU) for method in methods}
-    session = CountedSession(loaded, row_bounds(metadata), CPU, metadata, free=MagicMock())
-    session.driver, session.launched = driver, {}
-    return session
+    session._call = count
+    return launched
 
 
 def generations(session: Session, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
@@ -206,11 +199,12 @@ def generations(session: Session, prompt: list[int], max_new_tokens: int) -> dic
 def main(artifact: Path) -> None:
     torch.set_num_threads(1)
     asked, driver = json.load(sys.stdin), Driver(sources_of(artifact))
-    session = open_interpreted(artifact, load_artifact(artifact / MODEL_FILE, checked=False).metadata, driver)
+    session = open_interpreted(artifact)
+    launched = counted(session, driver)
     session.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
     with interpreted():
         found = [generations(session, **each) for each in asked]
-    click.echo(json.dumps({"generations": found, "launched": session.launched, "seconds": driver.seconds}))
+    click.echo(json.dumps({"generations": found, "launched": launched}))
 
 
 if __name__ == "__main__":
