@@ -8,7 +8,7 @@ speculation that does not pay goes off by itself. The tokens are the same whatev
 
 from collections.abc import Sequence
 
-from eagle3.runner.contract import DECODE, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.statistics import GenerationStats
 
 STRETCHES = 4, 16
@@ -104,7 +104,7 @@ class AdaptiveChain:
             self.length = fastest(self._rates.rates, self._costs.seconds, 0)
 
     def _in_target(self) -> float:
-        return self._methods.get(TARGET_VERIFY, 0.0) + self._methods.get(DECODE, 0.0)
+        return sum(self._methods.get(name, 0.0) for name in (TARGET_VERIFY, DECODE, SPECULATE))
 
     def _seconds(self, rounds: int) -> float:
         """What the stretch took, the loop's own time included and the caller's not; the costs learn of it.

@@ -184,11 +184,12 @@ class Place:
                 if fresh != wanted[done : done + len(fresh)]:
                     return None
                 row, done = len(wanted) - 1 - done, done + len(fresh)
-        rows = watched.step.ids.shape[1]
+        step, rows = watched.step, watched.step.ids.shape[1]
         one = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
-        several = TARGET_VERIFY if watched.step.feature is not None else SPECULATE
-        way = Way(several, rows, row) if rows > 1 else one
-        return self._read(watched.step, way, row, speculated=True)
+        if step.feature is None:  # a whole round's, with the next window
+            return self._read(step._replace(ids=step.ids[:1]), Way(SPECULATE, rows, row), row, speculated=True)
+        way = Way(TARGET_VERIFY, rows, row) if rows > 1 else one
+        return self._read(step, way, row, speculated=True)
 
     def _read(self, step: Step, way: Way, output: int, speculated: bool = False) -> Said:
         """``output``: the position's row of ``step``."""

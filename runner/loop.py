@@ -8,7 +8,6 @@ with the feature that proved it. Both caches roll back by writing positions agai
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,25 +116,13 @@ def cut(fresh: list[int], budget: int, stop_ids: frozenset[int]) -> tuple[list[i
     return fresh[:budget], LENGTH if len(fresh) >= budget else None
 
 
-class Round(NamedTuple):
-    """``ids`` are the tokens that the target chose after the window's first row: the ``accepted`` first ones as
-    proposed, and one more. ``window`` [1, C] is the next one, None where the context has no room for it."""
-
-    ids: list[int]
-    accepted: int
-    window: Tensor | None
-
-
 class Rounds:
     """The rounds of one generation, over a session whose caches hold what ``cached`` says."""
 
     def __init__(self, session: Session, chain: ChainLength, choice: Choice, cached: CachedTokens):
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
         self._seed = Seed()
-        fixed = isinstance(chain, FixedChain) and chain.length == session.metadata.chain_len
-        self._whole = session.has_speculate and choice.greedy and fixed
-        self._kept: tuple[Tensor, Tensor] | None = None
-        """The next whole round's inputs, where the session keeps them."""
+        self._whole = session.has_speculate and choice.greedy
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
 
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
@@ -145,45 +132,69 @@ class Rounds:
         try:
             anchor = self._prefill(prompt, stats)
             yield [anchor]
-            window, anchor_pos = self._propose(), len(prompt)
+            window = self._propose()
             while True:
-                played = self.play(window, anchor_pos)
-                stats.record(window.shape[1] - 1, played.accepted)
-                yield played.ids
-                window, anchor_pos = played.window, anchor_pos + played.accepted + 1
+                if self._fits_whole(window):
+                    window = yield from self._play_whole(window, stats)
+                else:
+                    ids, proposed = self._play(window)
+                    window = self._propose()
+                    stats.record(proposed, len(ids) - 1)
+                    yield ids
         except Exception:
             self._cached.clear()
             raise
 
-    def play(self, window: Tensor, anchor_pos: int) -> Round:
-        """Verify a window whose first token, the anchor, stands at ``anchor_pos``; reseed the draft, chain the next.
+    def _play(self, window: Tensor) -> tuple[list[int], int]:
+        """Verify a window [1, 1 + k], whose first token, the anchor, is the last one accepted.
 
-        By one method where the artifact has it for such rounds, and this window and the next fit whatever is accepted.
+        Returns the tokens that the target chose after the anchor, the proposals that it would have said and one more;
+        and k.
         """
-        if self._whole and anchor_pos + 2 * window.shape[1] <= self._session.metadata.max_seq_len:
-            return self._play_whole(window, anchor_pos)
-        step, proposed = self._verify(window, anchor_pos), window.tolist()[0][1:]
+        proposed = window.tolist()[0][1:]
+        step = self._verify(window, self._anchor_pos)
         chosen = self._choice.target(step, proposed)
         ids = chosen.tolist()[0]
-        accepted = common_prefix(proposed, ids)
-        rows = accepted + 1  # the accepted proposals and the corrected token, which are the target's own
+        rows = common_prefix(proposed, ids) + 1  # the corrected token is the target's own, as the accepted ones are
         self._accept(ids := ids[:rows])
-        self._chain.record(len(proposed), accepted)
+        self._chain.record(len(proposed), rows - 1)
         self._seed.add(chosen[:, :rows], step.feature[:, :rows])
-        return Round(ids, accepted, self._propose())
+        return ids, len(proposed)
 
-    def _play_whole(self, window: Tensor, anchor_pos: int) -> Round:
-        session, cached, proposed = self._session, self._cached, window.tolist()[0][1:]
-        cached.reach(anchor_pos + 2 * len(proposed) - 1)
-        at = session.positions[anchor_pos : anchor_pos + window.shape[1]]
-        said, *self._kept = session.speculate(*(self._kept or (window, at)))
-        ids = self._choice.target(Step(said[:1], None), proposed).tolist()[0]
-        accepted = common_prefix(proposed, ids)
-        self._accept(ids := ids[: accepted + 1])
-        self._chain.record(len(proposed), accepted)
-        cached.draft_slots = anchor_pos + accepted + 1
-        self._seed = Seed(cached.draft_slots)
-        return Round(ids, accepted, said[1:])
+    def _fits_whole(self, window: Tensor) -> bool:
+        """Whether the artifact has one method for such a round, and this window and the next fit whatever is
+        accepted."""
+        metadata, width = self._session.metadata, window.shape[1]
+        fits = self._anchor_pos + 2 * width <= metadata.max_seq_len
+        return self._whole and width == metadata.chain_len + 1 and fits
+
+    def _play_whole(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
+        """Rounds by one method each, reseeding and the next chain included, as long as they fit and the chain is to be
+        as long. Yields what each accepts; returns the window of the round behind them.
+
+        Of a round of half a millisecond each microsecond between two calls is a fifth of a percent: it is what a
+        method said, once on the host, and lists from there.
+        """
+        session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
+        anchor_pos, longest = self._anchor_pos, window.shape[1] - 1
+        last = session.metadata.max_seq_len - 2 * window.shape[1]
+        inputs = window, session.positions[anchor_pos : anchor_pos + window.shape[1]]
+        proposed, wanted = window.tolist()[0][1:], longest
+        while anchor_pos <= last and wanted == longest:
+            cached.reach(anchor_pos + 2 * longest - 1)
+            said, *inputs = session.speculate(*inputs)
+            ids, following = chosen_by(Step(said, None), proposed).tolist()
+            accepted = common_prefix(proposed, ids)
+            self._accept(ids := ids[: accepted + 1])
+            anchor_pos += accepted + 1
+            cached.draft_slots = anchor_pos
+            chain.record(longest, accepted)
+            wanted = chain.next()
+            stats.record(longest, accepted)
+            yield ids
+            proposed = following[1:]
+        self._seed = Seed(anchor_pos)
+        return said[1:, : 1 + wanted].contiguous()
 
     def _prefill(self, prompt: list[int], stats: GenerationStats) -> int:
         """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it."""
@@ -224,6 +235,10 @@ class Rounds:
         # A verify window has two rows at least: what the second writes is written again later.
         return first_row(session.target_verify(tokens.expand(1, 2).contiguous(), session.positions[start : start + 2]))
 
+    @property
+    def _anchor_pos(self) -> int:
+        return len(self._cached.tokens) - 1
+
     def _accept(self, ids: list[int]) -> None:
         self._cached.tokens += ids
         self._choice.accept(ids)
@@ -235,7 +250,7 @@ class Rounds:
         Returns the window [1, 1 + k]: the anchor and k proposals; None where the context ends at the anchor.
         """
         session, cached, seed = self._session, self._cached, self._seed
-        anchor_pos = len(cached.tokens) - 1
+        anchor_pos = self._anchor_pos
         anchor = seed.tokens[-1][:, -1:]
         room = session.metadata.max_seq_len - 1 - anchor_pos
         if room < 1:

@@ -37,7 +37,8 @@ class GenerationStats:
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
-        self.accepted_at += [0] * (proposed - len(self.accepted_at))
+        if proposed > len(self.accepted_at):
+            self.accepted_at += [0] * (proposed - len(self.accepted_at))
         for position in range(accepted):
             self.accepted_at[position] += 1
 

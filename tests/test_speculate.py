@@ -9,11 +9,12 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from random_checkpoints import save_random_draft
 from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_metadata
-from test_cache import random_metadata, random_speculator
+from test_cache import InTurn, random_metadata, random_speculator
 
 from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.plan import make_plan
+from eagle3.runner.adaptive_chain import AdaptiveChain
 from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
@@ -37,6 +38,11 @@ def eager():
 @pytest.fixture(scope="module")
 def hosted(host_artifact):
     return open_session(open_artifact(host_artifact))
+
+
+def both(session):
+    """With whole rounds, and without."""
+    return session, ThreeMethods(session)
 
 
 def prompt_of(length):
@@ -77,6 +83,16 @@ def test_other_ways_to_choose_take_the_three_methods(eager):
     for options in ({"chain": 2}, {"chain": 0}, {"choice": sampler}):
         calls = complete(eager, prompt, max_new_tokens=12, **options).stats.method_calls
         assert SPECULATE not in calls and calls[TARGET_VERIFY] + calls["decode"] > 0
+
+
+def test_a_chain_of_other_lengths_takes_whole_rounds_where_it_is_as_long_as_the_artifacts(eager):
+    lengths, options = [3, 3, 3, 1, 0, 3, 2, 3], {"max_new_tokens": 40, "stop_ids": []}
+    whole, three = (complete(each, prompt_of(20), chain=InTurn(lengths), **options) for each in both(eager))
+    assert whole.token_ids == three.token_ids and whole.stats.counts() == three.stats.counts()
+    calls = whole.stats.method_calls
+    assert calls[SPECULATE] > 3 and calls[TARGET_VERIFY] > 1 and calls["decode"] > 0
+    auto = complete(eager, prompt_of(20), chain=AdaptiveChain(3), **options)
+    assert auto.token_ids == three.token_ids and auto.stats.method_calls[SPECULATE] > 0
 
 
 # --- every kind of head, window by window
