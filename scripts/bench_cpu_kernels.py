@@ -3,8 +3,10 @@
     python scripts/bench_cpu_kernels.py                             # qwen3-4B's MLP, llama3.1-8B's attention; 2 minutes
     python scripts/bench_cpu_kernels.py --keys 4000 --json > kernels.json
 
-A verify window of four rows costs little more than one where the last column is near 1. float16 is measured and not
-offered: eight linears alone, without the conversions to and from float32 that a model would need around each.
+A verify window of four rows costs little more than one where the last column is near 1. Times rise in steps, as
+XNNPACK's kernels take 5, 7 or other numbers of rows by the processor: a chain that fills one costs least a token.
+float16 is measured and not offered: eight linears alone, without the conversions to and from float32 that a model would
+need around each.
 """
 
 import os
@@ -24,6 +26,7 @@ from torch import nn
 from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
 from eagle3.export.lowering.xnnpack.weights import quantize
 from eagle3.runner.contract.console import OneLineFailures, calm_stderr
@@ -38,7 +41,7 @@ RECIPES = {
     "8da4w, groups of 32": Recipe("8da4w", "none", 32),
     "8da4w, groups of 128": Recipe("8da4w", "none", 128),
 }
-ROWS = (1, 2, 4, 8)
+ROWS = range(1, 9)
 Times = dict[int, float]
 """Milliseconds by rows."""
 
@@ -89,6 +92,22 @@ def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], obj
     return call
 
 
+def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[], object]]:
+    """One sliding layer's, whose ring has ``keys`` slots and is attended to by a mask, so many heads as rows of one."""
+    cache = [torch.randn(1, keys, KV_HEADS, HEAD_DIM) for _ in range(2)]
+
+    def call(rows: int) -> Callable[[], object]:
+        query, mask = torch.randn(1, rows, HEADS, HEAD_DIM), torch.zeros(rows, keys)
+
+        def attend():
+            given = heads_as_rows(query, together), *cache, 0, repeated_rows(mask, together)
+            return rows_as_heads(torch.ops.llama.custom_sdpa(*given, 0.0, False, HEAD_DIM**-0.5), together)
+
+        return attend
+
+    return call
+
+
 def measured(make: Callable[[int], Callable[[], object]], repeats: int) -> Times:
     """Medians, the numbers of rows in turns."""
     calls, times = {rows: make(rows) for rows in ROWS}, {rows: [] for rows in ROWS}
@@ -119,6 +138,10 @@ def main(keys: int, repeats: int, as_json: bool) -> None:
     products = {name: measured(product(name), repeats) for name in RECIPES}
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     attentions = {str(dtype).split(".")[1]: measured(attention(keys, dtype), repeats) for dtype in dtypes}
+    attentions |= {
+        f"float32, a ring{named}": measured(windowed_attention(keys, count), repeats)
+        for named, count in (("", 1), (", heads as rows", heads_together(HEADS, KV_HEADS)))
+    }
     if as_json:
         click.echo(json.dumps({"products": products, "attention": attentions, "keys": keys}))
         return

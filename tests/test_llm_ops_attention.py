@@ -9,49 +9,81 @@ from torch import nn
 from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
-HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 16, 48
+KV_HEADS, DIM, SLOTS = 2, 16, 48
 SCALE = 0.3
 
 
 class Layer(nn.Module):
-    def __init__(self, kind, window: int, chunked: bool, softcap: float | None, sinks: bool):
+    def __init__(self, kind, heads: int, window: int, chunked: bool, softcap: float | None, sinks: bool):
         super().__init__()
         self.attention = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window, sinks=sinks, chunked=chunked))
         self.softcap = softcap
-        self.sinks = nn.Parameter(torch.tensor([0.5, -2.0, 3.0, 1.0]), requires_grad=False) if sinks else None
+        self.sinks = nn.Parameter(torch.linspace(-2, 3, heads), requires_grad=False) if sinks else None
 
     def forward(self, query, key, value, input_pos):
         rows = self.attention.rows(input_pos)
         return self.attention(query, key, value, rows, SCALE, softcap=self.softcap, sinks=self.sinks)
 
 
-def inputs(start: int, length: int, seed: int):
+def inputs(heads: int, start: int, length: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(1, length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(1, length, count, DIM) for count in (heads, KV_HEADS, KV_HEADS)]
     return *(torch.randn(shape, generator=generator) for shape in shapes), torch.arange(start, start + length)
 
 
-@pytest.mark.parametrize(
-    ("window", "chunked", "softcap", "sinks"),
-    [(0, False, None, True), (8, False, None, True), (8, True, 2.0, True)],
-)
-def test_softcaps_and_sinks_are_those_of_the_eager_reference(window, chunked, softcap, sinks, tmp_path):
-    arguments = window, chunked, softcap, sinks
+def lowered(layer: nn.Module, example, dynamic, file):
+    program = torch.export.export(layer, example, dynamic_shapes=dynamic, strict=False)
+    edge = to_edge_transform_and_lower(program, partitioner=[LinearsKept()])
+    plan = MemoryPlanningPass(alloc_graph_input=False)
+    file.write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=plan)).buffer)
+    return Runtime.get().load_program(file).load_method("forward")
+
+
+KINDS = [(0, False, None, False), (0, False, None, True), (8, False, None, True), (8, True, 2.0, True)]
+"""window, chunked, softcap, sinks"""
+
+
+# 4: a head of each group of keys is a product; 16: of each group of 8 heads 4 are rows of one.
+@pytest.mark.parametrize("heads", [4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_softcaps_and_sinks_are_those_of_the_eager_reference(kind, heads, tmp_path):
     rows = Dim("rows", min=1, max=8)
     dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows})
-    program = torch.export.export(
-        Layer(LlmOpsAttention, *arguments), inputs(0, 5, 0), dynamic_shapes=dynamic, strict=False
-    )
-    lowered = to_edge_transform_and_lower(program, partitioner=[LinearsKept()]).to_executorch(
-        ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False))
-    )
-    (tmp_path / "layer.pte").write_bytes(lowered.buffer)
-    method = Runtime.get().load_program(tmp_path / "layer.pte").load_method("forward")
-    eager = Layer(EagerAttention, *arguments)
+    layer = Layer(LlmOpsAttention, heads, *kind)
+    method = lowered(layer, inputs(heads, 0, 5, 0), dynamic, tmp_path / "layer.pte")
+    eager = Layer(EagerAttention, heads, *kind)
     walk = [(0, 8), (8, 8), (16, 1), (17, 8), (25, 4), (26, 2), (28, 8), (36, 8)]  # 26: some of 25 to 28 were wrong
     for seed, (start, length) in enumerate(walk):
-        given = inputs(start, length, seed)
+        given = inputs(heads, start, length, seed)
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_at_a_time_from_the_first_position_on(kind, heads, tmp_path):
+    method = lowered(Layer(LlmOpsAttention, heads, *kind), inputs(heads, 0, 1, 0), None, tmp_path / "layer.pte")
+    eager = Layer(EagerAttention, heads, *kind)
+    for position in range(SLOTS):
+        given = inputs(heads, position, 1, position)
+        torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+def test_the_heads_that_become_rows_are_those_that_share_keys():
+    query = torch.arange(24).reshape(1, 2, 4, 3)  # 2 rows of 4 heads, of which 0, 1 and 2, 3 share keys
+    stacked = heads_as_rows(query, 2)
+    assert stacked[0, :, 0].tolist() == [query[0, t, h].tolist() for t in range(2) for h in (0, 1)]
+    assert stacked[0, :, 1].tolist() == [query[0, t, h].tolist() for t in range(2) for h in (2, 3)]
+    assert torch.equal(rows_as_heads(stacked, 2), query)
+    assert repeated_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 2).tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "together"),
+    [(32, 8, 4), (64, 8, 8), (8, 4, 2), (4, 2, 1), (4, 1, 1), (16, 2, 4), (14, 2, 1), (8, 8, 1), (71, 1, 1)],
+)
+def test_four_heads_stay_at_least(heads, kv_heads, together):
+    assert heads_together(heads, kv_heads) == together

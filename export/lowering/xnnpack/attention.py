@@ -12,6 +12,7 @@ import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers 
 import torch
 from torch import Tensor, nn
 
+from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.targets.attention import KVCacheShape, attend, attention_mask
 from eagle3.targets.sinks import (
     after_the_sink,
@@ -89,6 +90,20 @@ class LlmOpsAttention(nn.Module):
             return attend(*heads_first, rows.mask, scale, softcap, sinks).transpose(1, 2)
         if sinks is not None:
             query = query_with_sinks(query, sinks, scale, self.k_cache.shape[-1])
-        causal = rows.additive is None
-        given = (query, self.k_cache, self.v_cache, rows.start, rows.additive, 0.0, causal, scale)
-        return torch.ops.llama.custom_sdpa(*given)[..., : self.shape.head_dim]
+        out = self._attended(query, rows, scale)
+        return out[..., : self.shape.head_dim] if self.shape.sinks else out
+
+    def _attended(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
+        """``query`` and what it gives: [1, T, heads, width of the caches]."""
+        caches = self.k_cache, self.v_cache
+        together = heads_together(query.shape[2], self.shape.kv_heads)
+        one_row = isinstance(query.shape[1], int) and query.shape[1] == 1
+        if together == 1 or (rows.additive is None and not one_row):
+            causal = rows.additive is None
+            return torch.ops.llama.custom_sdpa(query, *caches, rows.start, rows.additive, 0.0, causal, scale)
+        if rows.additive is None:  # no mask: each row attends to as many keys as ``start`` and all rows are
+            start, mask = rows.start + 1 - together, None
+        else:
+            start, mask = 0, repeated_rows(rows.additive, together)
+        stacked = heads_as_rows(query, together)
+        return rows_as_heads(torch.ops.llama.custom_sdpa(stacked, *caches, start, mask, 0.0, False, scale), together)
