@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.session import Session
+from eagle3.runner.session import Session, Step
 from eagle3.targets import TARGETS
 
 SHARED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}
@@ -80,10 +80,18 @@ class Timed:
     def __init__(self, session: Session):
         self.session, metadata = session, session.metadata
         generator = torch.Generator().manual_seed(0)
-        length = max(metadata.min_prefill, min(PROMPT, metadata.max_prefill))
-        self.tokens = torch.randint(metadata.vocab_size, (1, length + 16), generator=generator)
-        self.at = length
-        self.feature = session.prefill(self.tokens[:, :length], session.positions[:length]).feature[:, -1:]
+        self.at = max(metadata.min_prefill, min(PROMPT, metadata.max_prefill))
+        self.tokens = torch.randint(metadata.vocab_size, (1, self.at + 16), generator=generator)
+        self.feature = self._prompt().feature[:, -1:]
+
+    def _prompt(self) -> Step:
+        return self.session.prefill(self.tokens[:, : self.at].contiguous(), self.session.positions[: self.at])
+
+    def prefill(self) -> float:
+        """Milliseconds of the prompt."""
+        start = time.perf_counter()
+        self._prompt()
+        return 1e3 * (time.perf_counter() - start)
 
     def verify(self, rows: int) -> float:
         return self._timed(self.session.target_verify, rows)
@@ -118,6 +126,7 @@ def measure(artifact: Path, acceptance: float, repeats: int) -> dict[str, float]
         "verify": lambda: timed.verify(chain + 1),
         "draft_accepted": lambda: timed.draft(accepted),
         "draft_row": lambda: timed.draft(1),
+        "prefill": timed.prefill,
     }
     took = {name: [call() for _ in range(repeats)] for name, call in calls.items()}  # the first of each warms up
     for _ in range(repeats):

@@ -14,8 +14,9 @@ from torch import nn
 from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.bench.cli import main
 from eagle3.runner.bench.profile import BETWEEN, BETWEEN_NODES, BETWEEN_OPERATORS, calls, parts
-from eagle3.runner.bench.report import profile_text
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.bench.profile import profile as profile_of
+from eagle3.runner.bench.report import method_text, profile_text
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.inspect.xnnpack import read_graphs
 
 
@@ -46,6 +47,18 @@ def test_a_window_reads_the_weights_that_a_token_reads(profile):
     assert verify["weight_bytes"] == decode["weight_bytes"] > 4 * 2048 * 256  # the vocabulary's alone
     assert verify["rows"] == 4
     assert verify["multiply_adds"] == 4 * decode["multiply_adds"] == decode["weight_bytes"]  # float32
+
+
+def test_a_whole_round_reads_and_multiplies_what_its_steps_do(family_exports):
+    methods = profile_of(family_exports / "llama3.1-8B" / "out")["methods"]
+    whole, verify, draft = (methods[name] for name in (SPECULATE, TARGET_VERIFY, DRAFT_DECODE))
+    assert whole["rows"] == verify["rows"] == 3 and sum(part["ms"] for part in whole["parts"]) > 0
+    assert whole["weight_bytes"] == verify["weight_bytes"] + 2 * draft["weight_bytes"]  # three slots, then one
+    by_row = verify["multiply_adds"] + (3 + 1) * draft["multiply_adds"]
+    assert whole["multiply_adds"] == pytest.approx(
+        by_row, rel=0.2
+    )  # rotations are a head's, a chain has one row of ids
+    assert "speculate, 3 rows: " in method_text(SPECULATE, whole)
 
 
 def test_the_text_names_what_takes_the_time(profile):

@@ -18,7 +18,7 @@ import torch
 from eagle3.runner.artifact import Artifact, is_cuda, open_artifact, open_session
 from eagle3.runner.bench.machine import cores, machine
 from eagle3.runner.bench.measure import step_milliseconds, step_position
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
@@ -52,6 +52,8 @@ def profile(path: Path) -> dict[str, Any]:
     for name, call in calls(session).items():
         delegates = next(plan for plan in pte.program.execution_plan if plan.name == name).delegates
         graph = read_graphs(map(pte.delegate_blob, delegates))
+        # a whole round is products of a window's rows, of all its heads' and of single ones
+        multiply_adds = graph.multiply_adds_of_all_rows if name == SPECULATE else call.rows * graph.multiply_adds
         methods[name] = {
             "rows": call.rows,
             "ms": milliseconds(lambda run=call.run: run(session)),
@@ -59,8 +61,8 @@ def profile(path: Path) -> dict[str, Any]:
             "nodes": dict(graph.nodes.most_common()),
             "weight_bytes": graph.weight_bytes,
             "read_ms": graph.weight_bytes / read_rate(graph.weight_bytes),
-            "multiply_adds": call.rows * graph.multiply_adds,
-            "multiply_ms": call.rows * graph.multiply_adds / multiply_adds_a_ms,
+            "multiply_adds": multiply_adds,
+            "multiply_ms": multiply_adds / multiply_adds_a_ms,
             **traced(artifact, name, call),
         }
     return {"position": step_position(artifact.metadata.max_seq_len), "machine": machine(None), "methods": methods}
@@ -68,7 +70,7 @@ def profile(path: Path) -> dict[str, Any]:
 
 def calls(session: Session) -> dict[str, Call]:
     """A call of each method as generation makes it: the longest chunk, a window, a token. The chunk begins earlier
-    where the context would end in it. ``speculate`` is left out: it does what two of these do."""
+    where the context would end in it."""
     metadata = session.metadata
     at, window, chunk = step_position(metadata.max_seq_len), metadata.chain_len + 1, metadata.max_prefill
     first = min(at, metadata.max_seq_len - chunk)
@@ -82,6 +84,8 @@ def calls(session: Session) -> dict[str, Call]:
     }
     if session.has_decode:
         found[DECODE] = Call(1, lambda session: session.decode(token, positions[at : at + 1]))
+    if session.has_speculate and at + 2 * window <= metadata.max_seq_len:
+        found[SPECULATE] = Call(window, lambda session: session.speculate(rows, positions[at : at + window]))
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3.runner.contract.console import calm_stderr
 
@@ -17,23 +17,35 @@ HEADER = struct.Struct("<10xII")
 """Of a delegate: where its graph starts, and how long it is (``XNNHeader``)."""
 
 
+class Product(NamedTuple):
+    """Of ``rows`` (the most, where their number is dynamic) with weights of so many bits."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    bits: int
+
+
 @dataclass(frozen=True)
 class Graph:
-    """Of one delegate or several: how often each kind of node is there, and the products with weights, as
-    ``(outputs, inputs, bits of a weight)``."""
+    """Of one delegate or several: how often each kind of node is there, and the products with weights."""
 
     nodes: Counter[str]
-    products: list[tuple[int, int, int]]
+    products: list[Product]
 
     @property
     def multiply_adds(self) -> int:
         """Of a row, as many as there are weights."""
-        return sum(outputs * inputs for outputs, inputs, _ in self.products)
+        return sum(product.outputs * product.inputs for product in self.products)
+
+    @property
+    def multiply_adds_of_all_rows(self) -> int:
+        return sum(product.rows * product.outputs * product.inputs for product in self.products)
 
     @property
     def weight_bytes(self) -> int:
         """What a call reads of weights, without scales and biases."""
-        return sum(outputs * inputs * bits // 8 for outputs, inputs, bits in self.products)
+        return sum(product.outputs * product.inputs * product.bits // 8 for product in self.products)
 
 
 def read_graphs(blobs: Iterable[bytes]) -> Graph:
@@ -44,7 +56,9 @@ def read_graphs(blobs: Iterable[bytes]) -> Graph:
         for node in graph["xnodes"]:
             nodes[node["xnode_union_type"].removeprefix("XNN")] += 1
             if node["xnode_union_type"] == "XNNFullyConnected":
-                products.append(_weight(values[node["xnode_union"]["filter_id"]]))
+                ends = node["xnode_union"]
+                rows = math.prod(values[ends["output_id"]]["dims"][:-1])
+                products.append(Product(rows, *_weight(values[ends["filter_id"]])))
     return Graph(nodes, products)
 
 

@@ -1,8 +1,8 @@
 """Query heads that share keys as rows below each other, for an attention that packs the keys anew for each head.
 
 ExecuTorch's ``custom_sdpa`` hands the keys of a head to a product of matrices that packs them first. Four rows of 32
-heads over a ring of 2,048 slots take 0.65 of the time as 16 rows of 8 (scripts/bench_cpu_kernels.py). Rows need a mask, or
-to see all keys alike, as a single row's heads do: the op's own causal mask goes by the row.
+heads over a ring of 2,048 slots take 0.65 of the time as 16 rows of 8 (scripts/bench_cpu_kernels.py). Rows need a mask,
+or to see all keys alike, as a single row's heads do: the op's own causal mask goes by the row.
 """
 
 from torch import Tensor

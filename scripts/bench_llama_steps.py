@@ -1,0 +1,136 @@
+"""Steps of a model of published widths and random weights: an artifact for the CPU against llama.cpp's llama-bench.
+
+    python scripts/bench_llama_steps.py llama.cpp --folder /tmp/steps --bits 8
+    python scripts/bench_llama_steps.py llama.cpp --folder /tmp/steps --bits 4 --target llama3.1-8B --layers 4
+
+``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more target of CMake's. A decode is a token; a
+window is as many rows as a verify of three draft tokens has. llama-bench computes ids for the last row of a window
+alone, an artifact for all.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import click
+import torch
+from bench_export import exported, make_folders, random_weight, save_draft
+from cpu_models import CPU_MODELS, save_cpu_target
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from llama_server import Build, run
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from eagle3.runner.bench.machine import cores, machine, versions
+from eagle3.runner.bench.report import rendered
+from eagle3.runner.contract.console import OneLineFailures
+
+WAYS = {"8": ("8da8w", ("q8_0",)), "4": ("8da4w", ("q4_0", "q4_k_m"))}
+"""By bits of a weight: ours, and llama.cpp's."""
+ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
+WINDOW, PREFILL, STEPS = 4, 64, 32
+NAMES = {"decode": "a decode", "window": f"a window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
+EPILOG = "\n\n".join(f"\b\n{paragraph}" for paragraph in __doc__.split("\n\n")[1:])
+Steps = dict[str, float]
+"""Milliseconds by a key of NAMES."""
+
+
+def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
+    """The checkpoint in bfloat16, without a tokenizer. (llama.cpp has the rows of Llama's queries and keys in another
+    order, which random ones may leave as it is.)"""
+    architecture = ARCHITECTURES[config.model_type]
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
+    writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(1024)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    for name, value in tensors(checkpoint):
+        found = names.get_name(name, try_suffixes=(".weight",))
+        if value.ndim == 1:
+            writer.add_tensor(found, value.float().numpy())
+        else:
+            writer.add_tensor(found, value.view(torch.uint8).numpy(), raw_dtype=GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no dict)
+                yield name, opened.get_tensor(name)
+
+
+def of_llama(build: Build, file: Path) -> Steps:
+    command = [build.tool("llama-bench"), "-m", str(file), "-t", str(cores()), "-fa", "1", "-r", "5", "-o", "json"]
+    command += ["-p", f"{WINDOW},{PREFILL}", "-n", str(STEPS)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    ms = {(test["n_prompt"], test["n_gen"]): test["avg_ns"] / 1e6 for test in json.loads(done.stdout)}
+    return {"decode": ms[0, STEPS] / STEPS, "window": ms[WINDOW, 0], "prefill": ms[PREFILL, 0]}
+
+
+def of_artifact(artifact: Path) -> Steps:
+    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact)]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return {"decode": found["decode_ms"], "window": found["verify_ms"], "prefill": found["prefill_ms"]}
+
+
+def text(report: dict) -> str:
+    cells = [
+        {"": name}
+        | {NAMES[step]: f"{report['ms'][name][step]:.1f} ms" for step in NAMES}
+        | {"window to decode": f"{report['ms'][name]['window'] / report['ms'][name]['decode']:.2f}"}
+        for name in report["ms"]
+    ]
+    return f"{report['machine']}; {report['target']}, {report['layers']} layers, {cores()} threads\n{rendered(cells)}"
+
+
+@click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0], epilog=EPILOG)
+@click.argument("llama_cpp", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True)
+@click.option("--layers", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--bits", type=click.Choice(list(WAYS)), default="8", show_default=True, help="Of a weight.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes, the ways in turn.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Keeps checkpoint, artifact and GGUFs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(llama_cpp: Path, target: str, layers: int, bits: str, repeats: int, folder: Path, as_json: bool) -> None:
+    build, (recipe, types) = Build.found(llama_cpp), WAYS[bits]
+    config, whole = CPU_MODELS[target](layers), folder / "bf16.gguf"
+    if not whole.is_file():
+        make_folders(folder)
+        save_cpu_target(folder / "target", target, config, random_weight)
+        save_draft(folder / "draft", config, [1, layers // 2, layers - 1])
+        write_gguf(folder / "target", config, whole)
+    flags = ["--backend", "xnnpack", "--qlinear", recipe, "--draft-qlinear", recipe, "--with-decode", "--no-check"]
+    exported(folder, layers, target, [*flags, "--max-seq-len", "1024", "--max-prefill", "128"])
+    files = {f"llama.cpp, {kind}": folder / f"{kind}.gguf" for kind in types}
+    for kind, file in zip(types, files.values(), strict=True):
+        run([build.tool("llama-quantize"), str(whole), str(file), kind])
+    passes = []
+    for _ in range(repeats):
+        passes.append({recipe: of_artifact(folder / "artifact")})
+        passes[-1] |= {name: of_llama(build, file) for name, file in files.items()}
+    ms = {name: {step: statistics.median(each[name][step] for each in passes) for step in NAMES} for name in passes[0]}
+    report = {"machine": machine(None), "versions": versions(), "target": target, "layers": layers, "ms": ms}
+    click.echo(json.dumps(report | {"passes": passes}) if as_json else text(report))
+
+
+if __name__ == "__main__":
+    main()
