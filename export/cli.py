@@ -114,7 +114,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--speculate/--no-speculate",
     default=None,
-    help="Add the method speculate, a whole greedy round in one call. Default: on cuda; on a CPU it gains nothing.",
+    help="Add the method speculate, a whole greedy round in one call. Default: on cuda; on a CPU small models gain.",
 )
 @click.option(
     "--check/--no-check",
