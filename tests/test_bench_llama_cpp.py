@@ -3,9 +3,13 @@
 import json
 
 import bench_llama_cpp as bench
+import bench_llama_steps as steps
 import llama_server
 import pytest
+import torch
 from commands import fail_command
+from random_checkpoints import random_model
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from eagle3.runner.bench.measure import Answer, Outcome
 from eagle3.runner.bench.ways import Way
@@ -92,3 +96,20 @@ def test_a_folder_that_is_no_build_is_refused(tmp_path):
     (tmp_path / "CMakeCache.txt").write_text("A:BOOL=ON\nCMAKE_HOME_DIRECTORY:INTERNAL=/sources of it\n")
     _, line = fail_command(bench.main, tmp_path, tmp_path)
     assert "llama-server is missing" in line
+
+
+def test_the_steps_are_of_the_checkpoints_own_weights(tmp_path):
+    model = random_model("qwen3-4B", num_hidden_layers=2).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "target")
+    steps.write_gguf(tmp_path / "target", model.config, tmp_path / "bf16.gguf")
+    read = load_gguf_checkpoint(tmp_path / "bf16.gguf", return_tensors=True, model_to_load=model)
+    assert read["config"]["num_hidden_layers"] == 2
+    expected = model.state_dict()
+    for name, value in read["tensors"].items():
+        assert torch.equal(value.bfloat16(), expected[name]), name
+    assert len(read["tensors"]) == len({value.data_ptr() for value in expected.values()})
+
+
+def test_the_steps_take_a_build_with_llama_bench(tmp_path):
+    code, line = fail_command(steps.main, tmp_path, "--folder", tmp_path / "work")
+    assert code and "CMakeCache.txt is missing: give the folder that CMake built llama.cpp in" in line
