@@ -165,15 +165,16 @@ class Rounds:
         """Whether the artifact has one method for such a round, and this window and the next fit whatever is
         accepted."""
         metadata, width = self._session.metadata, window.shape[1]
-        fits = self._anchor_pos + 2 * width <= metadata.max_seq_len
-        return self._whole and width == metadata.chain_len + 1 and fits
+        if not self._whole or width != metadata.chain_len + 1:
+            return False
+        return self._anchor_pos + 2 * width <= metadata.max_seq_len
 
     def _play_whole(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
         """Rounds by one method each, reseeding and the next chain included, as long as they fit and the chain is to be
         as long. Yields what each accepts; returns the window of the round behind them.
 
-        Of a round of half a millisecond each microsecond between two calls is a fifth of a percent: it is what a
-        method said, once on the host, and lists from there.
+        A round of a small model takes half a millisecond: what it said is made lists of once, since behind a call that
+        has filled the caches an operation of torch takes microseconds.
         """
         session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
         anchor_pos, longest = self._anchor_pos, window.shape[1] - 1

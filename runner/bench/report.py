@@ -52,7 +52,7 @@ def method_text(name: str, method: dict[str, Any]) -> str:
     lines = [
         f"{name}, {rows} {'row' if rows == 1 else 'rows'}: {ms:.3f} ms, traced {method['traced_ms']:.3f}; "
         f"{method['delegates']} delegates of {sum(method['nodes'].values())} nodes",
-        f"its {size / 1e6:.1f} MB of weights are read once in {read:.3f} ms (summed, on all cores: "
+        f"reading its {size / 1e6:.1f} MB of weights takes {read:.3f} ms (summed, on all cores: "
         f"{size / read / 1e6:.0f} GB/s): it takes {ms / read:.2f} times that; its {method['multiply_adds'] / 1e6:.1f} "
         f"million multiply-adds take {method['multiply_ms']:.3f} ms (a product of matrices)",
     ]
