@@ -23,7 +23,7 @@ import torch
 from bench_export import exported, make_folders, random_weight, save_draft
 from cpu_models import CPU_MODELS, save_cpu_target
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from llama_server import Build, run
+from llama_server import PART, Build, make
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
@@ -48,7 +48,7 @@ def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(1024)
+    writer.add_context_length(2048)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
@@ -78,16 +78,19 @@ def tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def of_llama(build: Build, file: Path) -> Steps:
+def of_llama(build: Build, file: Path, prompt: int) -> Steps:
     command = [build.tool("llama-bench"), "-m", str(file), "-t", str(cores()), "-fa", "1", "-r", "5", "-o", "json"]
-    command += ["-p", f"{WINDOW},{PREFILL}", "-n", str(STEPS)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    ms = {(test["n_prompt"], test["n_gen"]): test["avg_ns"] / 1e6 for test in json.loads(done.stdout)}
+    behind = {prompt: ["-p", str(WINDOW), "-n", str(STEPS)], prompt - PREFILL: ["-p", str(PREFILL), "-n", "0"]}
+    ms = {}
+    for depth, tests in behind.items():
+        asked = [*command, *tests, "-d", str(depth)]
+        done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        ms |= {(test["n_prompt"], test["n_gen"]): test["avg_ns"] / 1e6 for test in json.loads(done.stdout)}
     return {"decode": ms[0, STEPS] / STEPS, "window": ms[WINDOW, 0], "prefill": ms[PREFILL, 0]}
 
 
-def of_artifact(artifact: Path) -> Steps:
-    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact)]
+def of_artifact(artifact: Path, prompt: int) -> Steps:
+    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact), "--prompt", str(prompt)]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     return {"decode": found["decode_ms"], "window": found["verify_ms"], "prefill": found["prefill_ms"]}
 
@@ -99,7 +102,8 @@ def text(report: dict) -> str:
         | {"window to decode": f"{report['ms'][name]['window'] / report['ms'][name]['decode']:.2f}"}
         for name in report["ms"]
     ]
-    return f"{report['machine']}; {report['target']}, {report['layers']} layers, {cores()} threads\n{rendered(cells)}"
+    where = f"{report['target']}, {report['layers']} layers, {cores()} threads, behind {report['prompt']} tokens"
+    return f"{report['machine']}; {where}\n{rendered(cells)}"
 
 
 @click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0], epilog=EPILOG)
@@ -107,10 +111,13 @@ def text(report: dict) -> str:
 @click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True)
 @click.option("--layers", type=click.IntRange(1), default=9, show_default=True)
 @click.option("--bits", type=click.Choice(list(WAYS)), default="8", show_default=True, help="Of a weight.")
+@click.option("--prompt", type=click.IntRange(PREFILL, 1900), default=PREFILL, show_default=True, help="Tokens before.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes, the ways in turn.")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Keeps checkpoint, artifact and GGUFs.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Keeps checkpoint, artifacts and GGUFs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(llama_cpp: Path, target: str, layers: int, bits: str, repeats: int, folder: Path, as_json: bool) -> None:
+def main(
+    llama_cpp: Path, target: str, layers: int, bits: str, prompt: int, repeats: int, folder: Path, as_json: bool
+) -> None:
     build, (recipe, types) = Build.found(llama_cpp), WAYS[bits]
     config, whole = CPU_MODELS[target](layers), folder / "bf16.gguf"
     if not whole.is_file():
@@ -118,17 +125,21 @@ def main(llama_cpp: Path, target: str, layers: int, bits: str, repeats: int, fol
         save_cpu_target(folder / "target", target, config, random_weight)
         save_draft(folder / "draft", config, [1, layers // 2, layers - 1])
         write_gguf(folder / "target", config, whole)
-    flags = ["--backend", "xnnpack", "--qlinear", recipe, "--draft-qlinear", recipe, "--with-decode", "--no-check"]
-    exported(folder, layers, target, [*flags, "--max-seq-len", "1024", "--max-prefill", "128"])
+    artifact = folder / recipe
+    if not artifact.is_dir():
+        flags = ["--backend", "xnnpack", "--qlinear", recipe, "--draft-qlinear", recipe, "--with-decode", "--no-check"]
+        exported(folder, layers, target, [*flags, "--max-seq-len", "2048", "--max-prefill", "128"])
+        (folder / "artifact").rename(artifact)
     files = {f"llama.cpp, {kind}": folder / f"{kind}.gguf" for kind in types}
     for kind, file in zip(types, files.values(), strict=True):
-        run([build.tool("llama-quantize"), str(whole), str(file), kind])
+        make(file, [build.tool("llama-quantize"), str(whole), PART, kind])
     passes = []
     for _ in range(repeats):
-        passes.append({recipe: of_artifact(folder / "artifact")})
-        passes[-1] |= {name: of_llama(build, file) for name, file in files.items()}
+        passes.append({recipe: of_artifact(artifact, prompt)})
+        passes[-1] |= {name: of_llama(build, file, prompt) for name, file in files.items()}
     ms = {name: {step: statistics.median(each[name][step] for each in passes) for step in NAMES} for name in passes[0]}
-    report = {"machine": machine(None), "versions": versions(), "target": target, "layers": layers, "ms": ms}
+    report = {"machine": machine(None), "versions": versions(), "target": target, "layers": layers, "prompt": prompt}
+    report["ms"] = ms
     click.echo(json.dumps(report | {"passes": passes}) if as_json else text(report))
 
 

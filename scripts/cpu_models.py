@@ -6,6 +6,7 @@ the speed-up that the acceptance length makes of them. ``bench_export.py --backe
 """
 
 import json
+import math
 import os
 import statistics
 import time
@@ -52,7 +53,7 @@ CPU_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 """By target; called with a number of layers, or without for all."""
 PROMPT = 64
-"""Tokens in the cache when a call is timed."""
+"""Tokens in the cache when a call is timed, unless said; ``prefill_ms`` is of the last so many."""
 
 
 def save_cpu_target(
@@ -75,22 +76,29 @@ def save_cpu_target(
 
 
 class Timed:
-    """Calls of a session over a prompt of random tokens, each at the first free position."""
+    """Calls of a session over random tokens, each at the first free position: behind chunks of ``PROMPT``, as many as
+    ``prompt`` has at least."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, prompt: int = PROMPT):
         self.session, metadata = session, session.metadata
+        self.chunk = max(metadata.min_prefill, min(PROMPT, metadata.max_prefill))
+        self.at = self.chunk * math.ceil(prompt / self.chunk)
+        if self.at + metadata.chain_len >= metadata.max_seq_len:
+            raise click.UsageError(f"a prompt of {prompt} tokens leaves no room in a context of {metadata.max_seq_len}")
         generator = torch.Generator().manual_seed(0)
-        self.at = max(metadata.min_prefill, min(PROMPT, metadata.max_prefill))
-        self.tokens = torch.randint(metadata.vocab_size, (1, self.at + 16), generator=generator)
-        self.feature = self._prompt().feature[:, -1:]
+        self.tokens = torch.randint(metadata.vocab_size, (1, metadata.max_seq_len), generator=generator)
+        for start in range(0, self.at, self.chunk):
+            step = self._prefill(start)
+        self.feature = step.feature[:, -1:]
 
-    def _prompt(self) -> Step:
-        return self.session.prefill(self.tokens[:, : self.at].contiguous(), self.session.positions[: self.at])
+    def _prefill(self, start: int) -> Step:
+        chunk = slice(start, start + self.chunk)
+        return self.session.prefill(self.tokens[:, chunk].contiguous(), self.session.positions[chunk])
 
     def prefill(self) -> float:
-        """Milliseconds of the prompt."""
+        """Milliseconds of the last chunk."""
         start = time.perf_counter()
-        self._prompt()
+        self._prefill(self.at - self.chunk)
         return 1e3 * (time.perf_counter() - start)
 
     def verify(self, rows: int) -> float:
@@ -110,7 +118,7 @@ class Timed:
         return 1e3 * (time.perf_counter() - start)
 
 
-def measure(artifact: Path, acceptance: float, repeats: int) -> dict[str, float]:
+def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dict[str, float]:
     """Milliseconds are medians of calls in turn. A round is a verify, the draft's rows of the tokens that it accepted,
     and a row for each further proposal."""
     before = memory()
@@ -119,7 +127,7 @@ def measure(artifact: Path, acceptance: float, repeats: int) -> dict[str, float]
     if not session.has_decode:
         raise click.UsageError(f"{artifact} has no method decode: export it with --with-decode")
     loaded = time.perf_counter() - start
-    timed, chain = Timed(session), session.metadata.chain_len
+    timed, chain = Timed(session, prompt), session.metadata.chain_len
     accepted = max(1, round(acceptance))
     calls = {
         "decode": timed.decode,
@@ -167,9 +175,10 @@ def memory() -> dict[str, float]:
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--acceptance", default=3.0, show_default=True, help="Acceptance length to reckon the speed-up with.")
 @click.option("--repeats", default=15, show_default=True)
-def main(artifact: Path, acceptance: float, repeats: int) -> None:
+@click.option("--prompt", default=PROMPT, show_default=True, help="Tokens in the cache: what a longer context takes.")
+def main(artifact: Path, acceptance: float, repeats: int, prompt: int) -> None:
     """Run an artifact that has decode, and print one JSON object."""
-    click.echo(json.dumps(measure(artifact, acceptance, repeats)))
+    click.echo(json.dumps(measure(artifact, acceptance, repeats, prompt)))
 
 
 if __name__ == "__main__":
