@@ -1,7 +1,7 @@
 """Steps of a model of published widths and random weights: an artifact for the CPU against llama.cpp's llama-bench.
 
-    python scripts/bench_llama_steps.py llama.cpp --folder /tmp/steps --bits 8
-    python scripts/bench_llama_steps.py llama.cpp --folder /tmp/steps --bits 4 --target llama3.1-8B --layers 4
+    python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 8
+    python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 4 --target llama3.1-8B --layers 4
 
 ``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more target of CMake's. A decode is a token; a
 window is as many rows as a verify of three draft tokens has. llama-bench computes ids for the last row of a window
@@ -109,7 +109,7 @@ def text(report: dict) -> str:
 @click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0], epilog=EPILOG)
 @click.argument("llama_cpp", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True)
-@click.option("--layers", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--layers", type=click.IntRange(4), default=9, show_default=True)
 @click.option("--bits", type=click.Choice(list(WAYS)), default="8", show_default=True, help="Of a weight.")
 @click.option("--prompt", type=click.IntRange(PREFILL, 1900), default=PREFILL, show_default=True, help="Tokens before.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes, the ways in turn.")
@@ -119,12 +119,16 @@ def main(
     llama_cpp: Path, target: str, layers: int, bits: str, prompt: int, repeats: int, folder: Path, as_json: bool
 ) -> None:
     build, (recipe, types) = Build.found(llama_cpp), WAYS[bits]
-    config, whole = CPU_MODELS[target](layers), folder / "bf16.gguf"
+    if not Path(build.tool("llama-bench")).is_file():
+        raise FileNotFoundError(f"{llama_cpp} has no llama-bench: type cmake --build {llama_cpp} --target llama-bench")
+    folder = folder / f"{target}-{layers}"
+    config, whole, part = CPU_MODELS[target](layers), folder / "bf16.gguf", folder / "bf16.part"
     if not whole.is_file():
         make_folders(folder)
         save_cpu_target(folder / "target", target, config, random_weight)
         save_draft(folder / "draft", config, [1, layers // 2, layers - 1])
-        write_gguf(folder / "target", config, whole)
+        write_gguf(folder / "target", config, part)
+        part.rename(whole)
     artifact = folder / recipe
     if not artifact.is_dir():
         flags = ["--backend", "xnnpack", "--qlinear", recipe, "--draft-qlinear", recipe, "--with-decode", "--no-check"]
