@@ -134,7 +134,7 @@ class Rounds:
             yield [anchor]
             window = self._propose()
             while True:
-                if self._fits_whole(window):
+                if self._fits_whole(window.shape[1]):
                     window = yield from self._play_whole(window, stats)
                 else:
                     ids, proposed = self._play(window)
@@ -161,13 +161,13 @@ class Rounds:
         self._seed.add(chosen[:, :rows], step.feature[:, :rows])
         return ids, len(proposed)
 
-    def _fits_whole(self, window: Tensor) -> bool:
-        """Whether the artifact has one method for such a round, and this window and the next fit whatever is
+    def _fits_whole(self, rows: int) -> bool:
+        """Whether the artifact has one method for a round of so many rows, and this window and the next fit whatever is
         accepted."""
-        metadata, width = self._session.metadata, window.shape[1]
-        if not self._whole or width != metadata.chain_len + 1:
+        metadata = self._session.metadata
+        if not self._whole or rows != metadata.chain_len + 1:
             return False
-        return self._anchor_pos + 2 * width <= metadata.max_seq_len
+        return self._anchor_pos + 2 * rows <= metadata.max_seq_len
 
     def _play_whole(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
         """Rounds by one method each, reseeding and the next chain included, as long as they fit and the chain is to be
@@ -177,24 +177,22 @@ class Rounds:
         has filled the caches an operation of torch takes microseconds.
         """
         session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
-        anchor_pos, longest = self._anchor_pos, window.shape[1] - 1
-        last = session.metadata.max_seq_len - 2 * window.shape[1]
-        inputs = window, session.positions[anchor_pos : anchor_pos + window.shape[1]]
+        start, longest = self._anchor_pos, window.shape[1] - 1
+        inputs = window, session.positions[start : start + window.shape[1]]
         proposed, wanted = window.tolist()[0][1:], longest
-        while anchor_pos <= last and wanted == longest:
-            cached.reach(anchor_pos + 2 * longest - 1)
+        while self._fits_whole(1 + wanted):
+            cached.reach(self._anchor_pos + 2 * longest - 1)
             said, *inputs = session.speculate(*inputs)
             ids, following = chosen_by(Step(said, None), proposed).tolist()
             accepted = common_prefix(proposed, ids)
             self._accept(ids := ids[: accepted + 1])
-            anchor_pos += accepted + 1
-            cached.draft_slots = anchor_pos
+            cached.draft_slots = self._anchor_pos
             chain.record(longest, accepted)
             wanted = chain.next()
             stats.record(longest, accepted)
             yield ids
             proposed = following[1:]
-        self._seed = Seed(anchor_pos)
+        self._seed = Seed(self._anchor_pos)
         return said[1:, : 1 + wanted].contiguous()
 
     def _prefill(self, prompt: list[int], stats: GenerationStats) -> int:

@@ -267,16 +267,29 @@ def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool =
 def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: float, place: Path) -> dict:
     """With what a run takes, in a process of its own."""
     config = CPU_MODELS[target](*([layers] if layers else []))
-    layers = config.num_hidden_layers
+    save_for_cpu(place, target, config)
+    result = exported_for_cpu(place, target, config.num_hidden_layers, qlinear, max_seq_len=1024)
+    return result | {"run": run_on_cpu(place / "artifact", "--acceptance", str(acceptance))}
+
+
+def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
+    """Target and draft in ``place``, where they are not there yet."""
     if not (place / "draft" / "config.json").is_file():
         make_folders(place)
         save_cpu_target(place / "target", target, config, random_weight)
+        layers = config.num_hidden_layers
         save_draft(place / "draft", config, [1, layers // 2, layers - 1])
+
+
+def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int) -> dict:
     flags = ["--backend", "xnnpack", "--qlinear", qlinear, "--draft-qlinear", qlinear, "--with-decode", "--no-check"]
-    result = exported(place, layers, target, [*flags, "--max-seq-len", "1024", "--max-prefill", "128"])
-    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(place / "artifact")]
-    done = subprocess.run([*command, "--acceptance", str(acceptance)], stdout=subprocess.PIPE, text=True, check=True)
-    return result | {"run": json.loads(done.stdout)}
+    return exported(place, layers, target, [*flags, "--max-seq-len", str(max_seq_len), "--max-prefill", "128"])
+
+
+def run_on_cpu(artifact: Path, *flags: str) -> dict[str, float]:
+    """What ``cpu_models.measure`` finds, in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact), *flags]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def make_folders(place: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import click
-from llama_server import CACHE_TYPES, WEIGHT_TYPES, Build, LlamaWay, Server, convert
+from llama_server import CACHE_TYPES, WEIGHT_TYPES, Build, LlamaWay, Server, convert, epilog
 
 from eagle3.runner import load
 from eagle3.runner.batch import progress
@@ -41,7 +41,6 @@ from eagle3.runner.options import Options
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 TARGET = "gemma4-tiny"
-EPILOG = "\n\n".join(f"\b\n{paragraph}" for paragraph in __doc__.split("\n\n")[1:])
 
 
 def use_threads(count: int) -> None:
@@ -138,7 +137,7 @@ def measured(artifact: Path, server: Server, repeats: int, folder: Path | None) 
     return {"asked": asked} | report | {"step_ms": steps, "machine": machine(None), "versions": versions()}
 
 
-@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.command(cls=OneLineFailures, epilog=epilog(__doc__))
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.argument("llama_cpp", type=click.Path(path_type=Path))
 @click.option("--threads", type=click.IntRange(1, cores()), default=cores(), show_default=True, help="Of either side.")

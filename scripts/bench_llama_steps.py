@@ -12,21 +12,19 @@ import json
 import os
 import statistics
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import click
 import torch
-from bench_export import exported, make_folders, random_weight, save_draft
-from cpu_models import CPU_MODELS, save_cpu_target
+from bench_export import exported_for_cpu, run_on_cpu, save_for_cpu
+from cpu_models import CPU_MODELS
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from llama_server import PART, Build, make
-from safetensors import safe_open
+from llama_server import PART, Build, epilog, make
 from transformers import PreTrainedConfig
 
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.report import rendered
 from eagle3.runner.contract.console import OneLineFailures
@@ -36,7 +34,6 @@ WAYS = {"8": ("8da8w", ("q8_0",)), "4": ("8da4w", ("q4_0", "q4_k_m"))}
 ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
 WINDOW, PREFILL, STEPS = 4, 64, 32
 NAMES = {"decode": "a decode", "window": f"a window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
-EPILOG = "\n\n".join(f"\b\n{paragraph}" for paragraph in __doc__.split("\n\n")[1:])
 Steps = dict[str, float]
 """Milliseconds by a key of NAMES."""
 
@@ -59,7 +56,7 @@ def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    for name, value in tensors(checkpoint):
+    for name, value in SafetensorsFolder(checkpoint).tensors():
         found = names.get_name(name, try_suffixes=(".weight",))
         if value.ndim == 1:
             writer.add_tensor(found, value.float().numpy())
@@ -69,13 +66,6 @@ def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no dict)
-                yield name, opened.get_tensor(name)
 
 
 def of_llama(build: Build, file: Path, prompt: int) -> Steps:
@@ -90,8 +80,7 @@ def of_llama(build: Build, file: Path, prompt: int) -> Steps:
 
 
 def of_artifact(artifact: Path, prompt: int) -> Steps:
-    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact), "--prompt", str(prompt)]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    found = run_on_cpu(artifact, "--prompt", str(prompt))
     return {"decode": found["decode_ms"], "window": found["verify_ms"], "prefill": found["prefill_ms"]}
 
 
@@ -106,7 +95,7 @@ def text(report: dict) -> str:
     return f"{report['machine']}; {where}\n{rendered(cells)}"
 
 
-@click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0], epilog=EPILOG)
+@click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0], epilog=epilog(__doc__))
 @click.argument("llama_cpp", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True)
 @click.option("--layers", type=click.IntRange(4), default=9, show_default=True)
@@ -123,16 +112,13 @@ def main(
         raise FileNotFoundError(f"{llama_cpp} has no llama-bench: type cmake --build {llama_cpp} --target llama-bench")
     folder = folder / f"{target}-{layers}"
     config, whole, part = CPU_MODELS[target](layers), folder / "bf16.gguf", folder / "bf16.part"
+    save_for_cpu(folder, target, config)
     if not whole.is_file():
-        make_folders(folder)
-        save_cpu_target(folder / "target", target, config, random_weight)
-        save_draft(folder / "draft", config, [1, layers // 2, layers - 1])
         write_gguf(folder / "target", config, part)
         part.rename(whole)
     artifact = folder / recipe
     if not artifact.is_dir():
-        flags = ["--backend", "xnnpack", "--qlinear", recipe, "--draft-qlinear", recipe, "--with-decode", "--no-check"]
-        exported(folder, layers, target, [*flags, "--max-seq-len", "2048", "--max-prefill", "128"])
+        exported_for_cpu(folder, target, layers, recipe, max_seq_len=2048)
         (folder / "artifact").rename(artifact)
     files = {f"llama.cpp, {kind}": folder / f"{kind}.gguf" for kind in types}
     for kind, file in zip(types, files.values(), strict=True):

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.session import Session, Step
+from eagle3.runner.session import Session
 from eagle3.targets import TARGETS
 
 SHARED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}
@@ -88,33 +88,31 @@ class Timed:
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(metadata.vocab_size, (1, metadata.max_seq_len), generator=generator)
         for start in range(0, self.at, self.chunk):
-            step = self._prefill(start)
+            step = session.prefill(*self._rows(start, self.chunk))
         self.feature = step.feature[:, -1:]
 
-    def _prefill(self, start: int) -> Step:
-        chunk = slice(start, start + self.chunk)
-        return self.session.prefill(self.tokens[:, chunk].contiguous(), self.session.positions[chunk])
-
     def prefill(self) -> float:
-        """Milliseconds of the last chunk."""
-        start = time.perf_counter()
-        self._prefill(self.at - self.chunk)
-        return 1e3 * (time.perf_counter() - start)
+        return self._timed(self.session.prefill, *self._rows(self.at - self.chunk, self.chunk))
 
     def verify(self, rows: int) -> float:
-        return self._timed(self.session.target_verify, rows)
+        return self._timed(self.session.target_verify, *self._rows(self.at, rows))
 
     def decode(self) -> float:
-        return self._timed(self.session.decode, 1)
+        return self._timed(self.session.decode, *self._rows(self.at, 1))
 
     def draft(self, rows: int) -> float:
-        return self._timed(self.session.draft_decode, rows, self.feature.repeat(1, rows, 1))
+        tokens, positions = self._rows(self.at, rows)
+        return self._timed(self.session.draft_decode, tokens, self.feature.repeat(1, rows, 1), positions)
 
-    def _timed(self, method: Callable, rows: int, *feature: torch.Tensor) -> float:
+    def _rows(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and positions."""
+        rows = slice(start, start + count)
+        return self.tokens[:, rows].contiguous(), self.session.positions[rows]
+
+    def _timed(self, method: Callable, *given: torch.Tensor) -> float:
         """Milliseconds of a call."""
-        fed = self.tokens[:, self.at : self.at + rows].contiguous()
         start = time.perf_counter()
-        method(fed, *feature, self.session.positions[self.at : self.at + rows])
+        method(*given)
         return 1e3 * (time.perf_counter() - start)
 
 

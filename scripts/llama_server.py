@@ -75,6 +75,11 @@ def convert(build: Build, shipped: str, folder: Path, weights: str) -> list[Path
     return files[weights]
 
 
+def epilog(doc: str) -> str:
+    """A script's docstring behind its first paragraph, for ``--help``: click keeps its lines."""
+    return "\n\n".join(f"\b\n{paragraph}" for paragraph in doc.split("\n\n")[1:])
+
+
 def make(file: Path, command: Sequence[str]) -> None:
     """Run a command that writes ``PART``, which becomes the file; nothing where that is there already."""
     if not file.is_file():

@@ -40,11 +40,6 @@ def hosted(host_artifact):
     return open_session(open_artifact(host_artifact))
 
 
-def both(session):
-    """With whole rounds, and without."""
-    return session, ThreeMethods(session)
-
-
 def prompt_of(length):
     return [(7 * i + 3) % 2000 + 5 for i in range(length)]
 
@@ -87,7 +82,9 @@ def test_other_ways_to_choose_take_the_three_methods(eager):
 
 def test_a_chain_of_other_lengths_takes_whole_rounds_where_it_is_as_long_as_the_artifacts(eager):
     lengths, options = [3, 3, 3, 1, 0, 3, 2, 3], {"max_new_tokens": 40, "stop_ids": []}
-    whole, three = (complete(each, prompt_of(20), chain=InTurn(lengths), **options) for each in both(eager))
+    whole, three = (
+        complete(each, prompt_of(20), chain=InTurn(lengths), **options) for each in (eager, ThreeMethods(eager))
+    )
     assert whole.token_ids == three.token_ids and whole.stats.counts() == three.stats.counts()
     calls = whole.stats.method_calls
     assert calls[SPECULATE] > 3 and calls[TARGET_VERIFY] > 1 and calls["decode"] > 0
