@@ -22,7 +22,7 @@ from pathlib import Path
 
 import click
 import torch
-from cpu_models import CPU_MODELS, run_text, save_cpu_target
+from cpu_models import CPU_MODELS, held_by, run_text, save_cpu_target
 from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from safetensors.torch import save_file
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -156,17 +156,6 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
     (folder / "config.json").write_text(json.dumps(described))
 
 
-def held_by(process: int) -> dict[str, float]:
-    """RssAnon and VmHWM of a process in GiB, 0 of one that has ended."""
-    found = {"RssAnon": 0.0, "VmHWM": 0.0}
-    with suppress(OSError):
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key in found:
-                found[key] = int(value.split()[0]) / 2**20
-    return found
-
-
 def children(process: int) -> list[int]:
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
@@ -183,8 +172,8 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 
     def sample() -> None:
         while not over.wait(SAMPLE_SECONDS):
-            own = held_by(process.pid)
-            with_others = sum(held_by(child)["RssAnon"] for child in children(process.pid)) + own["RssAnon"]
+            own = held_by(process.pid, *peaks)
+            with_others = sum(held_by(child, "RssAnon")["RssAnon"] for child in children(process.pid)) + own["RssAnon"]
             peaks["RssAnon"] = max(peaks["RssAnon"], with_others)
             peaks["VmHWM"] = max(peaks["VmHWM"], own["VmHWM"])
 

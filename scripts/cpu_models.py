@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from eagle3.export.memory import GIB, linux_bytes
 from eagle3.runner.artifact import open_artifact, open_session
 from eagle3.runner.session import Session
 from eagle3.targets import TARGETS
@@ -119,7 +120,7 @@ class Timed:
 def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dict[str, float]:
     """Milliseconds are medians of calls in turn. A round is a verify, the draft's rows of the tokens that it accepted,
     and a row for each further proposal."""
-    before = memory()
+    before = held_by("self", "RssAnon", "RssFile")
     start = time.perf_counter()
     session = open_session(open_artifact(artifact))
     if not session.has_decode:
@@ -140,11 +141,11 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
             took[name].append(call())
     ms = {name: statistics.median(times[repeats:]) for name, times in took.items()}
     whole = ms["verify"] + ms["draft_accepted"] + (chain - 1) * ms["draft_row"]
-    after = memory()
+    after = held_by("self", *before)
     return {
         "load_seconds": loaded,
-        "private_mib": after["RssAnon"] - before["RssAnon"],
-        "mapped_mib": after["RssFile"] - before["RssFile"],
+        "private_mib": 1024 * (after["RssAnon"] - before["RssAnon"]),
+        "mapped_mib": 1024 * (after["RssFile"] - before["RssFile"]),
         **{f"{name}_ms": value for name, value in ms.items()},
         "verify_decodes": ms["verify"] / ms["decode"],
         "round_ms": whole,
@@ -162,11 +163,9 @@ def run_text(run: dict[str, float]) -> str:
     )
 
 
-def memory() -> dict[str, float]:
-    """MiB of this process by Linux's names."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":") for line in lines)
-    return {key: int(fields[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile")}
+def held_by(process: int | str, *keys: str) -> dict[str, float]:
+    """A process's memory in GiB by Linux's names of it, 0 of one that has ended."""
+    return {key: (linux_bytes(f"/proc/{process}/status", key) or 0) / GIB for key in keys}
 
 
 @click.command()
