@@ -25,9 +25,10 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch import nn
 from torch.export import Dim
 
+from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weights import quantize
 from eagle3.runner.contract.console import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
@@ -40,6 +41,7 @@ RECIPES = {
     "8da8w": Recipe("8da8w", "none", 0),
     "8da4w, groups of 32": Recipe("8da4w", "none", 32),
     "8da4w, groups of 128": Recipe("8da4w", "none", 128),
+    "8da4w, groups of 256": Recipe("8da4w", "none", 256),
 }
 ROWS = range(1, 9)
 Times = dict[int, float]
@@ -69,7 +71,7 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
     program = torch.export.export(model, (example,), dynamic_shapes=(rows,), strict=False)
     config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
     with applicable_passes():
-        lowered = to_edge_transform_and_lower(program, partitioner=[LinearsKept()], compile_config=config)
+        lowered = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()], compile_config=config)
     buffer = lowered.to_executorch().buffer
     with calm_stderr():
         method = load_runtime().load_program(buffer).load_method("forward")

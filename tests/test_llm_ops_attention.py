@@ -9,8 +9,8 @@ from torch import nn
 from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
 KV_HEADS, DIM, SLOTS = 2, 16, 48
@@ -37,7 +37,7 @@ def inputs(heads: int, start: int, length: int, seed: int):
 
 def lowered(layer: nn.Module, example, dynamic, file):
     program = torch.export.export(layer, example, dynamic_shapes=dynamic, strict=False)
-    edge = to_edge_transform_and_lower(program, partitioner=[LinearsKept()])
+    edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
     plan = MemoryPlanningPass(alloc_graph_input=False)
     file.write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=plan)).buffer)
     return Runtime.get().load_program(file).load_method("forward")

@@ -5,26 +5,25 @@ import re
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (gives torchao's tensors CUDA's products)
 import pytest
 import torch
-from commands import fail_command, run_command
+from commands import fail_command
 from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import get_lowered_submodules
 from executorch.extension.llm.export.quantize import quantize_model_
 from executorch.runtime import Runtime
-from family_configs import family_config
-from random_checkpoints import random_model, save_random_draft
+from random_checkpoints import random_model
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from eagle3.export import preflight
 from eagle3.export.cli import main as export_main
 from eagle3.export.config import ExportConfig
 from eagle3.export.lowering.xnnpack import backend, quantization
 from eagle3.export.lowering.xnnpack.memory import _model_bytes
+from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
-from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
 from eagle3.export.pipeline import stored_bytes
@@ -76,7 +75,7 @@ def lowered(model: nn.Module, ids: torch.Tensor):
     with applicable_passes(), scales_in_names():
         edge = to_edge_transform_and_lower(
             {"forward": program},
-            partitioner=[LinearsKept()],
+            partitioner=[LevelPartitioner()],
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
     left = {str(node.target) for node in edge.exported_program().graph.nodes if node.op == "call_function"}
@@ -154,17 +153,6 @@ def test_experts_are_quantized_and_what_chooses_them_is_not(name):
     assert len(experts) == 4 and len(routers) == 2 and not routers & covered.keys()
 
 
-def test_a_step_of_softcapped_attention_is_refused(tmp_path):
-    model = AutoModelForCausalLM.from_config(family_config("gemma2"))
-    model.save_pretrained(tmp_path / "target")
-    save_random_draft(tmp_path / "draft", model.config, (0, 1, 2))
-    paths = ("--checkpoint", tmp_path / "target", "--draft", tmp_path / "draft", "--output-dir", tmp_path / "out")
-    asked = ("--target-model", "auto", "--backend", "xnnpack", "--dry-run", *paths)
-    assert run_command(export_main, *asked)
-    _, line = fail_command(export_main, *asked, "--with-decode")
-    assert "attn_logit_softcapping 5.0" in line and "leave it out" in line
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -214,7 +202,7 @@ def test_a_weight_is_in_memory_once_as_it_is_held_and_once_as_it_is_written_for_
     with applicable_passes():
         edge = to_edge_transform_and_lower(
             traced,
-            partitioner=[LinearsKept()],
+            partitioner=[LevelPartitioner()],
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
     held = [value.data_ptr() for program in programs for value in program.state_dict.values() if value.ndim == 2]

@@ -23,8 +23,9 @@ from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack.memory import export_bytes  # noqa: F401  (the backend's)
+from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import recipes
-from eagle3.export.lowering.xnnpack.shortcuts import LinearsKept, applicable_passes
+from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights, quantize
 from eagle3.export.plan import Plan
@@ -39,13 +40,7 @@ attention = LlmOpsAttention
 
 
 def check(plan: Plan) -> None:
-    """Raise ValueError for groups that do not fit a linear, and for what ExecuTorch cannot partition."""
-    softcap = getattr(plan.target_config, "attn_logit_softcapping", None)
-    if plan.config.with_decode and softcap:  # fixed shapes alone: "Invalid partition, found dependency cycles"
-        raise ValueError(
-            f"--with-decode: ExecuTorch finds no partition of one row's attention with a softcap "
-            f"(attn_logit_softcapping {softcap}) for XNNPACK: leave it out, a step is a target_verify then"
-        )
+    """Raise ValueError for groups that do not fit a linear."""
     target, draft = recipes(plan)
     target.check("--qlinear", plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model)
     with torch.device("meta"):
@@ -98,7 +93,7 @@ def lower(
     with applicable_passes(), scales_in_names():
         lowered = to_edge_transform_and_lower(
             dict(programs),
-            partitioner=[LinearsKept()],
+            partitioner=[LevelPartitioner()],
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),
         )

@@ -12,7 +12,6 @@ from unittest import mock
 
 from executorch.backends.xnnpack import _passes as passes
 from executorch.backends.xnnpack import xnnpack_preprocess
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import lowered_backend_module
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -44,14 +43,6 @@ class _SharedBytes(NamedDataStore):
 
     def add_named_data(self, key, data, *args, **kwargs):
         super().add_named_data(key, self.pool.setdefault(key, data), *args, **kwargs)
-
-
-class LinearsKept(XnnpackPartitioner):
-    """Keeps every linear whole without asking of each whether it may: one decomposition of the graph less."""
-
-    def ops_to_not_decompose(self, ep):
-        ops, _ = super().ops_to_not_decompose(ep)
-        return ops, None
 
 
 class _Passes(passes.XNNPACKPassManager):

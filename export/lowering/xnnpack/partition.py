@@ -1,0 +1,49 @@
+"""Which operations become a delegate: as few delegates as the operations between them allow.
+
+ExecuTorch 1.5 merges what XNNPACK can take pair by pair, and looks for a cycle through what it cannot take, not through
+other delegates: of one row of attention with a softcap two delegates come to wait for each other, and the lowering ends
+with "Invalid partition, found dependency cycles". Here a delegate is a level: the operations that as many alternations
+lie before. None waits for a later one, and there are as many as the longest chain of alternations has.
+"""
+
+from collections import defaultdict
+
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+from torch.fx.passes.infra.partitioner import Partition
+
+
+class LevelPartitioner(XnnpackPartitioner):
+    """Keeps every linear whole without asking of each whether it may: one decomposition of the graph less."""
+
+    def ops_to_not_decompose(self, ep):
+        ops, _ = super().ops_to_not_decompose(ep)
+        return ops, None
+
+    def generate_partitions(self, ep: ExportedProgram) -> list[Partition]:
+        groups = self.get_matched_nodes_from_configs(ep)
+        delegates: dict[int, list[Node]] = defaultdict(list)
+        for group, level in zip(groups, levels(ep.graph, groups), strict=True):
+            delegates[level] += group
+        return [Partition(id=level, nodes=nodes) for level, nodes in delegates.items()]
+
+
+def levels(graph: Graph, groups: list[list[Node]]) -> list[int]:
+    """Of each group of operations that go into one delegate together: even, with odd ones for what lies between."""
+    group_of = {node: index for index, group in enumerate(groups) for node in group}
+    found, level = [0] * len(groups), dict.fromkeys(graph.nodes, -1)
+    settled = False
+    while not settled:  # a group's operations need not be next to each other: all wait for the last one's inputs
+        settled = True
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            before, index = max((level[each] for each in node.all_input_nodes), default=-1), group_of.get(node)
+            if index is None:
+                level[node] = before + (before % 2 == 0)
+                continue
+            level[node] = max(before + before % 2, found[index])
+            settled = settled and level[node] == found[index]
+            found[index] = level[node]
+    return found

@@ -1,0 +1,71 @@
+"""Delegates of XNNPACK are levels of the graph: none waits for a later one, and as few as can be."""
+
+import pytest
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass
+from executorch.runtime import Runtime
+from torch import nn
+from torch.fx import Graph
+
+from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.partition import LevelPartitioner, levels
+from eagle3.targets.attention import EagerAttention, KVCacheShape
+
+HIDDEN, HEADS, DIM, SLOTS = 32, 2, 16, 24
+
+
+class SoftcappedLayer(nn.Module):
+    """Gemma 2's attention in outline: queries and keys are rotated by a product with one constant."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.projections = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.register_buffer("rotation", torch.randn(DIM, DIM))
+        self.attention = kind(KVCacheShape(HEADS, DIM, SLOTS, 8))
+        self.requires_grad_(False)
+
+    def forward(self, x, input_pos):
+        query, key, value = (linear(x).unflatten(-1, (HEADS, DIM)) for linear in self.projections[:3])
+        query, key = (each + nn.functional.linear(each, self.rotation) for each in (query, key))
+        out = self.attention(query, key, value, self.attention.rows(input_pos), 0.25, softcap=2.0)
+        return x + self.projections[3](out.flatten(2))
+
+
+def a_step(partitioner: XnnpackPartitioner):
+    given = torch.randn(1, 1, HIDDEN), torch.tensor([0])
+    program = torch.export.export(SoftcappedLayer(LlmOpsAttention), given, strict=False)
+    return to_edge_transform_and_lower(program, partitioner=[partitioner])
+
+
+def test_executorchs_own_delegates_of_a_step_of_softcapped_attention_wait_for_each_other():
+    """Where they no longer do, LevelPartitioner has had its day."""
+    with pytest.raises(AssertionError, match="dependency cycles"):
+        a_step(XnnpackPartitioner())
+
+
+def test_a_step_of_softcapped_attention_is_the_eager_one(tmp_path):
+    edge = a_step(LevelPartitioner())
+    plan, file = MemoryPlanningPass(alloc_graph_input=False), tmp_path / "step.pte"
+    file.write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=plan)).buffer)
+    method, eager = Runtime.get().load_program(file).load_method("forward"), SoftcappedLayer(EagerAttention)
+    for position in range(SLOTS):
+        given = torch.randn(1, 1, HIDDEN), torch.tensor([position])
+        torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+def test_a_group_waits_for_the_last_input_of_any_of_its_operations():
+    graph = Graph()
+    x = graph.placeholder("x")
+    left_out = graph.call_function(torch.sin, (x,))
+    first = graph.call_function(torch.relu, (x,))
+    alone = graph.call_function(torch.relu, (left_out,))
+    between = graph.call_function(torch.sin, (first,))
+    second = graph.call_function(torch.relu, (between,))
+    with_second = graph.call_function(torch.relu, (alone,))
+    behind = graph.call_function(torch.relu, (with_second,))
+    graph.output((behind, second))
+    assert levels(graph, [[first], [alone], [second], [with_second], [behind]]) == [0, 0, 2, 0, 0]
+    assert levels(graph, [[first], [alone], [second, with_second], [behind]]) == [0, 0, 2, 2]
