@@ -270,9 +270,9 @@ def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
         save_draft(place / "draft", config, [1, layers // 2, layers - 1])
 
 
-def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int) -> dict:
+def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int, *more: str) -> dict:
     flags = ["--backend", "xnnpack", "--qlinear", qlinear, "--draft-qlinear", qlinear, "--with-decode", "--no-check"]
-    return exported(place, layers, target, [*flags, "--max-seq-len", str(max_seq_len), "--max-prefill", "128"])
+    return exported(place, layers, target, [*flags, "--max-seq-len", str(max_seq_len), "--max-prefill", "128", *more])
 
 
 def run_on_cpu(artifact: Path, *flags: str) -> dict[str, float]:

@@ -29,8 +29,8 @@ from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.report import rendered
 from eagle3.runner.contract.console import OneLineFailures
 
-WAYS = {"8": ("8da8w", ("q8_0",)), "4": ("8da4w", ("q4_0", "q4_k_m"))}
-"""By bits of a weight: ours, and llama.cpp's."""
+WAYS = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
+"""By bits of a weight: ours, as --qlinear and what follows it, and llama.cpp's."""
 ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
 WINDOW, PREFILL, STEPS = 4, 64, 32
 NAMES = {"decode": "a decode", "window": f"a window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
@@ -107,7 +107,7 @@ def text(report: dict) -> str:
 def main(
     llama_cpp: Path, target: str, layers: int, bits: str, prompt: int, repeats: int, folder: Path, as_json: bool
 ) -> None:
-    build, (recipe, types) = Build.found(llama_cpp), WAYS[bits]
+    build, (recipes, types) = Build.found(llama_cpp), WAYS[bits]
     if not Path(build.tool("llama-bench")).is_file():
         raise FileNotFoundError(f"{llama_cpp} has no llama-bench: type cmake --build {llama_cpp} --target llama-bench")
     folder = folder / f"{target}-{layers}"
@@ -116,16 +116,18 @@ def main(
     if not whole.is_file():
         write_gguf(folder / "target", config, part)
         part.rename(whole)
-    artifact = folder / recipe
-    if not artifact.is_dir():
-        exported_for_cpu(folder, target, layers, recipe, max_seq_len=2048)
-        (folder / "artifact").rename(artifact)
+    artifacts = {recipe: folder / recipe.replace(" ", "") for recipe in recipes}
+    for recipe, artifact in artifacts.items():
+        if not artifact.is_dir():
+            qlinear, *more = recipe.split()
+            exported_for_cpu(folder, target, layers, qlinear, 2048, *more)
+            (folder / "artifact").rename(artifact)
     files = {f"llama.cpp, {kind}": folder / f"{kind}.gguf" for kind in types}
     for kind, file in zip(types, files.values(), strict=True):
         make(file, [build.tool("llama-quantize"), str(whole), PART, kind])
     passes = []
     for _ in range(repeats):
-        passes.append({recipe: of_artifact(artifact, prompt)})
+        passes.append({recipe: of_artifact(artifact, prompt) for recipe, artifact in artifacts.items()})
         passes[-1] |= {name: of_llama(build, file, prompt) for name, file in files.items()}
     ms = {name: {step: statistics.median(each[name][step] for each in passes) for step in NAMES} for name in passes[0]}
     report = {"machine": machine(None), "versions": versions(), "target": target, "layers": layers, "prompt": prompt}
