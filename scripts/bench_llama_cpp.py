@@ -9,8 +9,9 @@ install cmake), in any folder:
         -DLLAMA_CURL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
     cmake --build llama.cpp --parallel --target llama-server llama-quantize
 
-Then, an artifact of ``eagle3-export --target-model gemma4-tiny --with-decode --no-logits`` in out:
+Then:
 
+    eagle3-export --target-model gemma4-tiny --backend xnnpack --with-decode --speculate --no-logits --output-dir out
     python scripts/bench_llama_cpp.py out llama.cpp --threads 2
 """
 
