@@ -41,6 +41,8 @@ class Timed:
 
     def __getattr__(self, name: str):
         method = getattr(self._choice, name)
+        if not callable(method):
+            return method
 
         def call(*given):
             start = time.perf_counter()

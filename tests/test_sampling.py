@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bench_sampling import Timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import VOCABULARY, ScriptedSession, scripted_metadata
@@ -18,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from eagle3.runner.choice import Greedy
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import Dense, Sparse
@@ -168,6 +170,14 @@ def test_any_logits_give_the_text_of_sampling_without_speculation(data):
         choice = Sampler(sampling, metadata, prompt)
         texts.append(complete(session, prompt, max_new_tokens=25, chain=chain, choice=choice).token_ids)
     assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_the_choice_that_the_benchmark_times_is_the_one_it_times():
+    sampler = Sampler(Sampling(temperature=1.0, seed=2), replace(scripted_metadata(), has_logits=True), PROMPT)
+    timed = Timed(sampler)
+    assert timed.greedy is False and Timed(Greedy()).greedy  # greedy rounds may be whole ones, which have no logits
+    timed.target(Step(None, None, random_logits(5, 1, VOCABULARY)), [1])
+    assert timed.seconds > 0
 
 
 def test_a_draft_that_is_the_target_has_all_its_samples_accepted():
