@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+from commands import run_command
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.runtime import Runtime
+from family_configs import family_config
+from random_checkpoints import save_random_draft
 from torch import nn
 from torch.fx import Graph
+from transformers import AutoModelForCausalLM
 
+from eagle3.export.cli import main as export_main
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner, levels
 from eagle3.targets.attention import EagerAttention, KVCacheShape
@@ -54,6 +59,16 @@ def test_a_step_of_softcapped_attention_is_the_eager_one(tmp_path):
     for position in range(SLOTS):
         given = torch.randn(1, 1, HIDDEN), torch.tensor([position])
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+def test_softcapped_attention_is_taken_with_decode_and_without(tmp_path):
+    model = AutoModelForCausalLM.from_config(family_config("gemma2"))
+    model.save_pretrained(tmp_path / "target")
+    save_random_draft(tmp_path / "draft", model.config, (0, 1, 2))
+    paths = ("--checkpoint", tmp_path / "target", "--draft", tmp_path / "draft", "--output-dir", tmp_path / "out")
+    asked = ("--target-model", "auto", "--backend", "xnnpack", "--dry-run", *paths)
+    assert run_command(export_main, *asked)
+    assert run_command(export_main, *asked, "--with-decode")
 
 
 def test_a_group_waits_for_the_last_input_of_any_of_its_operations():
