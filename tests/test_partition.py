@@ -84,3 +84,12 @@ def test_a_group_waits_for_the_last_input_of_any_of_its_operations():
     graph.output((behind, second))
     assert levels(graph, [[first], [alone], [second], [with_second], [behind]]) == [0, 0, 2, 0, 0]
     assert levels(graph, [[first], [alone], [second, with_second], [behind]]) == [0, 0, 2, 2]
+
+
+def test_a_group_that_waits_for_itself_is_no_endless_loop():
+    graph = Graph()
+    first = graph.call_function(torch.relu, (graph.placeholder("x"),))
+    second = graph.call_function(torch.relu, (graph.call_function(torch.sin, (first,)),))
+    graph.output(second)
+    with pytest.raises(RuntimeError, match="relu.* waits for itself"):
+        levels(graph, [[first, second]])

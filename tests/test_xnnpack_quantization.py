@@ -24,7 +24,6 @@ from eagle3.export.lowering.xnnpack.memory import _model_bytes
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
-from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
 from eagle3.export.pipeline import stored_bytes
 from eagle3.export.plan import make_plan
@@ -72,14 +71,9 @@ def quantized(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
 
 def lowered(model: nn.Module, ids: torch.Tensor):
     program = torch.export.export(model, (ids[:, :5],), dynamic_shapes=({1: Dim("rows", min=1, max=16)},), strict=False)
-    with applicable_passes(), scales_in_names():
-        edge = to_edge_transform_and_lower(
-            {"forward": program},
-            partitioner=[LevelPartitioner()],
-            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-        )
-    left = {str(node.target) for node in edge.exported_program().graph.nodes if node.op == "call_function"}
-    return left, Runtime.get().load_program(edge.to_executorch().buffer)
+    lowered, _ = backend.lower({"forward": program}, {}, None)
+    left = {str(node.target) for node in lowered.exported_program().graph.nodes if node.op == "call_function"}
+    return left, Runtime.get().load_program(lowered.buffer)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

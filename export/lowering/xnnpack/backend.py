@@ -21,10 +21,11 @@ from torch.export import ExportedProgram
 
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
-from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack.memory import export_bytes  # noqa: F401  (the backend's)
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import recipes
+from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights, quantize
@@ -82,7 +83,7 @@ def tracing(speculator: nn.Module, plan: Plan) -> Iterator[None]:
     """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form."""
     use_product_norms(speculator)
     head_dims = {module.shape.head_dim for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
-    with product_rotary(speculator, head_dims), tanh_gelu(speculator):
+    with product_rotary(speculator, head_dims), rows_before_heads(speculator), tanh_gelu(speculator):
         yield
 
 
@@ -90,9 +91,12 @@ def lower(
     programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
 ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
+    for program in programs.values():
+        remove_no_ops(program)
     with applicable_passes(), scales_in_names():
         lowered = to_edge_transform_and_lower(
             dict(programs),
+            transform_passes=[computed_once()],
             partitioner=[LevelPartitioner()],
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),

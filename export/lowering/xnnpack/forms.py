@@ -1,4 +1,4 @@
-"""Forms of three operations that XNNPACK takes whole and right.
+"""Forms of operations that XNNPACK takes whole and right.
 
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension and every slice of a tensor with a
 dynamic dimension. Each occurrence (an RMSNorm; the halves of a rotary embedding) would end a delegate and run portable
@@ -9,6 +9,7 @@ Its GELU is the exact one, and the partitioner hands it the tanh approximation a
 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/test_artifact.py compares at 1e-4).
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -80,10 +81,8 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
     rotate halves or neighbours: what one does to the unit vectors of a head is its permutation. A partial embedding
     cuts heads before it rotates, and stays as it is.
     """
-    families = {type(module).__module__ for module in owner.modules()}
-    families |= {modeling_llama.__name__, complex_rotary.__name__}
     with ExitStack() as stack:
-        for index, family in enumerate(sorted(families)):
+        for index, family in enumerate(_families(owner)):
             original = getattr(sys.modules.get(family), "rotate_half", None)
             if original is not None:
                 for size in head_dims:
@@ -92,6 +91,38 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
                 product = partial(_rotate, owner, original, index)
                 stack.enter_context(mock.patch.object(sys.modules[family], "rotate_half", product))
         yield
+
+
+@contextmanager
+def rows_before_heads(owner: nn.Module) -> Iterator[None]:
+    """Within it, queries and keys are rotated as projections give them and attention takes them, [1, T, heads,
+    head_dim]: most families of transformers hand over [1, heads, T, head_dim], and the transpositions there and back
+    meet now, for ``remove_no_ops`` to take out."""
+    with ExitStack() as stack:
+        for family in _families(owner):
+            original = getattr(sys.modules.get(family), "apply_rotary_pos_emb", None)
+            if original is not None and list(inspect.signature(original).parameters) == ROTARY_PARAMETERS:
+                rotated = partial(_rotated_by_rows, original)
+                stack.enter_context(mock.patch.object(sys.modules[family], "apply_rotary_pos_emb", rotated))
+        yield
+
+
+ROTARY_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+
+
+def _rotated_by_rows(
+    original: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim=1
+) -> tuple[Tensor, Tensor]:
+    if unsqueeze_dim != 1:
+        return original(q, k, cos, sin, unsqueeze_dim)
+    q, k = original(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _families(owner: nn.Module) -> list[str]:
+    """Of transformers, and where the draft's layers and a complex rotation are."""
+    names = {type(module).__module__ for module in owner.modules()}
+    return sorted(names | {modeling_llama.__name__, complex_rotary.__name__})
 
 
 def _rotate(owner: nn.Module, original: Callable[[Tensor], Tensor], index: int, x: Tensor) -> Tensor:

@@ -30,7 +30,10 @@ class LevelPartitioner(XnnpackPartitioner):
 
 
 def levels(graph: Graph, groups: list[list[Node]]) -> list[int]:
-    """Of each group of operations that go into one delegate together: even, with odd ones for what lies between."""
+    """Of each group of operations that go into one delegate together: even, with odd ones for what lies between.
+
+    Raises RuntimeError for a group that waits for what waits for it.
+    """
     group_of = {node: index for index, group in enumerate(groups) for node in group}
     found, level = [0] * len(groups), dict.fromkeys(graph.nodes, -1)
     settled = False
@@ -44,6 +47,8 @@ def levels(graph: Graph, groups: list[list[Node]]) -> list[int]:
                 level[node] = before + (before % 2 == 0)
                 continue
             level[node] = max(before + before % 2, found[index])
+            if level[node] > 2 * len(groups):
+                raise RuntimeError(f"{node} would be in a delegate that waits for itself")
             settled = settled and level[node] == found[index]
             found[index] = level[node]
     return found

@@ -1,0 +1,46 @@
+"""What a graph need not compute, taken out before delegates are cut from it.
+
+XNNPACK computes each node that it is given. transformers' layers hold heads before rows between projections and
+attention, where neither wants them so; torchao quantizes the input of each linear anew, though q, k and v share theirs;
+a rotary embedding without scaling is multiplied by 1.
+"""
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.passes.dialect.common.cse_pass import CSEPass
+from torch.fx.passes.infra.pass_base import PassBase
+
+
+def computed_once() -> PassBase:
+    """For the edge dialect, in which a cache that is written is another value. The weight of a linear that is called
+    twice stays two values: two calls that share one would be one delegate, though the second waits for the first."""
+    return CSEPass(banned_ops={torch.ops.torchao.dequantize_affine})
+
+
+def remove_no_ops(program: ExportedProgram) -> None:
+    """Transpositions that take each other back, and products with 1; in place, of a program as it was traced."""
+    for node in program.graph.nodes:
+        same = _without_effect(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _without_effect(node: Node) -> Node | None:
+    """What a node gives back as it was; None if it changes something."""
+    if node.target is torch.ops.aten.transpose.int:
+        before = node.args[0]
+        if before.target is node.target and _axes(before) == _axes(node):
+            return before.args[0]
+    if node.target is torch.ops.aten.mul.Tensor:
+        factor, other = node.args
+        if isinstance(other, float | int) and other == 1 and factor.meta["val"].dtype == node.meta["val"].dtype:
+            return factor
+    return None
+
+
+def _axes(transpose: Node) -> set[int]:
+    source, *dims = transpose.args
+    return {dim % source.meta["val"].dim() for dim in dims}

@@ -1,0 +1,77 @@
+"""What XNNPACK's delegates compute once, or not at all."""
+
+import torch
+from executorch.runtime import Runtime
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from eagle3.export.lowering.xnnpack import backend
+from eagle3.export.lowering.xnnpack.forms import rows_before_heads
+from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.redundant import remove_no_ops
+from eagle3.export.lowering.xnnpack.weights import quantize
+from eagle3.runner.contract import METHODS, MODEL_FILE
+from eagle3.runner.inspect.program import read_pte
+from eagle3.runner.inspect.xnnpack import read_graphs
+
+
+def delegates_of(pte, method):
+    plan = next(plan for plan in pte.program.execution_plan if plan.name == method)
+    return read_graphs(pte.delegate_blob(each) for each in plan.delegates if each.id == "XnnpackBackend")
+
+
+class Shared(nn.Module):
+    """Three linears of one input, behind one that is called twice, each time on what it gave before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.again, self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        x = self.again(self.again(x).cumsum(1))  # which no delegate computes
+        return self.q(x) + self.k(x) * self.v(x)
+
+
+def test_an_input_is_quantized_once_for_all_of_its_linears(tmp_path):
+    model, x = Shared().requires_grad_(False), torch.randn(1, 3, 64)
+    quantize(model, Recipe("8da8w", "8w", 0), spare=set())
+    program = torch.export.export(model, (x,), strict=False)
+    lowered, _ = backend.lower({"forward": program}, {}, None)
+    file = tmp_path / "model.pte"
+    file.write_bytes(lowered.buffer)
+    nodes = delegates_of(read_pte(file), "forward").nodes
+    assert nodes["FullyConnected"] == 5 and nodes["Convert"] == 3
+    (found,) = Runtime.get().load_program(file).load_method("forward").execute((x,))
+    torch.testing.assert_close(found, model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_heads_are_not_put_before_rows_and_back(family_exports):
+    pte = read_pte(family_exports / "llama3.1-8B" / "out" / MODEL_FILE)
+    for method in METHODS:
+        assert "StaticTranspose" not in delegates_of(pte, method).nodes
+
+
+def test_rotation_by_rows_is_transformers_own():
+    own, (cos, sin) = modeling_llama.apply_rotary_pos_emb, torch.randn(2, 1, 5, 8)
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    with rows_before_heads(nn.Module()):
+        for given, dim in (((q, k), 1), ((q.transpose(1, 2), k.transpose(1, 2)), 2)):
+            found, expected = modeling_llama.apply_rotary_pos_emb(*given, cos, sin, dim), own(*given, cos, sin, dim)
+            assert all(map(torch.equal, found, expected))
+    assert modeling_llama.apply_rotary_pos_emb is own
+
+
+def test_what_changes_something_stays():
+    class Model(nn.Module):
+        def forward(self, x, count):
+            gone = x.transpose(1, 2).transpose(0, 1) * 1.0
+            gone = gone.transpose(-2, -3).transpose(1, 2)
+            return gone.transpose(0, 1).transpose(1, 2) * 2.0, count * 1.0, x * x
+
+    given = torch.randn(2, 3, 4), torch.arange(3)
+    program = torch.export.export(Model(), given)
+    remove_no_ops(program)
+    kept = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert kept == ["aten.transpose.int"] * 2 + ["aten.mul.Tensor"] * 3
+    assert all(map(torch.equal, program.module()(*given), Model()(*given)))
