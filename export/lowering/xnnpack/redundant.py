@@ -19,9 +19,11 @@ def computed_once() -> PassBase:
 
 
 def remove_no_ops(program: ExportedProgram) -> None:
-    """Transpositions that take each other back, and products with 1; in place, of a program as it was traced."""
+    """Transpositions that take each other back, and products with 1; in place, of a program as it was traced. An output
+    stays: the program's signature has its name."""
+    outputs = program.graph.output_node().all_input_nodes
     for node in program.graph.nodes:
-        same = _without_effect(node)
+        same = None if node in outputs else _without_effect(node)
         if same is not None:
             node.replace_all_uses_with(same)
     program.graph.eliminate_dead_code()
