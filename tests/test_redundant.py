@@ -16,8 +16,7 @@ from eagle3.runner.inspect.xnnpack import read_graphs
 
 
 def delegates_of(pte, method):
-    plan = next(plan for plan in pte.program.execution_plan if plan.name == method)
-    return read_graphs(pte.delegate_blob(each) for each in plan.delegates if each.id == "XnnpackBackend")
+    return read_graphs(map(pte.delegate_blob, pte.plan(method).delegates))
 
 
 class Shared(nn.Module):

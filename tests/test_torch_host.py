@@ -333,7 +333,7 @@ def test_a_library_that_does_not_load(copied, monkeypatch):
 
 def test_a_program_that_runs_more_than_its_delegates(host_artifact):
     pte = read_pte(host_artifact / MODEL_FILE)
-    plan = next(plan for plan in pte.program.execution_plan if plan.name == "prefill")
+    plan = pte.plan("prefill")
     plan.operators[0].name = "aten::add"
     with pytest.raises(ValueError, match="prefill runs aten::add outside of its delegate"):
         torch_host.read_methods(pte)

@@ -50,7 +50,7 @@ def profile(path: Path) -> dict[str, Any]:
     multiply_adds_a_ms = multiply_rate()
     methods = {}
     for name, call in calls(session).items():
-        delegates = next(plan for plan in pte.program.execution_plan if plan.name == name).delegates
+        delegates = pte.plan(name).delegates
         graph = read_graphs(map(pte.delegate_blob, delegates))
         # a whole round is products of a window's rows, of all its heads' and of single ones
         multiply_adds = graph.multiply_adds_of_all_rows if name == SPECULATE else call.rows * graph.multiply_adds

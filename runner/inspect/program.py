@@ -69,6 +69,10 @@ class Pte:
     program_bytes: int
     segments_at: int
 
+    def plan(self, method: str) -> Any:
+        """How a method is executed: its ``ExecutionPlan``."""
+        return next(plan for plan in self.program.execution_plan if plan.name == method)
+
     def segment(self, index: int) -> bytes:
         entry = self.program.segments[index]
         with self.path.open("rb") as file:
