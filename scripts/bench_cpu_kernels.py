@@ -21,14 +21,12 @@ from collections.abc import Callable
 import click
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch import nn
 from torch.export import Dim
 
-from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
+from eagle3.export.lowering.xnnpack import backend
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weights import quantize
 from eagle3.runner.contract.console import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
@@ -69,10 +67,8 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
     example = torch.randn(1, 3, HIDDEN, dtype=dtype)
     rows = {1: Dim("rows", min=1, max=max(ROWS))}
     program = torch.export.export(model, (example,), dynamic_shapes=(rows,), strict=False)
-    config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
-    with applicable_passes():
-        lowered = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()], compile_config=config)
-    buffer = lowered.to_executorch().buffer
+    lowered, _ = backend.lower({"forward": program}, {}, None)
+    buffer = lowered.buffer
     with calm_stderr():
         method = load_runtime().load_program(buffer).load_method("forward")
 
