@@ -3,7 +3,7 @@
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension and every slice of a tensor with a
 dynamic dimension. Each occurrence (an RMSNorm; the halves of a rotary embedding) would end a delegate and run portable
 kernels whose time grows with the rows. As products with constants they stay inside: ``target_verify`` of gemma4-tiny
-has 16 delegates instead of 52 (tests/test_inspect.py counts them).
+has 14 delegates instead of 50 (tests/test_inspect.py counts them).
 
 Its GELU is the exact one, and the partitioner hands it the tanh approximation all the same: 4.7e-4 off, which grew to
 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/test_artifact.py compares at 1e-4).
