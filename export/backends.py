@@ -10,8 +10,8 @@ The module is imported only when it is used and has, in the order of an export,
 - ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
 - ``conversion(plan)``: called with name and value of each of the target's tensors as it is read, it returns what the
   model is to hold; its ``record()`` is what the manifest says of that;
-- ``prepare(speculator, plan)``: rewrite the draft head's weights, once they are loaded;
-- ``MERGES_LINEARS``: whether linears of one input become one product then;
+- ``prepare(speculator, plan)``: rewrite the draft head's weights, once they are loaded; linears of one input become one
+  product then;
 - ``tracing(speculator, plan)``: a context manager around each trace;
 - ``runs_here()``: whether this machine runs the artifacts; ``EAGER_ON_HOST``: whether the prepared module runs eagerly;
 - ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;

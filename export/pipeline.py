@@ -50,8 +50,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             progress.say(f"scales are rounded by {rounded['largest_rounding']:.2%} at most, those of {rounded['of']}")
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
-            if backend.MERGES_LINEARS:
-                merge_linears(speculator, folder)
+            merge_linears(speculator, folder)
         programs = {}
         for method in plan.methods:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):

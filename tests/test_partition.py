@@ -93,3 +93,25 @@ def test_a_group_that_waits_for_itself_is_no_endless_loop():
     graph.output(second)
     with pytest.raises(RuntimeError, match="relu.* waits for itself"):
         levels(graph, [[first, second]])
+
+
+class Sliced(nn.Module):
+    """x [1, T, 12] -> [1, T, 4], of slices from the front, the middle and the end, and its last row [1, 1, 12]."""
+
+    def forward(self, x):
+        x = x * x
+        return x[..., :4] * x[..., 5:9] + x[..., -4:], 2 * x[:, -1:]
+
+
+def test_slices_of_rows_whose_number_is_dynamic_stay_in_a_delegate_and_of_rows_do_not():
+    given = torch.randn(1, 5, 12)
+    rows = {1: torch.export.Dim("rows", min=2, max=9)}
+    program = torch.export.export(Sliced(), (given,), dynamic_shapes=(rows,), strict=False)
+    edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
+    left = [str(node.target) for node in edge.exported_program().graph.nodes if node.op == "call_function"]
+    assert sum("slice" in target for target in left) == 1
+    method = Runtime.get().load_program(edge.to_executorch().buffer).load_method("forward")
+    for count in (5, 2, 9, 3):
+        given = torch.randn(1, count, 12)
+        for found, expected in zip(method.execute((given,)), Sliced()(given), strict=True):
+            assert torch.allclose(found, expected, atol=1e-6)

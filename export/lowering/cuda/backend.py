@@ -57,7 +57,6 @@ from eagle3.runner.contract.versions import version_of
 
 DTYPE = torch.bfloat16
 EAGER_ON_HOST = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
-MERGES_LINEARS = True
 OPTIONS = {
     "coordinate_descent_tuning": False,
     "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels

@@ -27,6 +27,7 @@ from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import recipes
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
+from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.lowering.xnnpack.weights import XnnpackWeights, quantize
 from eagle3.export.plan import Plan
@@ -34,7 +35,6 @@ from eagle3.export.speculator import Eagle3Speculator
 
 DTYPE = torch.float32
 EAGER_ON_HOST = True
-MERGES_LINEARS = False  # no faster: a slice of a product over a dynamic number of rows ends XNNPACK's part of the graph
 
 
 attention = LlmOpsAttention
@@ -80,8 +80,10 @@ def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, A
 
 @contextmanager
 def tracing(speculator: nn.Module, plan: Plan) -> Iterator[None]:
-    """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form."""
+    """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form,
+    and products that suit a window's rows."""
     use_product_norms(speculator)
+    split_wide_linears(speculator, plan.chain_len + 1)
     head_dims = {module.shape.head_dim for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
     with product_rotary(speculator, head_dims), rows_before_heads(speculator), tanh_gelu(speculator):
         yield

@@ -1,9 +1,9 @@
 """Forms of operations that XNNPACK takes whole and right.
 
-ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension and every slice of a tensor with a
-dynamic dimension. Each occurrence (an RMSNorm; the halves of a rotary embedding) would end a delegate and run portable
-kernels whose time grows with the rows. As products with constants they stay inside: ``target_verify`` of gemma4-tiny
-has 14 delegates instead of 50 (tests/test_inspect.py counts them).
+ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate
+and run a portable kernel whose time grows with the rows. As a product with a constant it stays inside, and so a
+rotation of halves is a node instead of four: ``target_verify`` of gemma4-tiny has 14 delegates (tests/test_inspect.py
+counts them).
 
 Its GELU is the exact one, and the partitioner hands it the tanh approximation all the same: 4.7e-4 off, which grew to
 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/test_artifact.py compares at 1e-4).

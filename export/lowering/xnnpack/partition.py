@@ -4,18 +4,40 @@ ExecuTorch 1.5 merges what XNNPACK can take pair by pair, and looks for a cycle 
 other delegates: of one row of attention with a softcap two delegates come to wait for each other, and the lowering ends
 with "Invalid partition, found dependency cycles". Here a delegate is a level: the operations that as many alternations
 lie before. None waits for a later one, and there are as many as the longest chain of alternations has.
+
+It also leaves out every slice of a tensor with a dynamic dimension, which ends a delegate. XNNPACK takes it: a
+dimension's upper bound, which is what ExecuTorch writes as the size of a slice, is cut to what there is when the
+delegate runs.
 """
 
 from collections import defaultdict
 
+from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
+from executorch.backends.xnnpack.partition.config.generic_node_configs import SliceCopyConfig
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
 
 
+class SliceConfig(SliceCopyConfig):
+    """Slices without a step, along a dimension that is fixed."""
+
+    def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
+        (source, dim), step = node.args[:2], node.args[4] if len(node.args) > 4 else 1
+        sizes = source.meta["val"].shape[dim], node.meta["val"].shape[dim]
+        fixed = all(isinstance(size, int) and size > 0 for size in sizes)
+        return self.check_common_constraints(node, ep) and fixed and step == 1
+
+
+CONFIGS = [SliceConfig if config is SliceCopyConfig else config for config in ALL_PARTITIONER_CONFIGS]
+
+
 class LevelPartitioner(XnnpackPartitioner):
     """Keeps every linear whole without asking of each whether it may: one decomposition of the graph less."""
+
+    def __init__(self):
+        super().__init__(configs=CONFIGS)
 
     def ops_to_not_decompose(self, ep):
         ops, _ = super().ops_to_not_decompose(ep)

@@ -1,0 +1,78 @@
+"""Products of 4 bits as sums over ranges of K (split-K), so that a window costs little more than a row.
+
+XNNPACK's kernel for a window multiplies up to 8 rows by 16 outputs of the weights, and reads the rows again for the
+next 16, while weights stream through the same first-level cache: rows of more than about 6 KiB (of 48 on an AMD Zen 5)
+are gone by then. In 8 bits and in float32 there is nothing to gain (``scripts/bench_cpu_kernels.py``). Each range has
+its inputs quantized for itself, which is closer to what they were.
+"""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.export.lowering.xnnpack.quantization import DynamicWeight
+
+CACHED = 6 << 10
+"""Bytes of rows, an input in 8 bits each, that stay cached."""
+KERNEL_ROWS = 8
+
+
+class SplitLinear(nn.Module):
+    """A linear as the sum of ``parts``, each of the next range of its inputs: [..., K] -> [..., N]."""
+
+    def __init__(self, parts: list[nn.Linear]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, out = 0, None
+        for part in self.parts:
+            product = part(x[..., start : start + part.in_features])
+            start, out = start + part.in_features, product if out is None else out + product
+        return out
+
+
+def split_wide_linears(model: nn.Module, rows: int) -> None:
+    """Replace in place the linears of 4 bits in ``model`` of whose inputs a window of ``rows`` does not stay cached. A
+    weight that several hold is split once."""
+    widest = CACHED // min(rows, KERNEL_ROWS)
+    holders = defaultdict(list)
+    for parent in model.modules():
+        for name, linear in parent.named_children():
+            if type(linear) is nn.Linear and len(_ends(linear.weight, widest)) > 2:
+                holders[id(linear.weight)].append((parent, name))
+    for places in holders.values():
+        ranges = None
+        for parent, name in places:
+            linear = getattr(parent, name)
+            ranges = ranges or [_columns(linear.weight, *ends) for ends in pairwise(_ends(linear.weight, widest))]
+            biases = [linear.bias] + [None] * (len(ranges) - 1)
+            setattr(parent, name, SplitLinear(list(map(_linear, ranges, biases))))
+
+
+def _ends(weight: Tensor, widest: int) -> list[int]:
+    """Of ranges as few and as equal as whole groups allow; none of a weight that is not of 4 bits."""
+    if not isinstance(weight, DynamicWeight) or weight.target_dtype != torch.int4:
+        return []
+    width, group = weight.shape[1], weight.block_size[1]
+    count = -(-width // max(widest // group * group, group))
+    return [width // group * index // count * group for index in range(count + 1)]
+
+
+def _columns(weight: DynamicWeight, start: int, end: int) -> nn.Parameter:
+    def cut(values: Tensor) -> Tensor:
+        """A code is of one input, a scale of a group's."""
+        inputs = weight.shape[1] // values.shape[1]
+        return values[:, start // inputs : end // inputs].contiguous()
+
+    data = (cut(getattr(weight, name)) for name in weight.tensor_data_names)
+    attributes = (getattr(weight, name) for name in weight.tensor_attribute_names)
+    return nn.Parameter(type(weight)(*data, *attributes), requires_grad=False)
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight, made.bias = weight, bias
+    return made
