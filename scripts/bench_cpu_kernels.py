@@ -5,6 +5,7 @@
 
 A verify window of four rows costs little more than one where the last column is near 1. Times rise in steps, as
 XNNPACK's kernels take 5, 7 or other numbers of rows by the processor: a chain that fills one costs least a token.
+4 bits are split along K for windows of four rows, as an export does it, but where it says unsplit.
 float16 is measured and not offered: eight linears alone, without the conversions to and from float32 that a model would
 need around each.
 """
@@ -27,6 +28,7 @@ from torch.export import Dim
 from eagle3.export.lowering.xnnpack import backend
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
+from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
 from eagle3.export.lowering.xnnpack.weights import quantize
 from eagle3.runner.contract.console import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
@@ -38,10 +40,11 @@ RECIPES = {
     "float16": None,
     "8da8w": Recipe("8da8w", "none", 0),
     "8da4w, groups of 32": Recipe("8da4w", "none", 32),
-    "8da4w, groups of 128": Recipe("8da4w", "none", 128),
+    "8da4w, groups of 32, unsplit": Recipe("8da4w", "none", 32),
     "8da4w, groups of 256": Recipe("8da4w", "none", 256),
+    "8da4w, groups of 256, unsplit": Recipe("8da4w", "none", 256),
 }
-ROWS = range(1, 9)
+ROWS, WINDOW = range(1, 9), 4
 Times = dict[int, float]
 """Milliseconds by rows."""
 
@@ -64,6 +67,8 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
     model, recipe = Mlps().eval().requires_grad_(False).to(dtype), RECIPES[name]
     if recipe:
         quantize(model, recipe, spare=set())
+    if "unsplit" not in name:
+        split_wide_linears(model, WINDOW)
     example = torch.randn(1, 3, HIDDEN, dtype=dtype)
     rows = {1: Dim("rows", min=1, max=max(ROWS))}
     program = torch.export.export(model, (example,), dynamic_shapes=(rows,), strict=False)
