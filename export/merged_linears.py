@@ -1,9 +1,9 @@
 """Linears of one input as one product: queries, keys and values, and gate and up of an MLP.
 
-A round on a GPU is a thousand launches without this, and each small one leaves part of the GPU idle; on the CPU the
-lowering of a quantized model takes a sixth less time. The weights become one, along their outputs, and each linear a
-slice of the product. Which linears have the same input is proposed by their names and seen as they run: a slice whose
-input is another one gets a product of its own, so that no name can make an artifact wrong.
+A round on a GPU is a thousand launches without this, and each small one leaves part of the GPU idle; on the CPU a round
+of gemma4-tiny takes 2 to 4% less, and the export of a quantized model a sixth. The weights become one, along their
+outputs, and each linear a slice of the product. Which linears have the same input is proposed by their names and seen
+as they run: a slice whose input is another one gets a product of its own, so that no name can make an artifact wrong.
 """
 
 from itertools import accumulate, pairwise
