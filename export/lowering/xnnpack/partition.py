@@ -21,13 +21,14 @@ from torch.fx.passes.infra.partitioner import Partition
 
 
 class SliceConfig(SliceCopyConfig):
-    """Slices without a step, along a dimension that is fixed."""
+    """Slices without a step, along a dimension that is fixed, of which something is left."""
 
     def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
         (source, dim), step = node.args[:2], node.args[4] if len(node.args) > 4 else 1
-        sizes = source.meta["val"].shape[dim], node.meta["val"].shape[dim]
-        fixed = all(isinstance(size, int) and size > 0 for size in sizes)
-        return self.check_common_constraints(node, ep) and fixed and step == 1
+        shapes = source.meta["val"].shape, node.meta["val"].shape
+        fixed = all(isinstance(shape[dim], int) for shape in shapes)
+        filled = all(size for shape in shapes for size in shape if isinstance(size, int))
+        return self.check_common_constraints(node, ep) and fixed and filled and step == 1
 
 
 CONFIGS = [SliceConfig if config is SliceCopyConfig else config for config in ALL_PARTITIONER_CONFIGS]

@@ -44,11 +44,10 @@ def split_wide_linears(model: nn.Module, rows: int) -> None:
             if type(linear) is nn.Linear and len(_ends(linear.weight, widest)) > 2:
                 holders[id(linear.weight)].append((parent, name))
     for places in holders.values():
-        ranges = None
+        weight = getattr(*places[0]).weight
+        ranges = [_columns(weight, *ends) for ends in pairwise(_ends(weight, widest))]
         for parent, name in places:
-            linear = getattr(parent, name)
-            ranges = ranges or [_columns(linear.weight, *ends) for ends in pairwise(_ends(linear.weight, widest))]
-            biases = [linear.bias] + [None] * (len(ranges) - 1)
+            biases = [getattr(parent, name).bias] + [None] * (len(ranges) - 1)
             setattr(parent, name, SplitLinear(list(map(_linear, ranges, biases))))
 
 
