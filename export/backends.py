@@ -1,35 +1,74 @@
-"""Backends: a record each. A new one is a folder in ``lowering`` and a line in ``BACKENDS``.
-
-The module is imported only when it is used and has, in the order of an export,
-
-- ``check(plan)``: raise for what cannot be lowered here, before any weight is read;
-- ``memory(plan) -> (bytes, whose)``: of what will run the artifact, or of this machine;
-- ``footprint(plan) -> GpuMemory``, None for a CPU, where weights are mapped; ``cure(plan, bytes)``: the flags with
-  which a run takes no more than that, None where none do;
-- ``export_bytes(plan)``: what the export takes of this machine's memory, None where weights stay mapped;
-- ``DTYPE`` of activations and ``attention``, an ``AttentionFactory``;
-- ``conversion(plan)``: called with name and value of each of the target's tensors as it is read, it returns what the
-  model is to hold; its ``record()`` is what the manifest says of that;
-- ``prepare(speculator, plan)``: rewrite the draft head's weights, once they are loaded; linears of one input become one
-  product then;
-- ``tracing(speculator, plan)``: a context manager around each trace;
-- ``runs_here()``: whether this machine runs the artifacts; ``EAGER_ON_HOST``: whether the prepared module runs eagerly;
-- ``describe(programs, plan) -> dict``: what the manifest says of the kernels; raise for a graph that must not be;
-- ``lower(programs, constant_methods, plan) -> (ExecutorchProgramManager, dict)``: the program, and what
-  ``export.json`` says of what was compiled.
-"""
+"""Backends: a record each. A new one is a folder in ``lowering`` with a ``Backend`` and a line in ``BACKENDS``."""
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from eagle3.export.config import CUDA_RECIPES, XNNPACK_RECIPES
+from eagle3.export.planning.config import CUDA_RECIPES, XNNPACK_RECIPES
+
+if TYPE_CHECKING:
+    import torch
+    from executorch.exir import ExecutorchProgramManager
+    from torch.export import ExportedProgram
+
+    from eagle3.export.planning.memory import GpuMemory
+    from eagle3.export.planning.plan import Plan
+    from eagle3.export.speculator import Eagle3Speculator
+    from eagle3.targets.attention import AttentionFactory
+    from eagle3.targets.spec import Conversion
+
+
+class Backend(Protocol):
+    """What a backend does for an export, in the order in which it is asked."""
+
+    dtype: "torch.dtype"
+    """Of activations and caches."""
+    attention: "AttentionFactory"
+    eager_on_host: bool
+    """Whether the prepared module runs eagerly on this machine, for the check of the artifact."""
+
+    def check(self, plan: "Plan") -> None:
+        """Raise ValueError or FileNotFoundError for what cannot be lowered here, before any weight is read."""
+
+    def memory(self, plan: "Plan") -> tuple[int, str]:
+        """Bytes of what will run the artifact, or of this machine, and its name."""
+
+    def footprint(self, plan: "Plan") -> "GpuMemory | None":
+        """What a run takes of a GPU; None for a CPU, where weights are mapped."""
+
+    def suggest_flags(self, plan: "Plan", has: int) -> str | None:
+        """Flags with which a run takes no more than ``has`` bytes; None where none do."""
+
+    def export_bytes(self, plan: "Plan") -> int | None:
+        """What the export takes of this machine's memory; None where weights stay mapped."""
+
+    def conversion(self, plan: "Plan") -> "Conversion":
+        """Called with name and value of each of the target's tensors as it is read; returns what the model holds."""
+
+    def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
+        """Rewrite the draft head's weights in place, once they are loaded."""
+
+    def tracing(self, speculator: "Eagle3Speculator", plan: "Plan") -> AbstractContextManager[None]:
+        """A context around each trace."""
+
+    def runs_here(self) -> bool:
+        """Whether this machine runs the artifacts."""
+
+    def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan") -> dict[str, Any]:
+        """What the manifest says of the kernels. Raises ValueError for a graph that must not be."""
+
+    def lower(
+        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan"
+    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
+        """The program, and what ``export.json`` says of what was compiled."""
 
 
 @dataclass(frozen=True)
-class Backend:
-    """``module`` is imported on use: lowering pulls in torch and the delegate's compiler."""
+class BackendEntry:
+    """``module`` is imported on use and has the ``BACKEND``: lowering pulls in torch and the delegate's compiler."""
 
     summary: str
     module: str
@@ -48,17 +87,17 @@ class Backend:
     packages: tuple[str, ...] = ()
     """Packages that the extra of the backend's name installs."""
 
-    def load(self) -> ModuleType:
+    def load(self) -> Backend:
         """Raises ValueError for a package that is not installed."""
         for package in self.packages:
             if importlib.util.find_spec(package) is None:
                 (name,) = (name for name, backend in BACKENDS.items() if backend is self)
                 raise ValueError(f"--backend {name} needs {package}: type pip install 'eagle3-export[{name}]'")
-        return importlib.import_module(self.module)
+        return cast(Backend, importlib.import_module(self.module).BACKEND)
 
 
-BACKENDS: dict[str, Backend] = {
-    "cuda": Backend(
+BACKENDS: dict[str, BackendEntry] = {
+    "cuda": BackendEntry(
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
         "eagle3.export.lowering.cuda.backend",
         flags=frozenset({"cuda_arch"}),
@@ -67,7 +106,7 @@ BACKENDS: dict[str, Backend] = {
         speculates=True,
         packages=("triton",),
     ),
-    "xnnpack": Backend(
+    "xnnpack": BackendEntry(
         "the CPU in float32 or with weights of 8 or 4 bits (XNNPACK, ExecuTorch's LLM ops)",
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),

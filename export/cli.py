@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.config import EMBEDDING_RECIPES, ExportConfig
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.runner.contract.console import OneLineFailures, version_option
+from eagle3.export.planning.config import EMBEDDING_RECIPES, ExportConfig
+from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.targets import TARGETS
 
 RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))
@@ -135,17 +135,17 @@ def main(dry_run: bool, as_json: bool, **flags) -> None:
     """
     config = ExportConfig(**flags)
 
-    from eagle3.export.claim import refuse_a_second
-    from eagle3.export.output_folder import check_output
+    from eagle3.export.output.folder import check_output
+    from eagle3.export.output.lock import refuse_a_second
 
     check_output(config.output_dir, config.overwrite)
     if not dry_run:
         refuse_a_second(config.output_dir.resolve())
 
-    from eagle3.export.plan import make_plan
-    from eagle3.export.preflight import preflight
-    from eagle3.export.progress import Progress
-    from eagle3.export.report import plan_json, plan_text, result_text
+    from eagle3.export.checks.preflight import preflight
+    from eagle3.export.output.progress import Progress
+    from eagle3.export.output.report import plan_json, plan_text, result_text
+    from eagle3.export.planning.plan import make_plan
 
     plan = make_plan(config)
     for warning in plan.warnings:
@@ -156,9 +156,13 @@ def main(dry_run: bool, as_json: bool, **flags) -> None:
         click.echo(json.dumps(plan_json(plan) | {"twin": twin}) if as_json else plan_text(plan))
         return
 
+    from eagle3.export.patches import used
     from eagle3.export.pipeline import run_export
 
     record = run_export(plan, twin, progress)
+    if click.get_current_context().meta["verbose"]:
+        for name, patch in used().items():
+            tell(f"replaced for this export: {name}: {patch.why}")
     click.echo(json.dumps(record) if as_json else result_text(plan, record))
 
 

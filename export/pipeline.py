@@ -9,20 +9,19 @@ from torch.export import Dim, ExportedProgram
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.artifact import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.backends import BACKENDS
-from eagle3.export.check import check_artifact, why_not
 from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.checks.artifact import check_artifact, why_not
+from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.draft.head import load_draft
 from eagle3.export.merged_linears import merge_linears
-from eagle3.export.output_folder import full_disk_named, whole_folder
-from eagle3.export.plan import MethodPlan, Plan
-from eagle3.export.preflight import check_export_memory
-from eagle3.export.progress import Progress
-from eagle3.export.report import draft_text, quantized_text
+from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
+from eagle3.export.output.folder import full_disk_named, whole_folder
+from eagle3.export.output.progress import Progress
+from eagle3.export.output.report import draft_text, quantized_text
+from eagle3.export.planning.plan import MethodPlan, Plan
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
-from eagle3.export.tensors import is_read
-from eagle3.runner.contract import FORWARD, PREFILL, Metadata, format_version
+from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.spec import Convert
 
@@ -37,13 +36,13 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("checksums"):
             manifest = make_manifest(plan) | {"twin": twin}
         with progress.stage("finite weights"):
-            check_finite(plan.target_source, is_read)
+            check_finite(plan.target_source, plan.target_headers.__contains__)
             check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
         convert = backend.conversion(plan)
         if plan.quantized_headers:
             progress.say(quantized_text(plan))
         with progress.stage("load target and draft"):
-            speculator = load_speculator(plan, backend.attention, backend.DTYPE, convert)
+            speculator = load_speculator(plan, backend.attention, backend.dtype, convert)
         manifest |= convert.record()
         if "scales" in manifest:
             rounded = manifest["scales"]
@@ -54,11 +53,13 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         programs = {}
         for method in plan.methods:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
-                programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.DTYPE)
+                programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.dtype)
         manifest |= backend.describe(programs, plan)
         with progress.stage(f"lower to {plan.config.backend}"):
             metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target())
             program, built = backend.lower(programs, metadata.constant_methods(), plan)
+        for arch, lack in built.get(LACKING, {}).items():
+            progress.say(f"not for {arch}, which has too little for a block: {lack}")
         with progress.stage("write"):
             digests = write_program(program, folder)
             copied = copy_tokenizer(plan.checkpoint, folder)
@@ -86,7 +87,7 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
         progress.say(f"not checked: {reason}")
         return None
     with progress.stage("check"):
-        outcome = check_artifact(folder, plan, speculator if backend.EAGER_ON_HOST else None)
+        outcome = check_artifact(folder, plan, speculator if backend.eager_on_host else None)
     for number, line in enumerate(outcome.warning):
         progress.say(f"Warning: {line}" if number == 0 else line)
     return outcome.record

@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.runner.instructions import check_instructions
-from eagle3.runner.threads import leave_threads_to_xnnpack
+from eagle3.runner.hardware.cpu_features import check_instructions
+from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
     from eagle3.runner.model import Model
@@ -49,8 +49,9 @@ def load(
         )
     leave_threads_to_xnnpack()
 
-    from eagle3.runner.artifact import open_artifact, open_session
-    from eagle3.runner.contract.console import tell
+    from eagle3.runner.artifact.opening import open_artifact
+    from eagle3.runner.console.command import tell
+    from eagle3.runner.hosts.opening import open_session
     from eagle3.runner.model import Model
 
     artifact = open_artifact(Path(path), verify, say=tell)

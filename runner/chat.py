@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.text_input import check_unicode
+from eagle3.runner.console.text_input import check_unicode, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -14,15 +14,15 @@ Message = dict[str, str]
 def check_messages(messages: Any) -> list[Message]:
     """``messages`` themselves. Raises ValueError, with the message's number from 1, for what is no conversation."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a list of one or more, found {messages!r:.60}")
+        raise ValueError(f"messages must be a list of one or more, found {shown(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise ValueError(f"message {number} must have role and content and nothing else, found {message!r:.60}")
+            raise ValueError(f"message {number} must have role and content and nothing else, found {shown(message)}")
         role, content = message["role"], message["content"]
         if role not in ROLES:
-            raise ValueError(f"message {number} has the role {role!r:.60}, but roles are {', '.join(ROLES)}")
+            raise ValueError(f"message {number} has the role {shown(role)}, but roles are {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise ValueError(f"message {number} has the content {content!r:.60}, but it must be text")
+            raise ValueError(f"message {number} has the content {shown(content)}, but it must be text")
         check_unicode(content, f"the content of message {number}")
     return messages
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from eagle3.runner.session import Step
+from eagle3.runner.hosts.session import Step
 
 
 class Choice(Protocol):

@@ -1,6 +1,8 @@
 """A dialogue with a model, whose turns stay in the KV cache."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from typing import Any
 
 from eagle3.runner.model import Model, Piece, Result, Stream
@@ -17,16 +19,23 @@ class Conversation:
         self.messages = list(self._system)
         self.result: Result | None = None
         """Of the last turn; None where it ended before it began."""
+        self._answering: weakref.ref[Generator] | None = None
 
     def say(self, text: str, **options: Any) -> Iterator[Piece]:
-        """The answer as it comes; left early, what was said so far is the answer.
+        """The answer as it comes.
+
+        A loop over it that is left by ``break`` or an exception ends the answer: what was said so far is the answer.
+        One that a variable holds ends when it is closed or let go of, and with the next ``say`` or ``reset``.
 
         Raises as ``Model.stream``; a turn that fails before it begins leaves the conversation as it was.
         """
+        self._end_answer()
         self.result = None
         turn = {"role": "user", "content": text}
         stream = self._model.stream([*self.messages, turn], **self._options | options)
-        return self._answer(turn, stream)
+        answer = self._answer(turn, stream)
+        self._answering = weakref.ref(answer)
+        return answer
 
     def ask(self, text: str, **options: Any) -> Result:
         """``say`` to its end."""
@@ -36,9 +45,17 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all but the system prompt."""
+        self._end_answer()
         self.messages = list(self._system)
 
-    def _answer(self, turn: dict[str, str], stream: Stream) -> Iterator[Piece]:
+    def _end_answer(self) -> None:
+        """Close the answer before, where it may still be asked for more."""
+        answer = self._answering and self._answering()
+        if answer is not None:
+            with suppress(ValueError):  # "generator already executing", in another thread
+                answer.close()
+
+    def _answer(self, turn: dict[str, str], stream: Stream) -> Generator[Piece, None, None]:
         try:
             with stream:
                 yield from stream

@@ -12,8 +12,8 @@ from eagle3.runner.cache import still_held
 from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Choice
 from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata, near_tie
+from eagle3.runner.hosts.session import Session, Step
 from eagle3.runner.loop import generate
-from eagle3.runner.session import Session, Step
 
 MakeChoice = Callable[[], Choice]
 """A choice as it stood before the first token; a sampler with the same seed."""

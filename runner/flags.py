@@ -33,6 +33,9 @@ def biases(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...])
         raise click.BadParameter(f"{' '.join(given)!r}: expected TOKEN_ID=BIAS such as 17=-5") from None
 
 
+SEED_HELP = """The same seed gives the same text, whatever --chain-len is. Default: one is drawn, and told. That of a
+file of prompts is mixed with each line's number."""
+
 _CHAIN_LEN = click.option(
     "--chain-len",
     callback=chain_length,
@@ -45,7 +48,7 @@ _TEXT_FLAGS = (
     click.option("--top-k", type=int, help="Sample among the K likeliest tokens."),
     click.option("--top-p", type=float, help="Sample among the likeliest tokens that have this probability together."),
     click.option("--min-p", type=float, help="Sample among tokens with this share of the likeliest one's probability."),
-    click.option("--seed", type=int, help="The same seed gives the same text, whatever --chain-len is."),
+    click.option("--seed", type=int, help=SEED_HELP),
     click.option("--repetition-penalty", type=float, help="Above 1: tokens that were there are less likely."),
     click.option(
         "--logit-bias", multiple=True, callback=biases, metavar="ID=BIAS", help="Added to a token's logit; repeatable."

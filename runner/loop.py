@@ -16,7 +16,7 @@ from eagle3.runner.cache import CachedTokens, common_prefix
 from eagle3.runner.chain import ChainLength, FixedChain
 from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
-from eagle3.runner.session import Session, Step
+from eagle3.runner.hosts.session import Session, Step
 from eagle3.runner.statistics import GenerationStats
 
 STOP, LENGTH = "stop", "length"

@@ -17,8 +17,8 @@ from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Greedy
 from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.divergence import Divergence, MakeChoice, Place, Said, Watched
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.loop import generate
-from eagle3.runner.session import Session
 
 
 @dataclass(frozen=True)

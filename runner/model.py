@@ -1,29 +1,25 @@
 """An artifact as a language model: generate, stream, converse. What every command stands on."""
 
-import secrets
+import gc
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from eagle3.runner.adaptive_chain import AdaptiveChain
 from eagle3.runner.cache import CachedTokens
-from eagle3.runner.choice import Choice, Greedy
+from eagle3.runner.chat import check_messages
 from eagle3.runner.contract import Metadata
-from eagle3.runner.loop import STOP, Generation, check_request, generate
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.lossless import Replay, replay
 from eagle3.runner.options import AUTO, Options
-from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
-from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.session import Session
-from eagle3.runner.statistics import GenerationStats
-from eagle3.runner.text import TOKENIZER_FILE, Text, TextStream
+from eagle3.runner.stream import ABORT, Piece, Result, Stream, choose
+from eagle3.runner.text import TOKENIZER_FILE, Text
 
-ABORT = "abort"
-"""As in vLLM: the generation was left or interrupted before its end."""
+__all__ = ["ABORT", "BusyError", "Model", "Piece", "Prompt", "Result", "Stream"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a conversation, which the model's chat template puts together."""
@@ -31,42 +27,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 class BusyError(RuntimeError):
     """A generation is under way in this model: it has one KV cache."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a round gave. ``text`` is what is sure to stay; with a stop string in sight it lags behind ``token_ids``."""
-
-    text: str
-    token_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Result:
-    """A generation. ``text`` is None where the artifact has no tokenizer."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    """The new ones; a stop token and the token that completed a stop string are included."""
-    text: str | None
-    finish_reason: str
-    """"stop" (an end token or a stop string), "length" (the budget or the context), "abort"."""
-    stop_reason: int | str | None
-    """The end token or the stop string."""
-    options: Options
-    """With the seed that was taken."""
-    stats: GenerationStats
-    logprobs: list[TokenLogprobs] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"token_ids": self.token_ids, "text": self.text, "finish_reason": self.finish_reason}
-        if self.stop_reason is not None:
-            record["stop_reason"] = self.stop_reason
-        if not self.options.plain:
-            record["seed"] = self.options.seed
-        if self.logprobs is not None:
-            record["logprobs"] = [each.as_json() for each in self.logprobs]
-        return record | {"stats": self.stats.as_json()}
 
 
 class Model:
@@ -78,14 +38,18 @@ class Model:
         alone."""
         self.metadata, self._open_session, self._folder = metadata, open_session, folder
         self.cached = CachedTokens()
-        self.current: Stream | None = None
-        """Whose the caches are."""
         self._running = threading.Lock()
+        self._current: weakref.ref[Stream] | None = None
 
     @cached_property
     def session(self) -> Session:
         """The methods, loaded."""
         return self._open_session()
+
+    @property
+    def current(self) -> Stream | None:
+        """The stream that the KV caches belong to, None where no stream is under way."""
+        return None if self._current is None else self._current()
 
     @cached_property
     def chain(self) -> AdaptiveChain:
@@ -108,10 +72,13 @@ class Model:
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty: give some text")
+            self.text.check_length(prompt, self.metadata.max_seq_len)
             return self.text.encode(prompt)
         given = list(prompt) if isinstance(prompt, Iterable) else [None]
         if given and all(isinstance(message, Mapping) for message in given):
-            return self.text.encode_messages([dict(message) for message in given])
+            messages = check_messages([dict(message) for message in given])
+            self.text.check_length("\n".join(each["content"] for each in messages), self.metadata.max_seq_len)
+            return self.text.encode_messages(messages)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in given):
             raise ValueError("a prompt is text, a list of token ids or a list of messages")
         return given
@@ -134,6 +101,9 @@ class Model:
             ValueError: a prompt or an option that the artifact does not take
             FileNotFoundError: text for an artifact without a tokenizer
             BusyError: (when it is iterated) another generation of this model has not ended
+
+        A loop ``for piece in model.stream(...)`` that is left by ``break`` or an exception ends its generation. One
+        that a variable holds goes on where it was, so that the model is busy until it is closed or let go of.
         """
         return Stream(self, self.encode(prompt), Options.of(**options))
 
@@ -152,141 +122,41 @@ class Model:
     def close(self) -> None:
         """Give the memory back; the model cannot be used after that. A stream that waits to be asked for more is left;
         BusyError where another thread is within one."""
-        if self.current is not None:
+        if (stream := self.current) is not None:
             with suppress(ValueError):  # "generator already executing"
-                self.current.close()
+                stream.close()
         with self.reserved():
             self.cached.clear()
             if "session" in self.__dict__:
                 self.session.close()
 
     @contextmanager
-    def reserved(self) -> Iterator[None]:
-        """The caches are the caller's. Raises BusyError where they are another's."""
-        if not self._running.acquire(blocking=False):
+    def reserved(self, stream: "weakref.ref[Stream] | None" = None) -> Iterator[None]:
+        """The KV caches are the caller's, or ``stream``'s. Raises BusyError where they are another's."""
+        if not self._acquire():
             raise BusyError(
-                "a generation of this model is under way and it has one KV cache: end or close that one first, or load "
-                "the artifact a second time"
+                "a generation of this model is under way and it has one KV cache: end it, close it or let go of it "
+                "first, or load the artifact a second time"
             )
+        self._current = stream
         try:
             yield
         finally:
+            self._current = None
             self._running.release()
+
+    def _acquire(self) -> bool:
+        if self._running.acquire(blocking=False):
+            return True
+        stream = self.current
+        if stream is None or stream.running:
+            return False
+        del stream
+        gc.collect()  # that stream may be in a reference cycle that nothing reaches, such as a kept traceback's
+        return self._running.acquire(blocking=False)
 
     def __enter__(self) -> "Model":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Stream(Iterator[Piece]):
-    """A generation under way. Leaving it early, by ``close``, ``with`` or an interruption, keeps what there is."""
-
-    def __init__(self, model: Model, prompt: list[int], options: Options):
-        metadata = model.metadata
-        chain_len = options.chain_len if isinstance(options.chain_len, int) else None
-        check_request(metadata, prompt, options.max_new_tokens, chain_len)
-        options.check(metadata)
-        if not options.plain and options.seed is None:
-            options = replace(options, seed=secrets.randbits(63))
-        self._model, self._prompt, self._options = model, prompt, options
-        self._decoder = TextStream(model.text, options.stop) if model.has_text else None
-        if options.stop and self._decoder is None:
-            raise ValueError("stop strings need a tokenizer, and the artifact has none: give stop_token_ids")
-        self._logprobs: Logprobs | None = None
-        self._tokens: list[int] = []
-        self._texts: list[str] = []
-        self._finish_reason, self._stop_reason = ABORT, None
-        self._stats, self._ended = GenerationStats(), False
-        self._pieces = self._run()
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        self._pieces.close()
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def result(self) -> Result:
-        """What was generated so far."""
-        logprobs = None if self._logprobs is None else self._logprobs.tokens[: len(self._tokens)]
-        text = None if self._decoder is None else "".join(self._texts)
-        return Result(
-            self._prompt,
-            list(self._tokens),
-            text,
-            self._finish_reason,
-            self._stop_reason,
-            self._options,
-            self._stats,
-            logprobs,
-        )
-
-    def _run(self) -> Iterator[Piece]:
-        with self._model.reserved(), closing(self._steps()) as steps:
-            self._model.current = self
-            try:
-                while self._finish_reason == ABORT:
-                    try:
-                        yield self._take(next(steps))
-                    except StopIteration as end:
-                        self._finish_reason = end.value.finish_reason
-                        if self._finish_reason == STOP:
-                            self._stop_reason = self._tokens[-1]
-                if rest := self._rest():
-                    yield Piece(rest, [])
-            finally:
-                self._model.current = None
-                self._rest()
-                self._stats.generation_tokens = len(self._tokens)
-
-    def _steps(self) -> Generator[list[int], None, Generation]:
-        model, options = self._model, self._options
-        return generate(
-            model.session,
-            self._prompt,
-            options.max_new_tokens,
-            model.chain if options.chain_len == AUTO else options.chain_len,
-            options.stop_ids(model.metadata),
-            self._choice(),
-            model.cached,
-            self._stats,
-        )
-
-    def _take(self, fresh: list[int]) -> Piece:
-        """Keep what a round accepted, up to a stop string."""
-        text = ""
-        if self._decoder is not None:
-            text = self._decoder.push(fresh)
-            self._texts.append(text)
-            if self._decoder.stopped is not None:
-                self._finish_reason, self._stop_reason = STOP, self._decoder.stopped
-                fresh = fresh[: self._decoder.kept - len(self._tokens)]
-        self._tokens += fresh
-        return Piece(text, fresh)
-
-    def _rest(self) -> str:
-        """The text that was held back, once."""
-        if self._decoder is None or self._ended:
-            return ""
-        self._ended = True
-        self._texts.append(self._decoder.finish())
-        return self._texts[-1]
-
-    def _choice(self) -> Choice:
-        choice = choose(self._options, self._model.metadata, self._prompt)
-        if self._options.logprobs is not None:
-            choice = self._logprobs = Logprobs(choice, self._options.logprobs)
-        return choice
-
-
-def choose(options: Options, metadata: Metadata, tokens: Sequence[int]) -> Choice:
-    """How what follows ``tokens`` is chosen."""
-    return Greedy() if options.plain else Sampler(options, metadata, tokens)

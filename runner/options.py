@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
 from eagle3.runner.sampling.options import Sampling, check_logits
+from eagle3.runner.stop_strings import StopStrings
 
 AUTO = "auto"
 
@@ -30,16 +32,24 @@ class Options(Sampling):
         super().__post_init__()
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name, items in (("stop", "one string or several"), ("stop_token_ids", "a list of token ids")):
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+                raise ValueError(f"{name} is {shown(value)}, but must be {items}; leave it out for none")
+            object.__setattr__(self, name, tuple(value))
         for name, least in (("max_new_tokens", 1), ("logprobs", 0), ("chain_len", 0)):
             value = getattr(self, name)
-            if value is None or (name, value) == ("chain_len", AUTO):
+            if (value is None and name != "max_new_tokens") or (name == "chain_len" and value == AUTO):
                 continue
             if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}, but must be a whole number, {least} or more")
+                raise ValueError(f"{name} is {shown(value)}, but must be a whole number, {least} or more")
         if not all(isinstance(string, str) and string for string in self.stop):
-            raise ValueError(f"stop is {self.stop!r}, but stop strings must have a character or more")
-        if not all(type(token) is int for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}, but must be whole numbers")
+            raise ValueError(f"stop is {shown(self.stop)}, but stop strings must be text of a character or more")
+        StopStrings(self.stop)
+        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids is {shown(self.stop_token_ids)}, but must be whole numbers, 0 or more")
+        if type(self.ignore_eos) is not bool:
+            raise ValueError(f"ignore_eos is {shown(self.ignore_eos)}, but must be true or false")
 
     @classmethod
     def of(cls, **given: Any) -> "Options":
@@ -54,6 +64,16 @@ class Options(Sampling):
         super().check(metadata)
         if self.logprobs is not None:
             check_logits(metadata, "logprobs")
+            if self.logprobs > metadata.vocab_size:
+                raise ValueError(
+                    f"logprobs is {shown(self.logprobs)}, but the vocabulary has {metadata.vocab_size} tokens: ask for "
+                    "as many at most"
+                )
+        for token in self.stop_token_ids:
+            if token >= metadata.vocab_size:
+                raise ValueError(
+                    f"id {shown(token)} of stop_token_ids is outside the vocabulary 0..{metadata.vocab_size - 1}"
+                )
 
     def stop_ids(self, metadata: Metadata) -> list[int]:
         return [*(() if self.ignore_eos else metadata.eos_ids), *self.stop_token_ids]

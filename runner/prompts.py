@@ -1,13 +1,16 @@
 """Files of prompts, a JSON object a line: our own, and MT-Bench, SpecBench, GSM8K and HumanEval as they are."""
 
+import hashlib
 import json
+import struct
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle3.runner.chat import Message, check_messages
+from eagle3.runner.console.text_input import check_unicode, read_bytes, shown, source_name
 from eagle3.runner.text import Text
-from eagle3.runner.text_input import check_unicode, read_bytes, source_name
 
 FIELDS = {
     "prompt": ("id", "category", "task_id", "canonical_solution", "test", "entry_point"),  # ours, and HumanEval
@@ -56,6 +59,17 @@ class Prompt:
     id: str | int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def own_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """``options``, those of all prompts, and over them its own.
+
+        A seed for all is mixed with the line's number: with one seed alike, tokens at the same position of different
+        prompts would be drawn by the same noise. A seed of its own is taken as it is.
+        """
+        merged = options | self.options
+        if self.options.get("seed") is None and options.get("seed") is not None:
+            merged["seed"] = mixed_seed(options["seed"], self.line)
+        return merged
+
     def encode(self, text: Text | None, chat: bool = False) -> list[int]:
         """Token ids: ``tokens`` as they are, which takes no tokenizer; messages in the chat template, ``text`` too with
         ``chat``. Raises ValueError, naming the line, for what the template does not take."""
@@ -69,22 +83,44 @@ class Prompt:
             raise ValueError(f"the prompt of line {self.line}: {error}") from error
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why a line cannot be run."""
+
+    line: int
+    reason: str
+
+
+def mixed_seed(seed: int, line: int) -> int:
+    """The seed of the prompt on ``line``, from 1, where ``seed`` is that of the whole file: 63 bits of a hash."""
+    return int.from_bytes(hashlib.shake_128(b"line" + struct.pack("<QQ", seed, line)).digest(8), "little") >> 1
+
+
 def read_prompts(file: Path | None) -> list[Prompt]:
     """The prompts of a JSONL file, or of stdin (None), in their order; blank lines are skipped.
 
-    Raises ValueError for a file without prompts, and with the line's number for one that is no prompt.
+    Raises ValueError for a file without prompts, and with the line's number for the first that is no prompt.
     """
-    prompts = []
+    prompts = read_lines(file)
+    for each in prompts:
+        if isinstance(each, Fault):
+            raise ValueError(f"{source_name(file)} line {each.line}: {each.reason}")
+    return prompts
+
+
+def read_lines(file: Path | None) -> list[Prompt | Fault]:
+    """As ``read_prompts``, with a ``Fault`` for each line that is no prompt."""
+    found: list[Prompt | Fault] = []
     for number, line in enumerate(read_bytes(file).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            prompts.append(_prompt(number, _entry(line)))
+            found.append(_prompt(number, _entry(line)))
         except ValueError as error:
-            raise ValueError(f"{source_name(file)} line {number}: {error}") from error
-    if not prompts:
+            found.append(Fault(number, str(error)))
+    if not found:
         raise ValueError(f'{source_name(file)} has no prompts: give a line {{"prompt": "text"}} for each')
-    return prompts
+    return found
 
 
 def _entry(line: bytes) -> dict[str, Any]:
@@ -97,7 +133,7 @@ def _entry(line: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("not JSON that can be read: nested too deeply") from error
     if not isinstance(entry, dict):
-        raise ValueError(f'no JSON object, expected {{"prompt": "text"}}, found {entry!r:.60}')
+        raise ValueError(f'no JSON object, expected {{"prompt": "text"}}, found {shown(entry)}')
     return entry
 
 
@@ -105,20 +141,20 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Raises ValueError for a field that is there twice, of which Python would take the last."""
     entry = dict(pairs)
     if len(entry) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the field {shown(name)} is there twice")
     return entry
 
 
 def _prompt(line: int, entry: dict[str, Any]) -> Prompt:
     kind = _one_of(tuple(FIELDS), entry)
     if kind is None:
-        found = ", ".join(map(repr, entry)) or "no field"
+        found = ", ".join(map(shown, entry)) or "no field"
         raise ValueError(f"no prompt: one of {', '.join(FIELDS)} is needed, found {found}")
     known = (*FIELDS[kind], *OPTIONS)
     for name in entry:
         if name not in (kind, *known):
-            raise ValueError(f"unknown field {name!r}: beside {kind} are known {', '.join(known)}")
+            raise ValueError(f"unknown field {shown(name)}: beside {kind} are known {', '.join(known)}")
     return Prompt(
         line,
         **_given(kind, entry[kind]),
@@ -150,7 +186,7 @@ def _items(name: str, value: Any, item: type) -> list[Any]:
 
 def _typed(name: str, value: Any, types: tuple[type, ...]) -> Any:
     if type(value) not in types:  # not isinstance: a bool would be an int
-        raise ValueError(f"{name} is {value!r:.60}, but must be {' or '.join(TYPES[kind] for kind in types)}")
+        raise ValueError(f"{name} is {shown(value)}, but must be {' or '.join(TYPES[kind] for kind in types)}")
     return value
 
 

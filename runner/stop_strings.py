@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from eagle3.runner.text_input import check_unicode
+from eagle3.runner.console.text_input import check_unicode, shown
 
 REPLACEMENT = "\ufffd"
 """What a decoder puts for bytes that are no character, and for those of one that is not whole yet."""
@@ -15,12 +15,13 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]):
         self._strings = (strings,) if isinstance(strings, str) else tuple(strings)
         for string in self._strings:
+            name = f"stop string {shown(string)}"
             if not isinstance(string, str):
-                raise ValueError(f"stop string {string!r} is no text")
+                raise ValueError(f"{name} is no text")
             if not string:
                 raise ValueError("a stop string is empty: it would end every text at once, leave it out")
-            if REPLACEMENT in check_unicode(string, f"stop string {string!r}"):
-                raise ValueError(f"stop string {string!r} has a U+FFFD, which stands for bytes that are no character")
+            if REPLACEMENT in check_unicode(string, name):
+                raise ValueError(f"{name} has a U+FFFD, which stands for bytes that are no character")
 
     def first(self, text: str) -> tuple[int, str] | None:
         """Where the stop string that begins first begins, and which it is (the shortest of those that begin there);

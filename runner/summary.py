@@ -7,11 +7,16 @@ from eagle3.runner.statistics import GenerationStats
 def summary(result: Result) -> str:
     """In a line."""
     stats = result.stats
-    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
-    return (
-        f"{len(result.token_ids)} tokens in {stats.seconds:.2f} s ({result.finish_reason}), "
-        f"{stats.num_drafts} rounds, mean acceptance length {stats.mean_acceptance_length:.2f} (by position: {rates})"
-    )
+    parts = [f"{len(result.token_ids)} tokens in {stats.seconds:.2f} s ({result.finish_reason})"]
+    if stats.num_drafts:
+        rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
+        parts += [
+            f"{stats.num_drafts} rounds",
+            f"mean acceptance length {stats.mean_acceptance_length:.2f} (by position: {rates})",
+        ]
+    if result.options.temperature:
+        parts.append(f"seed {result.options.seed}")
+    return ", ".join(parts)
 
 
 def table(stats: GenerationStats) -> str:
@@ -20,8 +25,10 @@ def table(stats: GenerationStats) -> str:
     lines = [
         f"time to first token {1000 * stats.time_to_first_token:.1f} ms ({stats.prompt_tokens} prompt tokens{reused}, "
         f"{stats.prefill_tokens_per_second:.0f} tokens/s)",
-        f"decode {stats.decode_tokens_per_second:.0f} tokens/s, {1000 * stats.time_per_output_token:.3f} ms a token",
     ]
+    if stats.time_per_output_token:  # there are tokens after the first
+        rate = f"{stats.decode_tokens_per_second:.0f} tokens/s"
+        lines.append(f"decode {rate}, {1000 * stats.time_per_output_token:.3f} ms a token")
     rounds = stats.num_drafts + stats.num_undrafted
     for name, seconds in stats.method_seconds.items():
         calls = stats.method_calls[name]

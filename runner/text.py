@@ -6,10 +6,12 @@ from functools import cached_property
 from pathlib import Path
 
 from eagle3.runner.chat import ChatTemplate, Message
+from eagle3.runner.console.text_input import check_unicode
 from eagle3.runner.stop_strings import REPLACEMENT, StopStrings
-from eagle3.runner.text_input import check_unicode
 
 TOKENIZER_FILE = "tokenizer.json"
+FITTING = 16
+"""Characters for each token of the context: a longer text is looked at before it is tokenized."""
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
@@ -30,6 +32,33 @@ class Text:
     def encode(self, prompt: str) -> list[int]:
         """With the tokenizer's own special tokens (``<bos>``, where it has one). ValueError for what is no text."""
         return self.tokenizer.encode(check_unicode(prompt, "the prompt")).ids
+
+    def check_length(self, prompt: str, context: int) -> None:
+        """Raises ValueError, one line, for a text that cannot fit into ``context`` tokens.
+
+        That is seen before all of it is tokenized, which takes up to 140 bytes of memory a character: no token stands
+        for more characters than the longest of the vocabulary; and of what could still fit, the beginning is tokenized.
+        """
+        if len(prompt) <= FITTING * context:
+            return
+        longest, advice = self._longest_token, "shorten the prompt, or export with a larger --max-seq-len"
+        if len(prompt) > longest * context:
+            raise ValueError(
+                f"the prompt has {len(prompt):,} characters, the artifact's context {context} tokens of {longest} "
+                f"characters at most: {advice}"
+            )
+        beginning = prompt[: FITTING * context]
+        tokens = len(self.encode(beginning))
+        if tokens > 2 * context:
+            raise ValueError(
+                f"the prompt has {tokens:,} tokens in the first {len(beginning):,} of its {len(prompt):,} characters, "
+                f"the artifact's context {context}: {advice}"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, as the vocabulary writes it: no fewer than it has in a text."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def encode_messages(self, messages: list[Message]) -> list[int]:
         """A conversation in the model's chat template, up to where its next turn begins. Raises ValueError where the

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from eagle3.export.lowering.xnnpack import backend
+from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
-from eagle3.export.lowering.xnnpack.weights import quantize
-from eagle3.runner.contract.console import OneLineFailures, calm_stderr
+from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
 
 LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # more than a cache holds

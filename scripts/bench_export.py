@@ -30,9 +30,9 @@ from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from transformers import Gemma4TextConfig, PreTrainedConfig
 
-from eagle3.export.lowering.cuda.quantization import fitted_recipe
-from eagle3.runner.artifact import find_model, load_artifact
-from eagle3.runner.inspect.cli import counted
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
+from eagle3.runner.artifact.opening import find_model, load_artifact
+from eagle3.runner.cost.bound import cost_of
 from eagle3.targets import gemma4
 
 SAMPLE_SECONDS = 0.1
@@ -312,7 +312,7 @@ def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:
 def cost_of_a_round(artifact: Path) -> dict:
     """Launches; by GPU the limit and the bounds of a round in seconds; the worst of its kernels."""
     model = find_model(artifact)
-    found = counted(model, load_artifact(model, True).metadata, ())
+    found = cost_of(model, load_artifact(model, True).metadata, ())
     methods = {name: found["methods"][name] for name in found["round"]["calls"]}
     kernels = [kernel for method in methods.values() for kernel in method["kernels"]]
     weighing = [kernel for kernel in kernels if kernel["kind"] == "small_m" and kernel["instructions_per_weight"]]

@@ -36,7 +36,7 @@ from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.measure import Outcome, measure, total
 from eagle3.runner.bench.report import identity_text, rate_text, rendered, spread_text
 from eagle3.runner.bench.ways import check_ways, make_workload, ways_of
-from eagle3.runner.contract.console import OneLineFailures, calm_stderr
+from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.options import Options
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.report import rendered
-from eagle3.runner.contract.console import OneLineFailures
+from eagle3.runner.console.command import OneLineFailures
 
 WAYS = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
 """By bits of a weight: ours, as --qlinear and what follows it, and llama.cpp's."""

@@ -17,10 +17,10 @@ import torch
 
 from eagle3.runner import load
 from eagle3.runner.choice import Choice, Greedy
+from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.session import Step
 from eagle3.runner.statistics import GenerationStats
 
 WAYS = {

@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from eagle3.export.memory import GIB, linux_bytes
-from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.session import Session
+from eagle3.export.planning.memory import GIB, linux_bytes
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.hosts.opening import open_session
+from eagle3.runner.hosts.session import Session
 from eagle3.targets import TARGETS
 
 SHARED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}

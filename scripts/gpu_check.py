@@ -80,10 +80,10 @@ TINY = ("--target-model", "gemma4-tiny")
 
 def export_named(check: Check, output: Path) -> None:
     from eagle3.export.lowering.cuda.backend import local_arch
-    from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
+    from eagle3.export.lowering.cuda.named_gpu import check_named_versions
 
     try:
-        check_versions()
+        check_named_versions()
     except ValueError as error:
         raise NotRun(error) from error
     export(check, output, *TINY, "--cuda-arch", local_arch(), hidden=True)
@@ -193,16 +193,16 @@ def counted_round(check: Check) -> Facts:
 
     Raises NotRun where the GPU is not in the table.
     """
-    from eagle3.runner.artifact import find_model, load_artifact
-    from eagle3.runner.contract.gpus import GPUS
-    from eagle3.runner.inspect.cli import counted
+    from eagle3.runner.artifact.opening import find_model, load_artifact
+    from eagle3.runner.cost.bound import cost_of
+    from eagle3.runner.hardware.gpus import GPUS
 
     model = find_model(made(check.wide / "artifact"))
     here = torch.cuda.get_device_name()
     names = tuple(name for name in GPUS if name in here)
     if not names:
         raise NotRun(f"{here} is not in the table of GPUs")
-    found = counted(model, load_artifact(model, True).metadata, names)["round"]
+    found = cost_of(model, load_artifact(model, True).metadata, names)["round"]
     bound = found["bounds"][names[0]]
     times = {key: round(1000 * bound[key], 3) for key in ("limit", "bound", "bound_with_launches")}
     return {"launches": found["launches"], "ms": times}
@@ -266,7 +266,7 @@ def export(check: Check, output: Path, *args: str, hidden: bool = False) -> Fact
     Its log is ``<folder>-export.log`` beside the JSON. Raises NotRun for what this machine lacks to compile,
     RuntimeError with the log's last line where the export fails or is not over in time.
     """
-    from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home
+    from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home
 
     try:
         cuda_home(), cpp_compiler()
@@ -300,21 +300,23 @@ def made(folder: Path) -> Path:
 def opened(folder: Path, graphs: str, facts: Facts) -> Iterator[Any]:
     """A session by PyTorch, closed at the end; the facts say what was not captured as a graph, and why."""
     folder = made(folder)
-    from eagle3.runner.artifact import open_artifact, open_session
+    from eagle3.runner.artifact.opening import open_artifact
     from eagle3.runner.hosts import cuda_graph
+    from eagle3.runner.hosts.opening import open_session
 
-    refused = _Lines()
+    refused, outcome = _Lines(), ""
     cuda_graph.log.addHandler(refused)
     try:
         session = open_session(open_artifact(folder), "torch", graphs)
         try:
             yield session
+            outcome = "captured"
         finally:
             session.close()
     finally:
         cuda_graph.log.removeHandler(refused)
-        if graphs == "auto":
-            facts["graphs"] = "; ".join(refused.lines) or "captured"
+        if graphs == "auto" and (refused.lines or outcome):
+            facts["graphs"] = "; ".join(refused.lines) or outcome
 
 
 class _Lines(logging.Handler):
@@ -330,7 +332,7 @@ class _Lines(logging.Handler):
 
 def recorded(folder: Path) -> dict[str, Any]:
     """The launches of each method, as ``export.json`` has them."""
-    from eagle3.runner.inspect.cost import launches_of
+    from eagle3.runner.cost.bound import launches_of
 
     return launches_of(json.loads((folder / "export.json").read_text()), str(folder))
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend as cuda
-from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import Plan, make_plan
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import Plan, make_plan
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.loop import complete
-from eagle3.runner.session import Session
 from eagle3.targets.attention import EagerAttention
 
 NEW_TOKENS = 64
@@ -45,7 +45,7 @@ class EagerGreedy:
     def __init__(self, device: str = "cuda", arch: str | None = None):
         self.device = device
         self.plan: Plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
-        self.speculator = load_speculator(self.plan, EagerAttention, cuda.DTYPE, cuda.conversion(self.plan))
+        self.speculator = load_speculator(self.plan, EagerAttention, cuda.dtype, cuda.conversion(self.plan))
         cuda.prepare(self.speculator, self.plan)
         self.target = placed(self.speculator, device).target
 

@@ -25,8 +25,8 @@ from eagle3.export.draft.head import DraftHead, load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import Metadata
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession
 from eagle3.runner.statistics import GenerationStats
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention

@@ -205,6 +205,8 @@ def _attend(
     **given,
 ) -> tuple[Tensor, None]:
     shared = getattr(module, "forward_rows", None)  # a draft head gives its rows as the mask
+    if shared is not None and attention_mask is not None:
+        raise ValueError("its attention takes an attention_mask of its own making, which ours does not compute")
     rows = attention_mask if shared is None else shared.by_window[module.kv_window]
     if sliding_window and sliding_window != module.kv_window.tokens:
         raise ValueError(f"its attention takes a window of {sliding_window}, its layer has {module.kv_window.tokens}")

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from eagle3.targets.experts import use_experts
+from eagle3.targets.text_part import TextPart
 
 
 @dataclass(frozen=True)
@@ -34,39 +35,63 @@ class Part:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Shapes:
+    """What a conversion asks a model for, which has our ``Experts`` by then: its tensors, on the meta device."""
+
+    tensors: dict[str, Tensor]
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
 class Conversion:
     """Of one model of transformers on the meta device, which gets our ``Experts``.
 
-    Names are those of transformers' own model, and for a part what transformers renames it to.
+    Names are those of transformers' own text model, and for a part what transformers renames it to. A wrapper's
+    ``TextPart`` is converted as the wrapper is, whose names are then brought to the text model's.
     """
 
     def __init__(self, model: nn.Module):
-        transforms = get_model_conversion_mapping(model)
-        self.model, self.own = model, dict(model.state_dict())
-        self.replaced = use_experts(model)
+        self.part = model if isinstance(model, TextPart) else None
+        self.model = model.wrapper if self.part else model
+        transforms = get_model_conversion_mapping(self.model)
+        self.own = dict(model.state_dict())
         self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self.shapes = _Shapes({self._whole(name): value for name, value in self.own.items()})
+        self._saved = self._as_saved()
+        self.replaced = use_experts(model)
 
     def name(self, name: str) -> str | None:
         """Of a checkpoint's tensor, None for one that is no part of the model."""
-        name = apply_renamings(name, self.renamings)
-        return name if name in self.own or name in self.parts else None
+        renamed = self._text(apply_renamings(name, self.renamings))
+        for own in (renamed, name):  # the second: a text model's names in a wrapper's checkpoint
+            if own in self.own or own in self.parts:
+                return own
+        return None
+
+    def _text(self, name: str) -> str:
+        """The text model's name of a tensor of the wrapper."""
+        return (self.part.text_name(name) or name) if self.part else name
+
+    def _whole(self, name: str) -> str:
+        return self.part.wrapped_name(name) if self.part else name
 
     @cached_property
     def parts(self) -> dict[str, Part]:
         """By name. Empty where the model's own tensors are on disk."""
         return {name: part for name, part in self._saved.items() if isinstance(part, Part)}
 
-    @cached_property
-    def _saved(self) -> dict[str, Part | tuple[int, ...]]:
+    def _as_saved(self) -> dict[str, Part | tuple[int, ...]]:
         """What a checkpoint holds, by name: a part, or the shape of what is a tensor of the model itself."""
         if not self.converters:
             return {name: tuple(value.shape) for name, value in self.own.items()}
         saved = {}
-        for name, value in revert_weight_conversion(self.model, self.own).items():
+        for name, value in revert_weight_conversion(self.model, self.shapes.tensors).items():
             name, shape = apply_renamings(name, self.renamings), tuple(value.shape)
             target, pattern = apply_converters(name, self.converters)
-            saved[name] = shape if pattern is None else Part(target, pattern, shape)
+            saved[self._text(name)] = shape if pattern is None else Part(self._text(target), pattern, shape)
         return saved
 
     def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -103,6 +128,7 @@ class Conversion:
         patterns = {self.parts[name].pattern for name in given}
         converter = deepcopy(next(each for each in self.converters if patterns <= set(each.source_patterns)))
         for name in sorted(given, key=dot_natural_key):  # experts in their order
-            converter.add_tensor(target, name, self.parts[name].pattern, given.pop(name))
-        for own, made in converter.convert(target, model=self.model, config=self.model.config).items():
-            yield own, made[0] if isinstance(made, list) else made
+            converter.add_tensor(self._whole(target), self._whole(name), self.parts[name].pattern, given.pop(name))
+        made = converter.convert(self._whole(target), model=self.shapes, config=self.model.config)
+        for own, value in made.items():
+            yield self._text(own), value[0] if isinstance(value, list) else value

@@ -7,13 +7,12 @@ backend made, with the rows of this forward. A name without a mask function of i
 Whether a family fits is not asked here: the twin check computes it both ways.
 """
 
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers import PreTrainedConfig
 
 from eagle3.targets.attention import (
     HF_ATTENTION,
@@ -25,20 +24,26 @@ from eagle3.targets.attention import (
 )
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
+from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Convert, Skeleton, Weights, Window, layer_windows
+from eagle3.targets.text_part import TextPart, build
 
 SOFTCAP = "final_logit_softcapping"
 
 
 class DecoderLayersTarget(nn.Module):
-    """See ``TapTarget``. ``model`` is a transformers causal language model with ``model.layers``."""
+    """See ``TapTarget``. ``model`` is a transformers causal language model with ``model.layers``, or the text part of a
+    multimodal one."""
 
     def __init__(self, model: nn.Module, max_seq_len: int, attention: AttentionFactory, dtype: torch.dtype):
         super().__init__()
         config = model.config
         config._attn_implementation = HF_ATTENTION
         self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
+        self.cap = _softcap(model)
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
+            if not attends_to_text(layer):
+                continue
             attn = layer.self_attn
             attn.kv_window, attn.forward_rows = window, self.rows
             ring = ring_window(window.tokens, max_seq_len)
@@ -60,15 +65,19 @@ class DecoderLayersTarget(nn.Module):
         return self.causal_lm.lm_head
 
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        states: list[Tensor] = []
-
-        def keep_input(module, args, kwargs):
-            states.append(args[0] if args else kwargs["hidden_states"])
+        states: dict[int, Tensor] = {}
+        count = len(self.layers)
 
         def keep_output(module, args, output):
-            states.append(output[0] if isinstance(output, tuple) else output)
+            states[count] = output[0] if isinstance(output, tuple) else output
 
-        hooks = [layer.register_forward_pre_hook(keep_input, with_kwargs=True) for layer in self.layers]
+        hooks = []
+        for index, layer in enumerate(self.layers):
+
+            def keep_input(module, args, kwargs, index=index):
+                states[index] = args[0] if args else kwargs["hidden_states"]
+
+            hooks.append(layer.register_forward_pre_hook(keep_input, with_kwargs=True))
         hooks.append(self.layers[-1].register_forward_hook(keep_output))
         try:
             self.rows.by_window = self._rows(input_pos)
@@ -79,16 +88,18 @@ class DecoderLayersTarget(nn.Module):
             self.rows.by_window = {}
             for hook in hooks:
                 hook.remove()
+        for index in reversed(range(count)):
+            states.setdefault(index, states[index + 1])  # before a layer that a text passes by
         return out.last_hidden_state, tuple(states[tap] for tap in taps)
 
     def scores(self, state: Tensor) -> Tensor:
         """By transformers' own forward from the final state on: some scale what ``lm_head`` gives."""
-        return type(self.causal_lm).forward(_Tail(self.causal_lm, state), inputs_embeds=state).logits
+        tail = _Tail(self.causal_lm, state, self.causal_lm.lm_head)
+        return type(tail.owner).forward(tail, inputs_embeds=state).logits
 
     def capped(self, scores: Tensor) -> Tensor:
         """As transformers does, in the dtype of ``scores``."""
-        cap = getattr(self.causal_lm.config, SOFTCAP, None)
-        return (scores if cap is None else torch.tanh(scores / cap) * cap).float()
+        return (scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap).float()
 
     def logits(self, state: Tensor) -> Tensor:
         return self.capped(self.scores(state))
@@ -96,15 +107,23 @@ class DecoderLayersTarget(nn.Module):
     def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
         """By window, what the attention modules of its layers want of a forward."""
         rows = {}
-        for attn in (layer.self_attn for layer in self.layers):
+        for attn in (layer.self_attn for layer in self.layers if attends_to_text(layer)):
             window = attn.kv_window
             if window not in rows:
                 rows[window] = attn.kv_attention.rows(input_pos)
         return rows
 
 
+def attends_to_text(layer: nn.Module) -> bool:
+    """False of Mllama's layers that attend to an image alone, which a text passes by."""
+    return hasattr(layer, "self_attn") or not hasattr(layer, "cross_attn")
+
+
 class _Past:
     """transformers' cache as far as a layer asks it for positions (Llama 4): ``kv_attention`` holds what is in it."""
+
+    layers = ()
+    """No layer of it holds states of an image (Mllama asks)."""
 
     def __init__(self, seen: Tensor):
         self._seen = seen
@@ -117,20 +136,60 @@ class _Past:
 
 
 class _Tail:
-    """A causal language model whose decoder has run already: it gives ``state``, and caps nothing."""
+    """The model that makes logits, whose decoder has run already: it gives ``state``. It caps nothing."""
 
-    def __init__(self, causal_lm: nn.Module, state: Tensor):
-        self._causal_lm, self._state = causal_lm, state
-        self.config = causal_lm.config
-        if getattr(self.config, SOFTCAP, None) is not None:
-            self.config = copy(self.config)
-            setattr(self.config, SOFTCAP, None)
+    def __init__(self, causal_lm: nn.Module, state: Tensor, lm_head: nn.Module, capped: bool = False):
+        self.owner = causal_lm.owner if isinstance(causal_lm, TextPart) else causal_lm
+        self.lm_head, self._state = lm_head, state
+        self.config = self.owner.config if capped else _uncapped(self.owner.config)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._causal_lm, name)
+        return getattr(self.owner, name)
 
-    def model(self, *args, **kwargs) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self._state)
+    def model(self, *args, **kwargs) -> "_Output":
+        return _Output(self._state)
+
+
+class _Output:
+    """Of a decoder; whatever else a wrapper takes from it for its own output is None."""
+
+    def __init__(self, state: Tensor):
+        self.last_hidden_state = state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration, copied where it or its text part has a softcap, without it."""
+    text = config.get_text_config()
+    if getattr(text, SOFTCAP, None) is None:
+        return config
+    plain = copy(text)
+    plain.__dict__[SOFTCAP] = None  # a strict class refuses a null
+    if text is config:
+        return plain
+    whole = copy(config)
+    for name, value in vars(config).items():
+        if value is text:
+            setattr(whole, name, plain)
+    return whole
+
+
+def _softcap(causal_lm: nn.Module) -> float | None:
+    """Of the class that makes logits: a wrapper may leave out what its text model's class does."""
+    cap = getattr(causal_lm.config, SOFTCAP, None)
+    if cap is None:
+        return None
+    state = torch.full((1, 1, 1), 10.0 * cap)
+    tails = (_Tail(causal_lm, state, nn.Identity(), capped) for capped in (True, False))
+    with torch.device("cpu"):
+        capped, plain = (type(tail.owner).forward(tail, inputs_embeds=state).logits for tail in tails)
+    return None if torch.equal(capped, plain) else cap
 
 
 Target = DecoderLayersTarget
@@ -140,16 +199,38 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
     """Raises ValueError for a kind of layer without attention to all or a window of the positions before."""
     layer_windows(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config))
-    tied = {"model.embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
+        model = build(config)
+    _check_parts(model)
+    tied = {source: (head, False) for head, source in model.all_tied_weights_keys.items() if head.endswith(".weight")}
     conversion = Conversion(model)
 
     return Skeleton(model, lambda name: conversion.name(text_name(name)), tied, conversion)
 
 
+def _check_parts(model: nn.Module) -> None:
+    """Raise ValueError for a model that has not what ``DecoderLayersTarget`` looks for, by name."""
+    kind = type(model.wrapper if isinstance(model, TextPart) else model).__name__
+    decoder = getattr(model, "model", None)
+    missing = [name for name in ("layers", "embed_tokens") if not hasattr(decoder, name)]
+    missing = [f"model.{name}" for name in missing] + [name for name in ("lm_head",) if not hasattr(model, name)]
+    if not missing:
+        without = (
+            at
+            for at, layer in enumerate(decoder.layers)
+            if attends_to_text(layer) != hasattr(layer, "self_attn")
+            or isinstance(getattr(layer, "self_attn", None), nn.ModuleList)
+        )
+        missing = [f"model.layers.{at}.self_attn" for at in without][:1]
+    if missing:
+        raise ValueError(
+            f"transformers' {kind} has no {missing[0]}, which every target has: eagle3-export --list-targets lists "
+            "what is supported"
+        )
+
+
 def text_name(name: str) -> str:
     """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down."""
-    for prefix, own in (("model.language_model.", "model."), ("language_model.", "")):
+    for prefix, own in (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
             name = own + name.removeprefix(prefix)
     return name
@@ -173,6 +254,8 @@ def make_buffers(model: nn.Module) -> None:
     """What no checkpoint holds (rotary tables, scales of embeddings), in float32, by transformers' own initialization;
     what has been loaded stays."""
     for module in model.modules():
+        if any(isinstance(child, Experts) for child in module.children()):
+            module._is_hf_initialized = True  # its class would look for the tensors of transformers' own experts
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter._is_hf_initialized = True  # as from_pretrained marks what it has loaded

@@ -2,7 +2,7 @@
 
 transformers loops over the experts that were chosen, which no trace can follow. Here every row goes through every
 expert and is weighted with zero where it was not sent. A backend may do better: it finds the ``Experts`` of a model,
-whose inputs say what was chosen (``eagle3.export.lowering.cuda.experts``).
+whose inputs say what was chosen (``eagle3.export.lowering.cuda.weights.experts``).
 
 On the CPU this is what to do. A verify window alone sends its rows to most of 8 or 16 experts, and to 32 of 128;
 gathering the matrices that were chosen would read, write and read them again, hold gigabytes for a chunk of prefill,

@@ -169,7 +169,10 @@ def layer_windows(config) -> list[Window]:
         return [Window(getattr(config, "sliding_window", None) or 0)] * config.num_hidden_layers
     for kind in kinds:
         if kind not in _WINDOW_FIELDS:
-            raise ValueError(f"layer_types has {kind}, but {', '.join(_WINDOW_FIELDS)} are what is supported")
+            raise ValueError(
+                f"layer_types has {kind}, but {', '.join(_WINDOW_FIELDS)} are what is supported: "
+                "eagle3-export --list-targets lists models"
+            )
     return [_window(config, kind) for kind in kinds]
 
 

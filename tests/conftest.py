@@ -11,13 +11,45 @@ from transformers import Gemma4ForCausalLM
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.cli import main as export_main
-from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.hosts.opening import open_session
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
 torch.set_num_threads(1)  # models this small only wait for other threads, and two artifacts are made beside the tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; some tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    text = "orders of the programs in which Triton's interpreter runs each launch: forward (the default), reversed, "
+    text += "shuffled, delayed, with commas between them, or all; what they leave is compared bit for bit"
+    parser.addoption("--races", default="forward", metavar="ORDERS", help=text)
+
+
+def pytest_configure(config):
+    text = "races(orders): run the launches of a test in these orders, whatever --races says; in none: unchecked"
+    config.addinivalue_line("markers", text)
+
+
+@pytest.fixture(autouse=True)
+def race_free(request):
+    """Checks every launch that a test makes by Triton's interpreter for races (``race_detector.py``)."""
+    if not hasattr(request.module, "interpreted"):
+        yield
+        return
+    from race_detector import ORDERS, Detector  # they load Triton, which most tests do without
+    from race_hooks import watching
+
+    asked = request.config.getoption("--races")
+    marker = request.node.get_closest_marker("races")
+    orders = marker.args[0] if marker else ORDERS if asked == "all" else asked.split(",")
+    if not orders:
+        yield
+        return
+    with watching(Detector(orders), of_arguments=True) as detector:
+        yield
+    assert not detector.findings, detector.report()
 
 
 @pytest.fixture(scope="session")

@@ -157,3 +157,24 @@ def random_peagle(hidden: int = HIDDEN) -> dict[str, Tensor]:
 PEAGLE = {"architectures": ["PEagleDraftModel"], "mask_token_id": VOCAB - 1}
 PEAGLE |= {"transformer_layer_config": {"num_hidden_layers": 2}}
 """Keys of a P-EAGLE of ``random_peagle`` in the dialect of speculators."""
+
+
+def without(tensors, *names):
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def norms(*names, size=HIDDEN):
+    generator = torch.Generator().manual_seed(6)
+    return {f"{name}.weight": 1 + 0.3 * torch.randn(size, generator=generator) for name in names}
+
+
+def biases(*names, size):
+    generator = torch.Generator().manual_seed(7)
+    return {f"{name}.bias": torch.randn(size, generator=generator) for name in names}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
+FC_NORMS = norms("fc_norm.0", "fc_norm.1", "fc_norm.2")

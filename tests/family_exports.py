@@ -11,11 +11,11 @@ from random_checkpoints import random_model, save_random_draft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from eagle3.export.config import ExportConfig
+from eagle3.export.checks.preflight import preflight
+from eagle3.export.output.progress import Progress
 from eagle3.export.pipeline import run_export
-from eagle3.export.plan import Plan, make_plan
-from eagle3.export.preflight import preflight
-from eagle3.export.progress import Progress
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.export.twin.randomize import randomize
 
 

@@ -126,10 +126,16 @@ def write_gguf(path: Path, architecture: str, fields: dict[str, Any], tensors: d
 
 
 def transformers_gguf(
-    path: Path, model: torch.nn.Module, architecture: str, kinds: dict[str, str], rope_freqs: Tensor | None = None
+    path: Path,
+    model: torch.nn.Module,
+    architecture: str,
+    kinds: dict[str, str],
+    rope_freqs: Tensor | None = None,
+    fields: dict[str, Any] | None = None,
+    rows: int | None = None,
 ) -> Path:
     """A transformers model as llama.cpp's converter writes it (``LlamaModel`` and others there); ``kinds`` as of
-    ``gemma4_gguf``."""
+    ``gemma4_gguf``. ``fields`` change its metadata, None leaves a key out; ``rows``: of the embedding and the head."""
     config = model.config
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -143,12 +149,17 @@ def transformers_gguf(
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if architecture == "gemma3" and name.endswith("norm.weight"):
             value = value + 1
+        if stem in ("model.embed_tokens", "lm_head"):
+            value = value[:rows]
         own = f"{names.get_name(stem)}.{part}"
         fitting = [kind for end, kind in kinds.items() if own.endswith(end)] if value.ndim == 2 else []
         tensors[own] = value.float().contiguous(), fitting[0] if fitting else "F32"
+    rope = config.rope_parameters
+    if rope_freqs is None and rope.get("rope_type") == "llama3":
+        plain = rope["rope_theta"] ** -(torch.arange(config.head_dim // 2) / (config.head_dim // 2))
+        rope_freqs = plain / model.model.rotary_emb.inv_freq
     if rope_freqs is not None:
         tensors["rope_freqs.weight"] = rope_freqs, "F32"
-    rope = config.rope_parameters
     metadata = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -163,6 +174,7 @@ def transformers_gguf(
     }
     if getattr(config, "head_dim", None):
         metadata |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    metadata = {key: value for key, value in (metadata | (fields or {})).items() if value is not None}
     return write_gguf(path, architecture, metadata, tensors)
 
 

@@ -1,9 +1,10 @@
-"""Runs a CUDA artifact where there is no GPU: its own compiled libraries, in PyTorch's container, over a stand-in for
-CUDA's driver, with memory on the host; each launch by Triton's interpreter, from the source of its kernel.
+"""Runs a CUDA artifact where there is no GPU: by the runner as it is, its libraries in PyTorch's container, over a
+strict stand-in for CUDA's driver (``stand_in_driver.py``), graphs captured and replayed; each launch by Triton's
+interpreter, from the source of its kernel (``stand_in_kernels.py``).
 
 What this sees of an artifact is all but the machine code: which kernels a method launches over which grids, what each
-is given, which memory is used again, what methods share, and whether the kernels, as Inductor wrote them and as ours
-are specialized, compute what they should.
+is given, which memory it touches, what methods share, what the host waits for, and whether the kernels, as Inductor
+wrote them and as ours are specialized, compute what they should.
 
     echo '[{"prompt": [2, 318, 825], "max_new_tokens": 8}]' | python tests/interpreted_artifact.py ARTIFACT
 """
@@ -13,173 +14,110 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, and what has kernels
 
 import ctypes
-import hashlib
+import gc
 import json
-import pickle
-import subprocess
 import sys
-import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import click
-import numpy as np
 import torch
-import triton
-import triton.language as tl
 from cuda_artifact import sources_of
-from order_of_calls import OrderOfCalls
-from torch._inductor.runtime import hints, triton_helpers
-from triton.runtime.interpreter import InterpretedFunction, TensorHandle
-from triton_interpreter import LIBDEVICE, bfloat16_done_right
+from race_detector import Detector
+from race_hooks import watching
+from stand_in_driver import StandIn
+from stand_in_kernels import Kernels, interpreted
+from stand_in_torch import cuda_build, load
 
-from eagle3.runner.artifact import load_artifact
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE
+from eagle3.runner.artifact.opening import load_artifact
 from eagle3.runner.contract import MODEL_FILE
 from eagle3.runner.hosts import torch_host
-from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.loop import complete
-from eagle3.runner.session import Session
 
-DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i1": torch.bool, "i8": torch.int8,
-    "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
-}  # fmt: skip
-NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-CPU = torch.device("cpu")
+HUGE = 0x7E
+"""A byte of a value that is finite and as large as it gets: 8e37 in bfloat16 and float32, 126 in int8."""
 
 
-class Kernel:
-    """A kernel by its source, as ``cuda_artifact.py`` kept it."""
-
-    def __init__(self, file: Path):
-        kept = pickle.loads(file.read_bytes())
-        self.sha256, self.file = file.stem, file.with_suffix(".py")
-        self.name, self.size, self.source = kept["name"], kept["size"], kept["source"]
-        self.signature: dict[str, str] = kept["signature"]
-        self.constants: dict[str, Any] = kept["constants"]
-
-    def is_in(self, image: int) -> bool:
-        return hashlib.sha256(ctypes.string_at(image, self.size)).hexdigest() == self.sha256
-
-    @cached_property
-    def function(self) -> InterpretedFunction:
-        """Inductor's decorators and imports are for its own launches."""
-        needed = {"triton_helpers": triton_helpers, "libdevice": LIBDEVICE, "tl_math": tl.math, **vars(hints)}
-        given = {"triton": triton, "tl": tl, "triton_heuristics": Undecorated(), "__name__": self.name, **needed}
-        drop = ("from torch", "import torch", "triton_helpers.set_driver_to_gpu")
-        lines = ("" if line.startswith(drop) else line for line in self.source.splitlines())
-        self.file.write_text("\n".join(lines))  # the interpreter asks Python for a function's lines
-        exec(compile(self.file.read_text(), str(self.file), "exec"), given)
-        return given[self.name]
-
-    def launch(self, grid: tuple[int, int, int], arguments: Any) -> None:
-        """``arguments``: addresses of the values of all but the constants, in the order of the signature."""
-        given, places = {}, iter(range(len(self.signature)))
-        for name, kind in self.signature.items():
-            if kind == "constexpr":
-                if name in self.constants:
-                    given[name] = self.constants[name]
-            elif kind.startswith("*"):
-                address = ctypes.c_uint64.from_address(arguments[next(places)]).value
-                given[name] = at_address(address, DTYPES[kind[1:]])
-            else:
-                given[name] = NUMBERS[kind].from_address(arguments[next(places)]).value
-        self.function[grid](**given)
-
-
-class Undecorated:
-    def __getattr__(self, name: str):
-        return lambda *args, **kwargs: lambda kernel: kernel
-
-
-def at_address(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """One element, which is all that the interpreter needs to know where a tensor begins."""
-    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
-
-
-class Driver:
-    """What the stand-in hands to Python. ``launches``: over each grid so far."""
+class Machine:
+    """A GPU's stand-in in this process, with the kernels of an artifact."""
 
     def __init__(self, sources: Path):
-        self.kernels = [Kernel(file) for file in sorted(sources.glob("*.pickle"))]
-        self.launches: Counter[str] = Counter()
-        asked, launched = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
-        self._callbacks = (
-            ctypes.CFUNCTYPE(ctypes.c_int64, asked, ctypes.c_char_p)(self._asked),
-            ctypes.CFUNCTYPE(None, ctypes.c_int64, *[ctypes.c_uint] * 3, launched)(self._launched),
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "stand_in_driver.so"
-            source = Path(__file__).with_name("stand_in_driver.cpp")
-            subprocess.run(["g++", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-            self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # before PyTorch's are
-        self._library.stand_in(*self._callbacks)
+        self.device = StandIn()
+        self.cuda = load(self.device)
+        self.kernels = Kernels(self.device, sorted(sources.glob("*.pickle")))
+        self.placed: dict[str, torch.Tensor] = {}
+        """Storage key to its bytes on the device, of the artifact that was opened last."""
 
-    def _asked(self, image: int, name: bytes) -> int:
-        with stopping():
-            named = (number for number, kernel in enumerate(self.kernels) if kernel.name == name.decode())
-            return next(number for number in named if self.kernels[number].is_in(image))
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this is open PyTorch has the device, and kernels compute."""
+        host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)  # they are there
+        with ExitStack() as stack:
+            for each in (cuda_build(self.cuda), host_symbols, interpreted(self.kernels)):
+                stack.enter_context(each)
+            yield
 
-    def _launched(self, number: int, x: int, y: int, z: int, arguments: Any) -> None:
-        with stopping():
-            self.kernels[number].launch((x, y, z), arguments)
-            self.launches[str([x, y, z])] += 1
+    def open(self, artifact: Path, graphs: bool = True) -> torch_host.TorchSession:
+        """As a command opens it on a machine with a GPU."""
+        metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
+        place = torch_host.place_storages
 
+        def placed(stored: Path, index: Any, needed: dict[str, Any], device: torch.device):
+            self.placed = place(stored, index, needed, device)
+            for key, weight in needed.items():
+                address, size = self.placed[key].data_ptr(), self.placed[key].nbytes
+                if size and self.placed[key].is_cuda:
+                    self.device.label(address, weight.name)
+                    if "cache" in weight.name:  # no method is to see what no method wrote; a weight of 0 may meet it
+                        ctypes.memset(self.device.shown(address, size), HUGE, size)
+            return self.placed
 
-@contextmanager
-def stopping() -> Iterator[None]:
-    """A callback cannot raise: the code that called it would go on."""
-    try:
-        yield
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        with patch.object(torch_host, "place_storages", placed):
+            return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata, graphs)
 
-
-def _max_with_index(value, index, dim):
-    """Inductor's own is a loop over the elements."""
-    data = value.handle.data
-    first = np.argmax(data, axis=dim, keepdims=True)  # a NaN is the most, as there
-    return tuple(
-        _tensor(np.take_along_axis(each.handle.data, first, dim).squeeze(dim), each) for each in (value, index)
-    )
+    def left(self) -> dict[str, int]:
+        """What nobody gave back: handles by their kind, and of a capture that ended, whether memory still comes from
+        its pool, and whether its stream is still the current one."""
+        self.placed = {}
+        gc.collect()
+        self.device.library.cudaDeviceSynchronize()
+        stayed = torch.cuda.current_stream() != torch.cuda.default_stream()
+        return self.device.counts() | {"pool": int(self.cuda.entered is not None), "current stream": int(stayed)}
 
 
-def _tensor(data: np.ndarray, like: tl.tensor) -> tl.tensor:
-    dtype = like.dtype.scalar
-    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.ndim else dtype)
+def looked_at(session: torch_host.TorchSession) -> torch_host.TorchSession:
+    """The session, whose outputs are looked at: what nothing wrote is NaN in floats and no token in ids."""
+    call, vocabulary = session._call, session.metadata.vocab_size
+
+    def look(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        ids, *others = call(name, *inputs)
+        rows = ids.tolist()[0]
+        if not all(0 <= token < vocabulary for token in rows):
+            raise RuntimeError(f"{name} gave the ids {rows} of {vocabulary}: the host read them before they were there")
+        for place, output in enumerate(others, 1):
+            if output.is_floating_point() and not torch.isfinite(output.cpu()).all():
+                raise RuntimeError(f"output {place} of {name} is not finite: it read memory that nothing wrote")
+        return [ids, *others]
+
+    session._call = look
+    return session
 
 
-@contextmanager
-def interpreted() -> Iterator[None]:
-    fast = patch.object(triton_helpers, "max_with_index", _max_with_index)
-    with bfloat16_done_right(), fast, np.errstate(invalid="ignore"):  # in rows behind the last, that are not stored
-        yield
-
-
-def open_interpreted(artifact: Path) -> torch_host.TorchSession:
-    """As any artifact for the CPU, which nothing is asked of."""
-    metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
-    with patch.object(torch_host, "made_for_cpu", lambda methods: True):
-        return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata)
-
-
-def counted(session: torch_host.TorchSession, driver: Driver) -> dict[str, dict[int, Counter[str]]]:
+def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dict[int, Counter[str]]]:
     """Filled while ``session`` is used: of each method, by its number of rows, over which grids its first call launched
     kernels."""
     launched, call = {}, session._call
 
     def count(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        before = driver.launches.copy()
+        before = kernels.launches.copy()
         results = list(call(name, *inputs))
-        launched.setdefault(name, {}).setdefault(inputs[0].shape[1], driver.launches - before)
+        launched.setdefault(name, {}).setdefault(inputs[0].shape[1], kernels.launches - before)
         return results
 
     session._call = count
@@ -198,13 +136,20 @@ def generations(session: Session, prompt: list[int], max_new_tokens: int) -> dic
 
 def main(artifact: Path) -> None:
     torch.set_num_threads(1)
-    asked, driver = json.load(sys.stdin), Driver(sources_of(artifact))
-    session = open_interpreted(artifact)
-    launched = counted(session, driver)
-    session.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
-    with interpreted():
-        found = [generations(session, **each) for each in asked]
-    click.echo(json.dumps({"generations": found, "launched": launched}))
+    asked, machine = json.load(sys.stdin), Machine(sources_of(artifact))
+    found, launched = [], {}
+    with machine.running(), watching(Detector(("forward",))) as races:
+        for each in asked:
+            session = looked_at(machine.open(artifact, each.pop("graphs", True)))
+            counts = counted(session, machine.kernels)
+            found.append(generations(session, **each))
+            launched = counts | launched
+            session.close()
+        del session, counts
+        left = machine.left()
+    said = {"generations": found, "launched": launched, "races": races.report()}
+    said |= {"journal": machine.device.journal(), "left": left}
+    click.echo(json.dumps(said))
 
 
 if __name__ == "__main__":

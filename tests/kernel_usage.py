@@ -1,4 +1,4 @@
-"""What a Triton kernel takes of a GPU, compiled for it without one."""
+"""What a Triton kernel takes of a GPU, compiled for it without one; and that its threads share no memory unordered."""
 
 import re
 import subprocess
@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from eagle3.export.lowering.cuda.kernels import small_m
 from eagle3.export.lowering.cuda.named_gpu import configurations
+from eagle3.runner.machine_code.barriers import faults
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 99 * 1024
@@ -32,11 +33,12 @@ class Usage:
 
 
 def usage(kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int) -> Usage:
-    """``types`` are those of the arguments that are no constants."""
+    """``types`` are those of the arguments that are no constants. Fails where a barrier lacks."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    assert faults(compiled.asm["ptx"], dict(enumerate(kernel.arg_names))) == []
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
 

@@ -12,7 +12,7 @@ import torch
 
 from eagle3.runner.cache import common_prefix
 from eagle3.runner.contract import Metadata
-from eagle3.runner.session import Step, WholeRound
+from eagle3.runner.hosts.session import Step, WholeRound
 
 VOCABULARY = 23
 MASK = -1  # the token of a P-EAGLE's mask rows

@@ -1,17 +1,22 @@
 """The exported gemma4-tiny is its target: same tokens as transformers, same numbers as the eager module."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from commands import run_command
 
-from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import make_plan
-from eagle3.runner.cli import main as run_main
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.artifact.pte import read_constants, read_pte
+from eagle3.runner.contract import DECODE, METHODS, MODEL_FILE
+from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession
+from eagle3.runner.run.cli import main as run_main
 from eagle3.targets.attention import EagerAttention
 
 TEXT = 'class Reader:\n    """Reads."""\n\n    def __init__(self, stream):\n        self.stream = stream\n'
@@ -122,3 +127,39 @@ def test_the_draft_head_is_worth_its_while(session, reference):
     """A wrong tap or a wrong map accepts about 1%; this one was trained to more than two tokens a round."""
     stats = complete(session, transformers_greedy(reference, some_tokens(9), 100), max_new_tokens=300).stats
     assert stats.mean_acceptance_length > 2
+
+
+def test_constants_are_those_that_the_runtime_gives(artifact):
+    """The program itself is read: the runtime's bindings give no tensor to a PyTorch of another version."""
+    program = load_runtime().load_program(artifact / MODEL_FILE)
+    found, methods = read_constants(artifact / MODEL_FILE)
+    assert methods == {*METHODS, DECODE} and set(found) == program.method_names - methods
+    for name, values in found.items():
+        given = program.load_method(name).execute(())
+        assert len(given) == len(values)
+        for one, other in zip(values, given, strict=True):
+            assert type(one) is type(other)
+            assert torch.equal(one, other) and one.dtype == other.dtype if torch.is_tensor(one) else one == other
+
+
+def test_opening_an_artifact_executes_nothing_and_imports_no_compiler(artifact):
+    code = (
+        "import sys; from pathlib import Path; from executorch.runtime import Program\n"
+        "Program.load_method = None\n"
+        "from eagle3.runner.artifact.opening import open_artifact; from eagle3.runner.artifact.pte import read_pte\n"
+        "metadata = open_artifact(Path(sys.argv[1])).metadata; read_pte(Path(sys.argv[1]) / 'model.pte')\n"
+        "print(metadata.draft_ids.shape, [name for name in sys.modules if name.startswith('executorch.exir.')])"
+    )
+    head = "from eagle3.runner.hosts.executorch_host import load_runtime; load_runtime()\n"
+    done = subprocess.run([sys.executable, "-c", head + code, artifact], capture_output=True, text=True)
+    assert done.stdout == "torch.Size([1024]) []\n", done.stderr
+
+
+def test_a_damaged_program_is_said(artifact, tmp_path):
+    whole = (artifact / MODEL_FILE).read_bytes()
+    damaged = tmp_path / MODEL_FILE
+    root = int.from_bytes(whole[:4], "little")
+    damaged.write_bytes(whole[:root] + b"\xff" * 64 + whole[root + 64 :])
+    for read in (read_constants, read_pte):
+        with pytest.raises(ValueError, match="is damaged"):
+            read(damaged)

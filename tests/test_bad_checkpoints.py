@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from eagle3.export.checkpoints.safetensors_folder import read_headers, shard_paths
 from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
-from eagle3.export.plan import make_plan
-from eagle3.runner.contract.console import one_line
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.console.command import one_line
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]

@@ -11,7 +11,7 @@ from eagle3.runner.bench import plot
 from eagle3.runner.bench.cli import main
 from eagle3.runner.bench.figures import against, divergence, make_report
 from eagle3.runner.bench.measure import Answer, Outcome, measure
-from eagle3.runner.bench.report import as_markdown, as_text, identity_text
+from eagle3.runner.bench.report import as_markdown, as_text, identity_text, noise_lines
 from eagle3.runner.bench.ways import Way, check_same_tokens, make_workload, ways_of
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
@@ -209,11 +209,17 @@ def test_a_plot_without_matplotlib_says_what_to_install(artifact, prompts, monke
     assert "pip install 'eagle3-export[plot]'" in line
 
 
-def test_the_plot_shows_acceptance_and_speed(report, tmp_path):
+def drawn(report, label=""):
+    """The axes of acceptance and of speed."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     acceptance, speed = figure.subplots(1, 2)
-    plot.draw_acceptance(acceptance, report["ways"], "", "C0")
-    plot.draw_speed(speed, report["ways"], "", "C0")
+    plot.draw_acceptance(acceptance, report["ways"], label, "C0")
+    plot.draw_speed(speed, report["ways"], label, "C0")
+    return acceptance, speed
+
+
+def test_the_plot_shows_acceptance_and_speed(report, tmp_path):
+    acceptance, speed = drawn(report)
     alone, one, three, auto = report["ways"]
     assert list(acceptance.lines[0].get_ydata()) == three["stats"]["acceptance_rate_per_position"]
     assert speed.lines[0].get_xydata().tolist() == [
@@ -227,6 +233,68 @@ def test_the_plot_shows_acceptance_and_speed(report, tmp_path):
     }
     plot.draw(report, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_shows_spread_and_ratio_of_every_way(report):
+    speed = drawn(report)[1]
+    alone, one, three, auto = report["ways"]
+    bands = [(band.get_y(), band.get_y() + band.get_height()) for band in speed.patches]
+    assert bands == [pytest.approx([way["tokens_per_second"][end] for end in ("min", "max")]) for way in (auto, alone)]
+    ratios = [f"x {way['ratio_to_no_speculation']['median']:.2f}" for way in (one, three, auto)]
+    assert [text.get_text() for text in speed.texts] == [*ratios, "x 1.00"]
+    heights = [text.xy[1] for text in speed.texts[2:]]
+    assert heights == [way["tokens_per_second"]["median"] for way in (auto, alone)]
+    assert not list(drawn(report, "an artifact, ")[1].texts)
+
+
+@pytest.mark.parametrize("lengths", [[], [1], ["auto"], [3, "auto"], [1, 3]], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_any_ways_are_drawn(report, lengths, tmp_path):
+    some = report | {"ways": [way for way in report["ways"] if way["chain_len"] in (0, *lengths)]}
+    plot.draw(some, tmp_path / "out.svg")
+    assert (tmp_path / "out.svg").read_text().rstrip().endswith("</svg>")
+    assert len(drawn(some)[0].lines) == (1 if lengths else 0)
+
+
+def scaled(report, length, by):
+    """The same report, but one way's median speed is by so much another one."""
+    changed = copy.deepcopy(report)
+    for way in changed["ways"]:
+        alone = report["ways"][0]["tokens_per_second"]["median"]
+        if "ratio_to_no_speculation" in way:
+            way["ratio_to_no_speculation"]["median"] = way["tokens_per_second"]["median"] / alone
+        if way["chain_len"] == length:
+            way["tokens_per_second"]["median"] *= by
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("length", "by", "noisy"), [(3, 1, False), (3, 1.03, True), ("auto", 0.9, True), (0, 1.1, True)]
+)
+def test_a_ratio_that_is_not_that_of_the_medians_is_called_noise(report, length, by, noisy, tmp_path, monkeypatch):
+    changed = scaled(report, length, by)
+    told = as_text(changed), as_markdown(changed)
+    assert all(("the machine was noisy" in text) is noisy for text in told)
+    figures, make = [], pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr("matplotlib.figure.Figure", lambda **given: figures.append(make(**given)) or figures[-1])
+    plot.draw(changed, tmp_path / "out.png")
+    assert ("the machine was noisy" in figures[0].get_supxlabel()) is noisy
+
+
+def test_noise_is_found_between_artifacts_of_other_chain_lengths(report):
+    alone, one, three, _ = copy.deepcopy(report)["ways"]
+    first, second = [alone, one], [dict(alone, artifact="b"), dict(three, artifact="b")]
+    for ours, theirs in zip(second, first, strict=True):
+        speeds = [way["tokens_per_second"]["median"] for way in (ours, theirs)]
+        ours["ratio_to_first_artifact"] = {"median": speeds[0] / speeds[1]}
+    for way in (one, second[1]):
+        way["ratio_to_no_speculation"]["median"] = (
+            way["tokens_per_second"]["median"] / alone["tokens_per_second"]["median"]
+        )
+    both = {"artifacts": [{"artifact": alone["artifact"]}, {"artifact": "b"}], "ways": [*first, *second]}
+    assert noise_lines(both) == []
+    second[1]["ratio_to_first_artifact"]["median"] *= 1.2
+    assert "16.7%" in noise_lines(both)[0]
 
 
 def test_a_line_that_is_no_prompt_is_named(artifact, tmp_path):

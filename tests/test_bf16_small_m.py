@@ -82,6 +82,7 @@ def test_sums_do_not_depend_on_who_arrives_last(order, monkeypatch):
     assert tuple(dict.fromkeys(asked)) == order
 
 
+@pytest.mark.races(("forward",))  # loads are counted
 def test_each_weight_is_read_once_for_up_to_16_rows(monkeypatch):
     x, weight = made(16, 128, 1024)
     read = []

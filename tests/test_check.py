@@ -8,23 +8,25 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from random_checkpoints import save_random_draft
+from gguf_files import transformers_gguf
+from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file, save_file
 
-from eagle3.export import check
-from eagle3.export.check import check_artifact, compare_tokens, sample_prompts
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.checks import artifact as check
+from eagle3.export.checks.artifact import check_artifact, compare_tokens, measured_tie, sample_prompts
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
+from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.lowering.xnnpack.quantization import Recipe
-from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.pipeline import load_speculator, make_metadata
-from eagle3.export.plan import make_plan
-from eagle3.export.taps import choose_taps
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.export.planning.taps import choose_taps
 from eagle3.runner.contract import near_tie
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -97,6 +99,54 @@ def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantiz
     codes.copy_(right)
 
 
+@pytest.fixture(scope="module")
+def random_weights(tmp_path_factory):
+    """A Q4_K_M of random weights in 8da4w, eager; its plan, its tolerance, a prompt and what it says to it."""
+    folder = tmp_path_factory.mktemp("random")
+    model = random_model("qwen3-4B", hidden_size=256, intermediate_size=512, num_hidden_layers=6, head_dim=64)
+    model.config.save_pretrained(folder)
+    file = transformers_gguf(folder / "m.gguf", model, "qwen3", {"ffn_down.weight": "Q6_K", ".weight": "Q4_K"})
+    draft = save_random_draft(folder / "draft", model.config)
+    flags = {"backend": "xnnpack", "max_seq_len": 256, "qlinear": "8da4w"}
+    plan = make_plan(ExportConfig("qwen3-4B", None, file, draft, **flags))
+    speculator = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan))
+    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    prompt = sample_prompts(plan.checkpoint, plan)[2]
+    said = complete(session, prompt, max_new_tokens=32, stop_ids=()).token_ids
+    return speculator, plan, measured_tie(speculator, plan), prompt, said
+
+
+def test_the_tolerance_is_what_quantized_activations_move_this_models_logits_by(quantized, random_weights, plan):
+    """Chunks against steps, which round as differently as a lowering does."""
+    speculator, own, tie, *_ = random_weights
+    assert near_tie("8da4w") < tie < 0.3
+    margins = []
+    for prompt in sample_prompts(own.checkpoint, own)[2:]:
+        tokens = torch.tensor([prompt[:64]])
+        with torch.no_grad():
+            chunks, steps = (check._logits(speculator, tokens, rows) for rows in (64, 1))
+        behind = chunks.max(-1).values - chunks.gather(1, steps.argmax(-1)[:, None])[:, 0]
+        margins.append(float((behind / chunks.std(-1)).max()))
+    assert max(margins) < tie
+    assert measured_tie(quantized[0], dataclasses.replace(plan, qlinear="8da4w")) == near_tie(
+        "8da4w"
+    )  # trained weights move less
+    assert measured_tie(speculator, dataclasses.replace(own, qlinear="none")) == near_tie("none")
+
+
+@pytest.mark.parametrize("layer", [0, 3, 5])
+@pytest.mark.parametrize("linear", ["self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
+def test_a_wrong_linear_is_more_than_the_measured_tolerance(random_weights, layer, linear):
+    speculator, _, tie, prompt, said = random_weights
+    compare_tokens(speculator, prompt, said, 64, tie)
+    codes = speculator.target.causal_lm.model.layers[layer].get_submodule(linear).weight.data.qdata
+    right = codes.clone()
+    codes.copy_(right.roll(1, 0))
+    with pytest.raises(ValueError, match="the lowering changed what the model computes"):
+        compare_tokens(speculator, prompt, said, 64, tie)
+    codes.copy_(right)
+
+
 def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artifact, monkeypatch):
     real = check._tried
 
@@ -164,8 +214,8 @@ def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path
     """What the warning is for: a random head on the real target, exported and checked for real."""
     from transformers import AutoConfig
 
+    from eagle3.runner.hosts.session import EagerSession
     from eagle3.runner.loop import complete
-    from eagle3.runner.session import EagerSession
 
     config = AutoConfig.from_pretrained(TINY.checkpoint)
     draft = save_random_draft(tmp_path / "draft", config, aux_layers=(1, 3, 5))

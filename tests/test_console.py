@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from commands import run_command
 
-from eagle3.runner.cli import main as run_main
+from eagle3.runner.console.text_input import argument_text
+from eagle3.runner.run.cli import main as run_main
 from eagle3.runner.text import Text
-from eagle3.runner.text_input import argument_text
 from eagle3.targets import TARGETS
 
 TEXT = "naïve – \U0001f40d"
 SMALL = f"""
 import os, sys, click
-from eagle3.runner.contract.console import OneLineFailures, calm_stderr, tell
+from eagle3.runner.console.command import OneLineFailures, calm_stderr, tell
 
 @click.command(cls=OneLineFailures)
 @click.argument("file")
@@ -34,7 +34,7 @@ def main(file):
 
 main()
 """
-RUN = "from eagle3.runner.cli import main; main()"
+RUN = "from eagle3.runner.run.cli import main; main()"
 
 
 def run_through_shell(redirection: str, program: str, *args, **environment) -> subprocess.CompletedProcess:
@@ -126,7 +126,8 @@ def test_a_prompt_that_is_not_utf8_is_refused_by_its_byte_and_place(chat):
 
 
 def test_a_prompt_in_utf8_is_itself_in_every_locale():
-    program = "import sys; from eagle3.runner.text_input import argument_text; print(ascii(argument_text(sys.argv[1])))"
+    program = "import sys; from eagle3.runner.console.text_input import argument_text as text"
+    program += "; print(ascii(text(sys.argv[1])))"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert run_through_shell("", program, TEXT.encode(), **locale).stdout.decode().strip() == ascii(TEXT)
     assert argument_text(TEXT) == TEXT

@@ -16,21 +16,21 @@ from commands import fail_command, run_command
 from triton import Config
 from triton.runtime import driver
 
+from eagle3.export.lowering.cuda.inductor.launches import products
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, counters
-from eagle3.export.lowering.cuda.launches import products
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import only, usage
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS as NAMED
+from eagle3.runner.artifact.cuda_delegates import cuda_kernels
+from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.contract.gpus import GPUS
-from eagle3.runner.inspect import cost as cost_module
+from eagle3.runner.cost import bound as cost_module
+from eagle3.runner.cost.bound import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
+from eagle3.runner.hardware.gpus import GPUS
 from eagle3.runner.inspect.cli import main
-from eagle3.runner.inspect.cost import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
-from eagle3.runner.inspect.cuda import kind_of
-from eagle3.runner.inspect.program import cuda_kernels
-from eagle3.runner.inspect.ptx import Load, loads
-from eagle3.runner.inspect.sass import Code, Loop, disassembler, read_codes
+from eagle3.runner.machine_code.ptx import Load, loads
+from eagle3.runner.machine_code.sass import Code, Loop, disassembler, read_codes
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
 

@@ -9,18 +9,19 @@ import subprocess
 import pytest
 import torch
 from commands import fail_command, run_command
+from shared_libraries import loaded_by
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import make_plan
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
+from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.torch_host import read_methods
 from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.inspect.cuda_weights import WEIGHTS_FILE, read_ptd_index
-from eagle3.runner.inspect.program import read_pte
 from eagle3.targets.attention import EagerAttention
 
 ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
@@ -80,9 +81,17 @@ def test_no_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
     assert launches[SPECULATE] > launches[TARGET_VERIFY] + launches[DRAFT_DECODE] > 50
 
 
+def test_each_library_loads_the_driver_itself(cuda_artifact, tmp_path):
+    """ExecuTorch's runtime opens the library alone: a symbol that is not found ends the process at the first call."""
+    for method in read_methods(read_pte(cuda_artifact / MODEL_FILE)):
+        library = tmp_path / f"{method.name}.so"
+        library.write_bytes(method.library)
+        assert "libcuda.so.1" in loaded_by(library), method.name
+
+
 def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact, tmp_path):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=ARCH[1] if ARCH else None))
-    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan))
+    speculator = load_speculator(plan, EagerAttention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     merge_linears(speculator, tmp_path)
     index = read_ptd_index(cuda_artifact / WEIGHTS_FILE)

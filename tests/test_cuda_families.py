@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend as cuda
-from eagle3.export.lowering.cuda.graph_check import check_linears
-from eagle3.export.lowering.cuda.int4_tensor import TiledInt4Tensor
-from eagle3.export.lowering.cuda.rotated import ATTENTION, rotate_in_attention
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.lowering.cuda.graph.rotations import ATTENTION, rotate_in_attention
+from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator, trace
-from eagle3.export.plan import WINDOW_ROWS, MethodPlan, make_plan
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import WINDOW_ROWS, MethodPlan, make_plan
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 
@@ -51,7 +51,7 @@ def plan(request, tmp_path_factory):
 
 
 def prepared(plan, attention):
-    speculator = load_speculator(plan, attention, cuda.DTYPE, cuda.conversion(plan))
+    speculator = load_speculator(plan, attention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     return speculator
 
@@ -62,7 +62,7 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     for method in (*methods, MethodPlan(DECODE, 1, 1)):
         name = method.name
         with cuda.tracing(speculator, plan):
-            program = trace(speculator, method, plan.draft.hidden_size, cuda.DTYPE)
+            program = trace(speculator, method, plan.draft.hidden_size, cuda.dtype)
         counts[name] = check_linears(name, program)
         op = torch.ops.triton.fused_moe if method.max_len <= WINDOW_ROWS else torch.ops.triton.fused_moe_batched_gemm
         fused = [node for node in program.graph.nodes if node.target is op.default]
@@ -82,7 +82,7 @@ def test_attention_takes_the_product_of_queries_keys_and_values(plan, tmp_path):
     for method in plan.methods:
         if method.name == TARGET_VERIFY or method.name == DRAFT_DECODE and plan.config.target_model in DRAFTS:
             with cuda.tracing(speculator, plan):
-                program = trace(speculator, method, plan.draft.hidden_size, cuda.DTYPE)
+                program = trace(speculator, method, plan.draft.hidden_size, cuda.dtype)
             rotate_in_attention(program)
             apart = [node for node in program.graph.nodes if str(node.target) == ATTENTION]
             assert bool(apart) == (method.name == TARGET_VERIFY and plan.config.target_model in OTHERWISE)
@@ -94,7 +94,7 @@ def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
     for name, module in speculator.named_modules():
         if not isinstance(module, nn.Linear) or not isinstance(module.weight, TorchAOBaseTensor):
             continue
-        x = torch.randn(1, 4, module.in_features, dtype=cuda.DTYPE)
+        x = torch.randn(1, 4, module.in_features, dtype=cuda.dtype)
         weight, bias = dequantized(module.weight), None if module.bias is None else module.bias.float()
         with cuda.tracing(speculator, plan):
             found = module(x).float()

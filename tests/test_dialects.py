@@ -7,21 +7,35 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dialect_files import CONFIGS, HIDDEN, IDS, SPOKEN, VOCAB, random_head, write
+from dialect_files import (
+    CONFIGS,
+    FC_NORMS,
+    HIDDEN,
+    IDS,
+    LLAMA3,
+    SPOKEN,
+    VOCAB,
+    YARN,
+    biases,
+    norms,
+    random_head,
+    without,
+    write,
+)
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.checks.pairing import check_pair, check_trained_for
+from eagle3.export.checks.tensors import check_draft as check_tensors
 from eagle3.export.draft.description import EAGLE3
 from eagle3.export.draft.head import load_draft
 from eagle3.export.draft.kinds import head_kind
 from eagle3.export.draft.layer_config import layer_config
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.pairing import check_pair, check_trained_for
-from eagle3.export.taps import choose_taps
-from eagle3.export.tensors import check_draft as check_tensors
+from eagle3.export.planning.taps import choose_taps
 from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
@@ -66,10 +80,6 @@ def test_a_head_is_the_same_in_every_dialect(dialect, pickled, tmp_path):
     assert check_draft(draft, 3)["logits"] < 1e-4
 
 
-def without(tensors, *names):
-    return {name: tensor for name, tensor in tensors.items() if name not in names}
-
-
 def renamed(tensors, **names):
     """Parts of names, with ``__`` for a dot."""
     changed = {}
@@ -78,16 +88,6 @@ def renamed(tensors, **names):
             name = name.replace(part.replace("__", "."), other.replace("__", "."))
         changed[name] = tensor
     return changed
-
-
-def norms(*names, size=HIDDEN):
-    generator = torch.Generator().manual_seed(6)
-    return {f"{name}.weight": 1 + 0.3 * torch.randn(size, generator=generator) for name in names}
-
-
-def biases(*names, size):
-    generator = torch.Generator().manual_seed(7)
-    return {f"{name}.bias": torch.randn(size, generator=generator) for name in names}
 
 
 def more_heads(heads):
@@ -99,11 +99,6 @@ def more_heads(heads):
     }
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0}
-YARN |= {"mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
-FC_NORMS = norms("fc_norm.0", "fc_norm.1", "fc_norm.2")
 VARIANTS = {
     "older names of the aux norms": (
         "sglang",
@@ -181,7 +176,7 @@ VARIANTS = {
         random_head(taps=5),
         {"eagle_config": {IDS: [1, 3, 4, 8, 12]}},
     ),
-    "llama3 rope": ("safeailab", random_head(), {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama3 rope": ("specforge", random_head(), {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
     "SpecForge's yarn": ("specforge", random_head(), {"rope_scaling": YARN}),
     "linear rope of old": ("safeailab", random_head(), {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "mrope, for text": ("angelslim", random_head(), {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
@@ -222,7 +217,7 @@ VARIANTS = {
     ),
     "a window": ("sglang", random_head(), {"layer_types": ["sliding_attention"], "sliding_window": 6}),
     "windows of some layers": (
-        "nemo",
+        "sglang",
         random_head(layers=2),
         {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     ),
@@ -231,7 +226,7 @@ VARIANTS = {
         random_head(),
         {"model_type": "llama4_text", "intermediate_size": 32, "intermediate_size_mlp": 2 * HIDDEN},
     ),
-    "norm_before_residual": ("nemo", random_head(), {"norm_before_residual": True}),
+    "norm_before_residual": ("sglang", random_head(), {"norm_before_residual": True}),
     "old rotary tables in the file": (
         "safeailab",
         random_head() | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},

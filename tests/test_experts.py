@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.config import ExportConfig
+from eagle3.export.checks.preflight import preflight
+from eagle3.export.output.progress import Progress
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import make_plan
-from eagle3.export.preflight import preflight
-from eagle3.export.progress import Progress
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets.attention import EagerAttention
 

@@ -15,7 +15,7 @@ from random_checkpoints import save_random_draft
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.cli import main as export_main
-from eagle3.runner.cli import main as run_main
+from eagle3.runner.run.cli import main as run_main
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]

@@ -10,8 +10,9 @@ from family_exports import DRAFTS, EXPERTS, WITH_SPECULATE, WITHOUT_LOGITS, fami
 from scripted import ThreeMethods
 
 from eagle3.export.pipeline import load_speculator
-from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.contract import SPECULATE
+from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention

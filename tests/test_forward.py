@@ -11,8 +11,10 @@ from family_exports import WITH_FORWARD, family_plan
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.pipeline import load_speculator
-from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.contract import FORWARD
+from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
+from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.loop import complete
 from eagle3.runner.text import Text
@@ -57,7 +59,9 @@ def test_executorchs_own_runner_says_the_tokens_that_ours_does(family_exports, t
 @pytest.mark.parametrize("name", WITH_FORWARD)
 def test_its_logits_are_the_eager_modules_from_one_row_on_and_its_cache_is_the_targets(name, family_exports):
     artifact = open_artifact(family_exports / name / "out")
-    session, forward = open_session(artifact), artifact.program.load_method(FORWARD)
+    load_llm_ops(load_runtime())
+    program = load_runtime().load_program(artifact.model)
+    session, forward = ExecuTorchSession(program, artifact.metadata), program.load_method(FORWARD)
     speculator = load_speculator(family_plan(name, family_exports / name), EagerAttention, torch.float32)
     tokens = torch.randint(3, 96, (1, 64), generator=torch.Generator().manual_seed(3))
     for method, start, end in (

@@ -21,10 +21,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_interpreter import bfloat16_done_right
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
-from eagle3.export.lowering.cuda.experts import FusedExperts, expert_rules, use_fused_experts
-from eagle3.export.lowering.cuda.fusion import fused_further
+from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
-from eagle3.export.lowering.cuda.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.weights.experts import FusedExperts, expert_rules, use_fused_experts
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, quantize
 from eagle3.targets.decoder_layers import skeleton
 from eagle3.targets.experts import Experts
 

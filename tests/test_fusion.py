@@ -20,8 +20,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
-from eagle3.export.lowering.cuda.fusion import fused_further
-from eagle3.export.lowering.cuda.launches import recorded_launches
+from eagle3.export.lowering.cuda.inductor.fusion import fused_further
+from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 
 ROWS, WIDTH = 4, 16

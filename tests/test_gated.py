@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
-from eagle3.export.lowering.cuda.gated import gate_in_products
+from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.graph.gates import gate_in_products
 from eagle3.export.lowering.cuda.kernels import bf16, int4, small_m, sums
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, gated
 

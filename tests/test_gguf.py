@@ -15,19 +15,19 @@ from transformers import Gemma4ForCausalLM
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend as cuda
-from eagle3.export.lowering.cuda.graph_check import check_linears
-from eagle3.export.lowering.cuda.k_quants import KQuantTensor
-from eagle3.export.lowering.xnnpack import backend as xnnpack
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
+from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.lowering.xnnpack.quantization import Recipe
-from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator, make_metadata, trace
-from eagle3.export.plan import make_plan
-from eagle3.export.report import plan_text
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import TARGET_VERIFY
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -133,7 +133,7 @@ def test_for_cuda_its_weights_are_the_same_to_the_bit_and_verify_reads_each_once
     flags = ExportConfig("gemma4-tiny", None, file, backend="cuda", cuda_arch=ARCH, config_folder=TINY)
     plan = make_plan(flags)
     cuda.check(plan)
-    speculator = load_speculator(plan, cuda.attention, cuda.DTYPE, cuda.conversion(plan))
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     target = speculator.target.model
     assert target.lm_head.weight is target.embed_tokens.weight  # tied, and one tensor on the GPU
@@ -143,7 +143,7 @@ def test_for_cuda_its_weights_are_the_same_to_the_bit_and_verify_reads_each_once
     for name, value in packed:
         assert torch.equal(value.dequantize(torch.float32), state[name]), name
     with cuda.tracing(speculator, plan):
-        program = trace(speculator, plan.method(TARGET_VERIFY), plan.draft.hidden_size, cuda.DTYPE)
+        program = trace(speculator, plan.method(TARGET_VERIFY), plan.draft.hidden_size, cuda.dtype)
     assert check_linears(TARGET_VERIFY, program) == {"small_m": 42, "large_m": 0, "dequantize": 0}
 
 

@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.pipeline import make_metadata
-from eagle3.runner.session import EagerSession
+from eagle3.runner.hosts.session import EagerSession
 
 PROMPT = [5, 6, 7, 8]
 
@@ -173,4 +173,14 @@ def test_stages_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch
         gpu_check.measure_prefill(facts, check, 4096)
     facts = {}
     gpu_check.run_layers(facts, check)
-    assert facts["tokens/s"] > 0
+    assert facts["tokens/s"] > 0 and facts["graphs"] == "captured"
+
+
+def test_a_session_that_did_not_open_or_run_is_not_said_to_have_captured_graphs(host_artifact, tmp_path):
+    facts = {}
+    (tmp_path / "model.pte").write_bytes(b"another file")
+    with pytest.raises(ValueError, match="no ExecuTorch program"), gpu_check.opened(tmp_path, "auto", facts):
+        pass
+    with pytest.raises(RuntimeError, match="failed on"), gpu_check.opened(host_artifact, "auto", facts):
+        raise RuntimeError("speculate failed on cuda:0")
+    assert not facts

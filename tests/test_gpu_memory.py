@@ -6,17 +6,17 @@ import pytest
 import torch
 from commands import run_command
 
+from eagle3.export.checks.preflight import check_footprint
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend
+from eagle3.export.lowering.cuda.backend import BACKEND as backend
+from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
-from eagle3.export.lowering.cuda.memory import cure, gpu_memory
-from eagle3.export.plan import make_plan
-from eagle3.export.preflight import check_footprint
-from eagle3.export.progress import Progress
+from eagle3.export.output.progress import Progress
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.artifact.gpu_memory import workspace_of
 from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, PREFILL, WORKSPACE
 from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.inspect.gpu_memory import workspace_of
 
 
 def planned(**flags):
@@ -54,7 +54,7 @@ def test_a_cure_is_one(share):
     plan = planned(max_seq_len=1024)
     takes = gpu_memory(plan)
     has = round(takes.context + share * (takes.total - takes.context))
-    words = cure(plan, has).split()
+    words = suggest_flags(plan, has).split()
     flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
     flags = {flag: int(value) if value.isdigit() else value for flag, value in flags.items()}
     assert gpu_memory(planned(**{"max_seq_len": 1024} | flags)).total <= has

@@ -12,8 +12,9 @@ from commands import fail_command, run_command
 from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
 from safetensors.torch import load_file
 
-from eagle3.runner.artifact import open_artifact
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.inspect.cli import main
 from eagle3.targets import TARGETS
 
@@ -71,7 +72,7 @@ def test_shapes_are_those_of_the_contract_at_most_rows(name, found):
 
 @pytest.mark.parametrize("name", ALL_METHODS)
 def test_shapes_are_those_that_the_runtime_declares(name, found, artifact):
-    declared = open_artifact(artifact).program.metadata(name)
+    declared = load_runtime().load_program(artifact / MODEL_FILE).metadata(name)
     method = found["methods"][name]
     for entries, count, meta in (
         (method["inputs"], declared.num_inputs(), declared.input_tensor_meta),
@@ -175,7 +176,7 @@ def test_checksums_are_compared_at_once_where_files_are_small_and_always_when_as
     sizes = {entry["name"]: entry["bytes"] for entry in found["files"]}
     assert sizes == {path.name: path.stat().st_size for path in artifact.iterdir()}
     assert {entry["matches_record"] for entry in found["files"] if entry["name"] != "export.json"} == {True}
-    monkeypatch.setattr("eagle3.runner.record.QUICK_BYTES", 0)
+    monkeypatch.setattr("eagle3.runner.artifact.record.QUICK_BYTES", 0)
     assert {entry["matches_record"] for entry in inspect(artifact)["files"]} == {None}
     verified = {entry["name"]: entry["matches_record"] for entry in inspect(artifact, "--verify")["files"]}
     assert verified.pop("export.json") is None

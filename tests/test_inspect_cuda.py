@@ -18,16 +18,16 @@ from executorch.exir.tensor import scalar_type_enum
 from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
-from eagle3.runner.contract import DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY
-from eagle3.runner.inspect.cli import main
-from eagle3.runner.inspect.cuda import cuda_details, fatbin_entries, read_library
-from eagle3.runner.inspect.cuda_weights import (
+from eagle3.runner.artifact.cuda_library import cuda_details, fatbin_entries, read_library
+from eagle3.runner.artifact.cuda_weights import (
     TABLE_MAGIC,
     WEIGHTS_FILE,
     check_stored,
     decode_weight_table,
     read_ptd_index,
 )
+from eagle3.runner.contract import DRAFT_DECODE, METHODS, PREFILL, TARGET_VERIFY
+from eagle3.runner.inspect.cli import main
 
 KEY = "0f_so_blob"
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from commands import fail_command
 
-from eagle3.runner import instructions, load
-from eagle3.runner.cli import main as run_main
+from eagle3.runner import load
+from eagle3.runner.hardware import cpu_features as instructions
+from eagle3.runner.run.cli import main as run_main
 
 X86, ARM = instructions.NEEDS
 KVM64 = "flags\t\t: fpu tsc msr cx8 cmov mmx fxsr sse sse2 syscall nx lm pni cx16 hypervisor\n"

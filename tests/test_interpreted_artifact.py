@@ -1,4 +1,5 @@
-"""gemma4-tiny's CUDA artifact run without a GPU: its libraries as they are, its kernels by Triton's interpreter."""
+"""gemma4-tiny's CUDA artifact run without a GPU: its libraries as they are, over a strict stand-in for the driver, its
+kernels by Triton's interpreter."""
 
 import json
 import subprocess
@@ -14,8 +15,9 @@ from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGE
 
 ASKED = [
     {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 12},  # def read_config(path):
-    {"prompt": [2, 318, 825], "max_new_tokens": 4},  # shorter than prefill takes
+    {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than prefill takes
 ]
+ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu_check.py")
 
 
@@ -37,6 +39,10 @@ def test_whole_rounds_and_three_methods_say_what_eager_greedy_says(found):
     assert found["generations"][0]["whole_rounds"]["stats"]["mean_acceptance_length"] > 2
 
 
+def test_a_gpu_would_have_refused_nothing_and_nothing_leaks(found):
+    assert found["journal"] == [] and set(found["left"].values()) == {0}
+
+
 def test_methods_launch_over_the_grids_of_the_record(found, cuda_artifact):
     """What ``eagle3-inspect --cost`` counts."""
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
@@ -45,3 +51,14 @@ def test_methods_launch_over_the_grids_of_the_record(found, cuda_artifact):
         for launch in recorded[name]["launches"]:
             grids[str(launch["grid"])] += launch["count"]
         assert found["launched"][name][rows] == grids, name
+
+
+def test_no_launch_has_a_race(found):
+    assert found["races"] == ""
+
+
+def test_programs_that_run_in_another_order_or_see_each_others_stores_late_leave_the_same_bits(cuda_artifact):
+    """Where the rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
+    command = [sys.executable, ROOT / "scripts" / "check_races.py", "--fast", cuda_artifact, "reversed", "delayed"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "nothing found" in done.stdout, done.stdout + done.stderr

@@ -11,9 +11,9 @@ from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_meta
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.divergence import rounding, ways
+from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop import complete
 from eagle3.runner.lossless import lines, replay
-from eagle3.runner.session import Step
 
 PROMPT = [3, 1, 4, 1, 5, 9, 6]
 AT = 21  # where the two best logits are nearly tied

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from eagle3.export import joining
 from eagle3.export.joining import form, joined
-from eagle3.export.lowering.cuda.k_quants import laid_out
-from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
+from eagle3.export.lowering.cuda.weights.k_quants import laid_out
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.merged_linears import Slice, merge_linears
 
 

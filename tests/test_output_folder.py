@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle3.export import claim, output_folder
-from eagle3.export.artifact import write_program, write_record
-from eagle3.export.output_folder import check_output, full_disk_named, whole_folder
-from eagle3.export.report import result_text
+from eagle3.export.output import folder as output_folder
+from eagle3.export.output import lock as claim
+from eagle3.export.output.contents import write_program, write_record
+from eagle3.export.output.folder import check_output, full_disk_named, whole_folder
+from eagle3.export.output.report import result_text
 from eagle3.runner.contract import MODEL_FILE
 
 
@@ -282,8 +283,8 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
 def elsewhere(out: Path, *commands: str, overwrite=False) -> subprocess.Popen:
     """Another process that is writing ``out`` and does ``commands`` there; it has begun when this returns."""
     program = (
-        "import sys, os, signal\nfrom pathlib import Path\nfrom eagle3.export import output_folder\n"
-        f"with output_folder.whole_folder(Path(sys.argv[1]), {overwrite}) as partial:\n"
+        "import sys, os, signal\nfrom pathlib import Path\nfrom eagle3.export.output import folder\n"
+        f"with folder.whole_folder(Path(sys.argv[1]), {overwrite}) as partial:\n"
         "    (partial / 'model.pte').write_text('other')\n"
         "    print('begun', flush=True)\n    sys.stdin.readline()\n" + "".join(f"    {line}\n" for line in commands)
     )

@@ -44,10 +44,3 @@ def test_the_compiler_can_be_imported_after_the_runtime():
         "import eagle3.runner.hosts.executorch_host as r; r.load_runtime(); import executorch.exir as e; e.to_edge"
     )
     assert "executorch.exir.program" in loaded
-
-
-def test_export_imports_of_the_runner_only_its_contract():
-    for path in (ROOT / "export").rglob("*.py"):
-        for line in path.read_text().splitlines():
-            if "eagle3.runner" in line and line.lstrip().startswith(("from", "import")):
-                assert "eagle3.runner.contract" in line, f"{path}: {line}"

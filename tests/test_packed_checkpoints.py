@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.lowering.cuda import backend as cuda
-from eagle3.export.lowering.cuda.graph_check import check_linears
-from eagle3.export.lowering.xnnpack import backend as xnnpack
+from eagle3.export.checks.preflight import preflight
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
+from eagle3.export.output.progress import Progress
+from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator, make_metadata, trace
-from eagle3.export.preflight import preflight
-from eagle3.export.progress import Progress
-from eagle3.export.report import plan_text
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden_quantized"
@@ -122,7 +122,7 @@ def test_on_the_cpu_tokens_are_transformers_with_the_dequantized_weights(name, b
 def test_codes_by_compressed_tensors_stay_memory_mapped(tmp_path):
     model = save_packed(tmp_path / "target", "compressed-tensors", 4, 128, True, **WIDE)
     plan = planned(tmp_path, model, "cuda")
-    target = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan)).target
+    target = load_speculator(plan, EagerAttention, cuda.dtype, cuda.conversion(plan)).target
     maps = Path("/proc/self/maps").read_text().splitlines()
     spans = [[int(edge, 16) for edge in line.split()[0].split("-")] for line in maps if str(tmp_path) in line]
     for _, module in linears(target.causal_lm):
@@ -137,7 +137,7 @@ def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m
     plan = planned(tmp_path, model, "cuda")
     assert plan.qlinear == "checkpoint" and "keep their codes" in plan_text(plan)
     convert = cuda.conversion(plan)
-    speculator = load_speculator(plan, cuda.attention, cuda.DTYPE, convert)
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, convert)
     cuda.prepare(speculator, plan)
     given = {key: value for key, value in plan.target_source.tensors() if isinstance(value, TorchAOBaseTensor)}
     for linear, module in linears(speculator.target.causal_lm):
@@ -154,11 +154,11 @@ def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m
     rounded = convert.record()["scales"]
     assert rounded["weights"] == len(given) and rounded["largest_rounding"] <= 2**-8
     for linear, module in linears(speculator.target.causal_lm):
-        x = torch.randn(3, module.in_features, dtype=cuda.DTYPE)
+        x = torch.randn(3, module.in_features, dtype=cuda.dtype)
         with cuda.tracing(speculator, plan):
             found, expected = module(x).float(), x.float() @ model.get_parameter(f"{linear}.weight").T
         assert (found - expected).norm() <= 2**-7 * expected.norm(), linear
     with cuda.tracing(speculator, plan):
-        program = trace(speculator, plan.method("target_verify"), plan.draft.hidden_size, cuda.DTYPE)
+        program = trace(speculator, plan.method("target_verify"), plan.draft.hidden_size, cuda.dtype)
     assert check_linears("target_verify", program) == {"small_m": len(given), "large_m": 0, "dequantize": 0}
     assert len(given) == 7 * 2

@@ -17,7 +17,7 @@ from packed_checkpoints import (
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.lowering.cuda import backend as cuda
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 
 
 @pytest.fixture(scope="module")

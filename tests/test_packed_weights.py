@@ -10,11 +10,11 @@ LOADED = """
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from eagle3.runner import artifact
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.hosts import opening
 if sys.argv[2] == "own":
-    artifact.packed_weights_shared = nullcontext
-opened = artifact.open_artifact(Path(sys.argv[1]))
-session = artifact.open_session(opened)
+    opening.packed_weights_shared = nullcontext
+session = opening.open_session(open_artifact(Path(sys.argv[1])))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")))
 """
 

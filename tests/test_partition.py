@@ -14,7 +14,7 @@ from torch.fx import Graph
 from transformers import AutoModelForCausalLM
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.lowering.xnnpack.attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner, levels
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 

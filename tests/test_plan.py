@@ -9,11 +9,11 @@ from random_checkpoints import save_random_draft
 from transformers import Gemma4TextConfig
 
 from eagle3.export.checkpoints.target_config import special_ids
-from eagle3.export.config import ExportConfig
 from eagle3.export.draft.description import P_EAGLE
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.plan import make_plan, plan_methods, whole_rounds
-from eagle3.export.taps import choose_taps
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan, plan_methods, whole_rounds
+from eagle3.export.planning.taps import choose_taps
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]

@@ -11,13 +11,14 @@ from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import get_lowered_backend_modules
 from torch import nn
 
-from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.artifact.xnnpack_graph import read_graphs
 from eagle3.runner.bench.cli import main
 from eagle3.runner.bench.profile import BETWEEN, BETWEEN_NODES, BETWEEN_OPERATORS, calls, parts
 from eagle3.runner.bench.profile import profile as profile_of
 from eagle3.runner.bench.report import method_text, profile_text
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY
-from eagle3.runner.inspect.xnnpack import read_graphs
+from eagle3.runner.hosts.opening import open_session
 
 
 class Clamped(nn.Module):

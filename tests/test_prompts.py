@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from eagle3.runner.console.text_input import read_text
 from eagle3.runner.prompts import OPTIONS, Prompt, read_prompts
 from eagle3.runner.text import Text
-from eagle3.runner.text_input import read_text
 from eagle3.targets import TARGETS
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

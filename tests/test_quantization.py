@@ -9,7 +9,7 @@ from torch import nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from transformers import LlamaConfig
 
-from eagle3.export.lowering.cuda.quantization import check_recipe, fitted_recipe, quantize
+from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.targets.gemma4 import skeleton
 
 

@@ -18,13 +18,13 @@ from transformers import AutoConfig
 
 from eagle3.export.checkpoints.safetensors_folder import read_headers
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.cuda import backend as cuda
-from eagle3.export.lowering.cuda.quantization import fitted_recipe
-from eagle3.export.lowering.xnnpack import backend as xnnpack
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
+from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
+from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import make_plan
-from eagle3.export.report import plan_text
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -49,7 +49,7 @@ def quantized(tmp_path_factory) -> Path:
 def prepared(checkpoint: Path | None):
     arch = None if torch.cuda.is_available() else "sm_90"
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=checkpoint, cuda_arch=arch))
-    speculator = load_speculator(plan, EagerAttention, cuda.DTYPE, cuda.conversion(plan))
+    speculator = load_speculator(plan, EagerAttention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     return plan, speculator
 
@@ -106,7 +106,7 @@ def test_the_cpu_dequantizes_it_exactly(quantized):
     in_8_bits = replace(plan, config=replace(plan.config, qembedding="8w"))
     assert "then the embedding is quantized to 8 bits" in plan_text(in_8_bits)
     convert = xnnpack.conversion(plan)
-    found = load_speculator(plan, EagerAttention, xnnpack.DTYPE, convert).target.model.state_dict()
+    found = load_speculator(plan, EagerAttention, xnnpack.dtype, convert).target.model.state_dict()
     dense = {name: value for name, value in plan.target_source.tensors() if isinstance(value, TorchAOBaseTensor)}
     assert convert.record() == {"dequantized": len(dense)}
     for name, value in dense.items():

@@ -9,13 +9,12 @@ import sys
 import pytest
 from commands import fail_command, run_command
 
-from eagle3.runner import artifact as opening
-from eagle3.runner import record
-from eagle3.runner.artifact import open_artifact
+from eagle3.runner.artifact import opening, record
+from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.bench.cli import main as bench_main
-from eagle3.runner.cli import main as run_main
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 from eagle3.runner.inspect.cli import main as inspect_main
+from eagle3.runner.run.cli import main as run_main
 
 TOKENS = ("--prompt-tokens", "2,318,1664,11", "--max-new-tokens", "8")
 HEADER = 64  # bytes, with ExecuTorch's extended header
@@ -36,10 +35,10 @@ def alone(artifact, tmp_path):
 
 @pytest.fixture
 def not_loaded(monkeypatch):
-    def load_runtime():
-        raise AssertionError("it got to the runtime")
+    def read_constants(model):
+        raise AssertionError("it got to the program")
 
-    monkeypatch.setattr(opening, "load_runtime", load_runtime)
+    monkeypatch.setattr(opening, "read_constants", read_constants)
 
 
 @pytest.fixture
@@ -88,14 +87,14 @@ def test_none_of_400_flipped_bytes_gets_to_the_runtime(copied, not_loaded):
         flip(model, position)
     assert len(lines) == 400
     assert all(str(model) in line and "\n" not in line and "copy or export it again" in line for line in lines)
-    with pytest.raises(AssertionError, match="got to the runtime"):  # whole again
+    with pytest.raises(AssertionError, match="got to the program"):  # whole again
         open_artifact(copied)
 
 
 @pytest.mark.parametrize("place", [6, 40, 5000, -1000])
 def test_a_flipped_byte_is_one_line_and_exit_1_of_the_real_command(place, copied):
     flip(copied / MODEL_FILE, place % (copied / MODEL_FILE).stat().st_size)
-    command = [sys.executable, "-c", "from eagle3.runner.cli import main; main()", copied, *TOKENS]
+    command = [sys.executable, "-c", "from eagle3.runner.run.cli import main; main()", copied, *TOKENS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
@@ -139,7 +138,7 @@ def test_of_a_large_artifact_sizes_and_the_program_are_compared_and_the_rest_whe
         flip(model, position)
     (behind,) = positions(copied, 0, 0, 1)
     flip(model, behind)
-    with pytest.raises(AssertionError, match="got to the runtime"):
+    with pytest.raises(AssertionError, match="got to the program"):
         open_artifact(copied)
     with pytest.raises(ValueError, match=r"model\.pte is damaged"):
         open_artifact(copied, verify=True)
@@ -214,12 +213,12 @@ def test_a_program_alone_runs_and_a_line_says_that_it_was_not_checked(alone, art
     assert open_artifact(artifact).checked and not open_artifact(alone).checked
 
 
-def test_the_line_comes_before_the_program_is_loaded(alone, monkeypatch):
+def test_the_line_comes_before_the_program_is_read(alone, monkeypatch):
     lines = []
-    monkeypatch.setattr(opening, "load_runtime", lambda: lines.append("loads"))
-    with pytest.raises(AttributeError):
+    monkeypatch.setattr(opening, "read_constants", lambda model: lines.append("reads"))
+    with pytest.raises(TypeError):
         open_artifact(alone, say=lines.append)
-    assert [line.split(":")[0] for line in lines] == ["Not checked", "loads"]
+    assert [line.split(":")[0] for line in lines] == ["Not checked", "reads"]
 
 
 def test_a_renamed_program_is_not_in_the_record_and_so_not_checked(copied):

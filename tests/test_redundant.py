@@ -5,14 +5,14 @@ from executorch.runtime import Runtime
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.lowering.xnnpack import backend
+from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.forms import rows_before_heads
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.redundant import remove_no_ops
-from eagle3.export.lowering.xnnpack.weights import quantize
+from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+from eagle3.runner.artifact.pte import read_pte
+from eagle3.runner.artifact.xnnpack_graph import read_graphs
 from eagle3.runner.contract import METHODS, MODEL_FILE
-from eagle3.runner.inspect.program import read_pte
-from eagle3.runner.inspect.xnnpack import read_graphs
 
 
 def delegates_of(pte, method):

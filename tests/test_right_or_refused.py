@@ -9,14 +9,14 @@ from family_configs import FAMILIES, YARN_ROPE, family_config
 from random_checkpoints import GEMMA4, LLAMA3_ROPE, SIZE, save_random_draft
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3Config
 
-from eagle3.export.config import ExportConfig
+from eagle3.export.checks.preflight import preflight
+from eagle3.export.output.progress import Progress
 from eagle3.export.pipeline import load_speculator, make_metadata
-from eagle3.export.plan import make_plan
-from eagle3.export.preflight import preflight
-from eagle3.export.progress import Progress
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 
 PROMPT, NEW = 70, 14  # tokens: past four windows, a chunk and every original rope length

@@ -19,14 +19,14 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from triton.runtime import interpreter
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.attention import CudaAttention
-from eagle3.export.lowering.cuda.dispatch import shared_counters
+from eagle3.export.lowering.cuda.graph.attention import CudaAttention
+from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
+from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels import heads as helpers
 from eagle3.export.lowering.cuda.kernels.attention_of_product import attention_of_product
 from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
-from eagle3.export.lowering.cuda.rotated import rotate_in_attention
 from eagle3.targets.attention import KVCacheShape
 
 SLOTS, WINDOW = 300, 40
@@ -111,6 +111,10 @@ def reference(product, keys, values, first, last, scale, longest, *turned) -> tu
     return attention_of_product(product, bias, keys, values, first, last, counters(), *turned, scale, longest, 16)
 
 
+ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the programs of a launch
+
+
+@ONCE
 @settings(max_examples=30, deadline=None)
 @given(
     rows=some.integers(1, 16),
@@ -141,6 +145,7 @@ def test_each_program_writes_what_it_reads(
         assert torch.equal(x[:, :, others], before[:, :, others])
 
 
+@ONCE
 def test_a_row_has_the_same_bits_with_any_number_of_rows():
     most = Alone(*made(16, 120, 2, 2, 24, WINDOW, True))
     for rows in (1, 7):

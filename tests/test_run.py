@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import pytest
 from commands import fail_command, run_command
 
 from eagle3.runner import load
-from eagle3.runner.cli import main
 from eagle3.runner.conversation import Conversation
+from eagle3.runner.model import Piece, Stream
+from eagle3.runner.run.cli import main
+from eagle3.runner.run.dialogue import _turn
+from eagle3.runner.text import Text
 
 TEXT = "def main(argv=None):\n    "
-RUN = "from eagle3.runner.cli import main; main()"
+RUN = "from eagle3.runner.run.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +118,63 @@ def test_prompts_in_and_results_out_line_by_line(artifact, model, tmp_path):
     assert records[2]["id"] == 81
 
 
-def test_what_was_generated_before_a_bad_prompt_is_kept(artifact, tmp_path):
+def test_a_bad_prompt_is_told_before_the_others_are_run(artifact, tmp_path):
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text(json.dumps({"prompt": TEXT}) + "\n" + json.dumps({"prompt": "x = 1\n" * 2000}) + "\n")
     code, line = fail_command(main, artifact, "--prompts", prompts, "--output", results, "--max-new-tokens", 8)
     assert code == 1 and "line 2: the prompt has" in line
-    assert len(results.read_text().splitlines()) == 1
+    assert not results.exists()
+
+
+def test_the_seed_that_was_drawn_is_told_and_gives_the_text_again(artifact):
+    args = artifact, "--prompt", TEXT, "--max-new-tokens", 12, "--temperature", 1.5
+    for stats in ((), ("--stats",)):
+        done = run_command(main, *args, *stats)
+        seed = re.search(r"seed (\d+)", done.stderr)[1]
+        assert run_command(main, *args, "--seed", seed).stdout == done.stdout
+    assert "seed" not in run_command(main, artifact, "--prompt", TEXT, "--max-new-tokens", 2).stderr
+
+
+def test_one_token_has_no_rate_of_those_after_it(artifact):
+    args = artifact, "--prompt", TEXT, "--stats", "--max-new-tokens"
+    told = run_command(main, *args, 1).stderr
+    assert "0.000 ms" not in told and "1 tokens in" in told and "time to first token" in told
+    assert "decode" not in told and "rounds" not in told and "acceptance" not in told
+    assert " ms a token" in run_command(main, *args, 8).stderr
+
+
+@pytest.mark.parametrize("source", ["text", "messages", "file of prompts"])
+def test_a_text_that_cannot_fit_is_refused_by_its_characters_before_it_is_tokenized(
+    artifact, source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Text, "encode", None)
+    monkeypatch.setattr(Text, "encode_messages", None)
+    text = "x = 1\n" * 2_000_000
+    file = tmp_path / "file"
+    file.write_text(json.dumps({"prompt": text}) if source == "file of prompts" else text)
+    flags = {"text": ["--prompt-file"], "messages": ["--chat", "--prompt-file"], "file of prompts": ["--prompts"]}
+    code, line = fail_command(main, artifact, *flags[source], file)
+    assert code == 1 and "the prompt has 12,000,000 characters, the artifact's context 1024 tokens of 37" in line
+
+
+def test_an_error_within_an_answer_begins_on_a_line_of_its_own(artifact, monkeypatch, capfd):
+    """Behind an answer that stops in the middle of a line, and behind one that has ended its line."""
+    for text, behind in (("an answer", "\n"), ("a line\n", ""), ("", "")):
+
+        def pieces(_stream, text=text):
+            yield Piece(text, [5])
+            raise RuntimeError("the method failed")
+
+        monkeypatch.setattr(Stream, "__iter__", pieces)
+        with pytest.raises(SystemExit) as end:
+            main([str(artifact), "--prompt", TEXT])
+        said = capfd.readouterr()
+        assert end.value.code == 1 and said.out == text + behind
+        assert said.err.startswith("Error: RuntimeError: the method failed")
+        monkeypatch.setattr(Conversation, "say", lambda dialogue, line, pieces=pieces: pieces(None))
+        _turn(Conversation(None), "Hello", False)
+        said = capfd.readouterr()
+        assert said.out == text + behind and said.err.startswith("Error: RuntimeError: the method failed")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +187,8 @@ def test_what_was_generated_before_a_bad_prompt_is_kept(artifact, tmp_path):
         (["--prompt", "a", "--logit-bias", "x"], "TOKEN_ID=BIAS"),
         (["--prompt", "a", "--output", "b"], "--output"),
         (["--prompt", "a", "--system", "b"], "--chat"),
+        (["--prompt", "a", "--logprobs", "3"], "--logprobs are shown in --json alone: type --json as well"),
+        (["--chat", "--json", "--logprobs", "3"], "--logprobs are shown"),
         (["--chat"], "terminal"),
         ([], "give one of"),
     ],
@@ -147,7 +204,7 @@ PROMPT = "\r\n> "
 class Terminal:
     """A command on a terminal of its own, which knows no escape sequences."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, **environment):
         self.screen, child = pty.openpty()
         self.shown = ""
         command = [sys.executable, "-c", RUN, *map(str, args)]
@@ -158,7 +215,7 @@ class Terminal:
             stderr=child,
             start_new_session=True,
             preexec_fn=_control,
-            env=os.environ | {"TERM": "dumb"},
+            env=os.environ | {"TERM": "dumb"} | environment,
         )
         os.close(child)
 
@@ -214,5 +271,30 @@ def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
         terminal.until(PROMPT)
         terminal.type("/reset\n")
         terminal.until(PROMPT)
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+
+
+ASCII = {
+    "locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "strict": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
+    "UTF-8": {"LC_ALL": "C.UTF-8"},
+}
+
+
+@pytest.mark.parametrize("environment", ASCII.values(), ids=ASCII)
+def test_a_dialogue_takes_letters_that_the_locale_lacks(artifact, model, environment):
+    """The same tokens are computed as of that text; what is no UTF-8 is told, and the dialogue goes on."""
+    text = "# Überschrift, é – \U0001f40d"
+    terminal = Terminal(artifact, "--chat", "--max-new-tokens", 4, "--ignore-eos", "--stats", **environment)
+    terminal.until(PROMPT)
+    terminal.type(text + "\n")
+    count = len(model.encode([{"role": "user", "content": text}]))
+    assert f"({count} prompt tokens" in terminal.until("tokens/s)") + "tokens/s)"
+    terminal.until(PROMPT)
+    os.write(terminal.screen, b"/reset\n")
+    terminal.until(PROMPT)
+    os.write(terminal.screen, b"abc \xff d\n")
+    assert "is not Unicode text" in terminal.until(PROMPT)
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0

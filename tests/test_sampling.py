@@ -9,7 +9,8 @@ import torch
 from bench_sampling import Timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import VOCABULARY, ScriptedSession, scripted_metadata
+from scripted import VOCABULARY, scripted_metadata
+from scripted_logits import LogitsSession, random_logits
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from eagle3.runner.choice import Greedy
+from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import Dense, Sparse
@@ -27,14 +29,9 @@ from eagle3.runner.sampling.logprobs import Logprobs
 from eagle3.runner.sampling.noise import gumbel, keys, spread, words
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.session import Step
 
 PROMPT = [3, 1, 4, 1, 5, 9, 6]
 CPU_TENSORS = Device(torch.device("cpu"))  # as on an accelerator
-
-
-def random_logits(seed: int, *shape: int, scale: float = 3.0) -> torch.Tensor:
-    return scale * torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_transformers(logits: torch.Tensor, sampling: Sampling, tokens: list[int]) -> torch.Tensor:
@@ -112,40 +109,6 @@ def test_few_ids_all_ids_and_tensors_draw_the_same(temperature, top_k, top_p, mi
     sparse = Sparse(sampling, seed, ids, Host())(logits.numpy(), position)
     tensors = Dense(sampling, seed, ids, CPU_TENSORS)(logits, position)
     assert dense.tolist() == sparse.tolist() == tensors.tolist()
-
-
-class LogitsSession(ScriptedSession):
-    """A scripted session whose target and draft have logits: tables that the prefix chooses a row of."""
-
-    def __init__(self, metadata, target_logits: torch.Tensor, draft_logits: torch.Tensor, draft_ids: torch.Tensor):
-        self._rows, self._draft_rows, self._draft_ids = target_logits, draft_logits, draft_ids
-
-        def greedy(prefix):
-            return int(self._of(prefix).argmax())
-
-        def proposal(prefix):
-            return int(draft_ids[self._draft_of(prefix).argmax()])
-
-        super().__init__(metadata, greedy, proposal)
-
-    def _of(self, prefix):
-        return self._rows[(3 * prefix[-1] + 5 * len(prefix) + prefix[len(prefix) // 2]) % len(self._rows)]
-
-    def _draft_of(self, prefix):
-        return self._draft_rows[(prefix[-1] + 7 * len(prefix)) % len(self._draft_rows)]
-
-    def _target(self, tokens, input_pos):
-        step = super()._target(tokens, input_pos)
-        prefixes = [self.target_cache[position].prefix for position in input_pos.tolist()]
-        return step._replace(logits=torch.stack([self._of(prefix) for prefix in prefixes])[None])
-
-    def prefill(self, tokens, input_pos):
-        step = super().prefill(tokens, input_pos)
-        return step._replace(logits=self._of(self.target_cache[int(input_pos[-1])].prefix)[None, None])
-
-    def draft_decode(self, tokens, feature, input_pos):
-        step = super().draft_decode(tokens, feature, input_pos)
-        return step._replace(logits=self._draft_of(self.draft_cache[int(input_pos[-1])].prefix)[None, None])
 
 
 @settings(max_examples=80, deadline=None)

@@ -14,9 +14,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
 from eagle3.export.joining import joined
-from eagle3.export.lowering.cuda.int4_tensor import laid_out
 from eagle3.export.lowering.cuda.kernels import int4 as kernel4
 from eagle3.export.lowering.cuda.kernels import small_m, sums
+from eagle3.export.lowering.cuda.weights.int4_tensor import laid_out
 
 GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_head: N over 1024)
     "sliding_q": (390, 256),
@@ -235,6 +235,7 @@ def test_a_row_has_the_same_bits_in_every_call(weight):
             assert torch.equal(found, expected[..., :m, :]), f"{m} rows"
 
 
+@pytest.mark.races(("forward",))  # loads are counted
 def test_each_weight_word_is_read_once_for_up_to_16_rows(monkeypatch):
     read = []
     load = InterpreterBuilder.create_masked_load

@@ -11,17 +11,18 @@ from random_checkpoints import save_random_draft
 from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_metadata
 from test_cache import InTurn, random_metadata, random_speculator
 
-from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator, make_metadata
-from eagle3.export.plan import make_plan
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.runner.adaptive_chain import AdaptiveChain
-from eagle3.runner.artifact import open_artifact, open_session
+from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
+from eagle3.runner.hosts.opening import open_session
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 
 

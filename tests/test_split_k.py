@@ -9,7 +9,7 @@ from torch import nn
 
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import CACHED, KERNEL_ROWS, SplitLinear, split_wide_linears
-from eagle3.export.lowering.xnnpack.weights import quantize
+from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 
 WIDTH, OUTPUTS = 2592, 48  # 81 groups of 32
 

@@ -9,9 +9,9 @@ from random_checkpoints import random_model
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.cuda import weights
-from eagle3.export.lowering.cuda.quantization import fitted_recipe, lay_out, quantize
-from eagle3.export.lowering.cuda.weights import CudaWeights
+from eagle3.export.lowering.cuda.weights import conversion as weights
+from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

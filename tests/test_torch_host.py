@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,24 +15,24 @@ import torch
 from commands import fail_command, run_command
 from order_of_calls import OrderOfCalls
 
-from eagle3.export.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.plan import make_plan
-from eagle3.runner import artifact as opening
-from eagle3.runner.artifact import choose_runtime, open_artifact, open_session
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.artifact.cuda_library import Library
+from eagle3.runner.artifact.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.bench.cli import main as bench_main
-from eagle3.runner.cli import main as run_main
-from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.hosts import torch_host, torch_host_checks
-from eagle3.runner.hosts.cuda_graph import WARM_UP, SingleThreaded
+from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY, row_bounds
+from eagle3.runner.hosts import opening, torch_host, torch_host_checks
+from eagle3.runner.hosts.cuda_graph import WARM_UP, SingleThreaded, capture
+from eagle3.runner.hosts.opening import choose_runtime, open_session
+from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.hosts.torch_host import TorchSession
-from eagle3.runner.inspect.cuda import Library
-from eagle3.runner.inspect.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
-from eagle3.runner.inspect.program import read_pte, row_bounds
 from eagle3.runner.loop import complete
+from eagle3.runner.run.cli import main as run_main
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -181,6 +181,104 @@ def test_what_the_library_refuses_is_said(hosted):
         SingleThreaded(method._library, torch.device("cpu"), {})
     with pytest.raises(ValueError, match="its library has no AOTInductorModelContainerCreateWithDevice"):
         SingleThreaded(SimpleNamespace(), torch.device("cpu"), {})
+
+
+def test_a_container_whose_constants_are_refused_is_freed_and_keeps_none_of_them(hosted):
+    method = hosted._methods[SPECULATE]
+    library, made = method._library, []
+
+    class Counted:
+        def __getattr__(self, name):
+            made.append(name.removeprefix("AOTInductorModelContainer"))
+            return getattr(library, name)
+
+    name, given = next(iter(method._constants.items()))
+    tensor = given.clone()
+    held = tensor._use_count()
+    with pytest.raises(RuntimeError, match="UpdateUserManagedConstantBufferPairs failed"):
+        SingleThreaded(Counted(), torch.device("cpu"), {name: tensor})  # all others are lacking
+    assert made.count("CreateWithDevice") == made.count("Delete") == 2  # each is looked up once before it is called
+    assert tensor._use_count() == held
+
+
+def test_memory_is_given_back_where_a_method_does_not_load(host_artifact, monkeypatch):
+    placed, place, load = {}, torch_host.place_storages, torch_host.load_method
+
+    def keep(*given):
+        placed.update(place(*given))
+        return placed
+
+    def refuse_verify(method, *given):
+        if method.name == TARGET_VERIFY:
+            raise ValueError("the library of target_verify does not load")
+        return load(method, *given)
+
+    monkeypatch.setattr(torch_host, "place_storages", keep)
+    monkeypatch.setattr(torch_host, "load_method", refuse_verify)
+    with pytest.raises(ValueError, match="target_verify does not load"):
+        open_session(open_artifact(host_artifact))
+    assert placed and not any(storage.untyped_storage().nbytes() for storage in placed.values())
+
+
+class FakeStream:
+    pass
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What stands for ``torch.cuda`` in a capture: which stream is current, which pool is allocated from."""
+    state = SimpleNamespace(stream="the caller's", pools=[], refuses=None, ended=0)
+
+    @contextmanager
+    def stream(chosen):
+        before, state.stream = state.stream, chosen
+        try:
+            yield
+        finally:
+            state.stream = before
+
+    class Captured:
+        def capture_begin(self, pool, capture_error_mode):
+            state.pools.append(pool)
+            if state.refuses == "begin":
+                raise RuntimeError("no capture")
+
+        def capture_end(self):
+            state.ended += 1
+            state.pools.pop()
+            if state.refuses in ("body", "end"):
+                raise RuntimeError("failed due to a previous error")
+
+    for owner, name, value in (
+        (torch.cuda, "CUDAGraph", Captured),
+        (torch.cuda, "Stream", FakeStream),
+        (torch.cuda, "stream", stream),
+        (torch.cuda, "device", lambda device: nullcontext()),
+        (torch.cuda, "synchronize", lambda: None),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "graph_pool_handle", lambda: (0, 1)),
+        (torch._C, "_cuda_endAllocateToPool", lambda device, pool: state.pools.remove(pool)),
+        (torch._C, "_cuda_releasePool", lambda device, pool: None),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return state
+
+
+@pytest.mark.parametrize("refuses", ["begin", "body", "end", None])
+def test_a_capture_gives_the_stream_and_the_pool_back_however_it_ends(refuses, cuda):
+    cuda.refuses, streams = refuses, []
+
+    def body():
+        streams.append(cuda.stream)
+        if refuses == "body":
+            raise RuntimeError("what the kernel said")
+
+    said = {"begin": "no capture", "body": "what the kernel said", "end": "previous error"}
+    with pytest.raises(RuntimeError, match=said[refuses]) if refuses else nullcontext():
+        capture(body, torch.device("cuda", 0))
+    assert cuda.stream == "the caller's" and not cuda.pools
+    assert cuda.ended == (refuses != "begin")
+    assert [type(stream) for stream in streams] == [FakeStream] * (refuses != "begin")
 
 
 @pytest.fixture

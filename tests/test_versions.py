@@ -11,14 +11,14 @@ import torch
 from click.testing import CliRunner
 from torch._higher_order_ops import triton_kernel_wrap
 
-from eagle3.export.artifact import package_versions
-from eagle3.export.lowering.cuda import shortcuts
-from eagle3.export.lowering.cuda.toolchain import cuda_home
-from eagle3.runner import artifact as opening
-from eagle3.runner.artifact import open_artifact, open_session
-from eagle3.runner.cli import main as run_main
-from eagle3.runner.hosts import torch_host_checks
+from eagle3.export.lowering.cuda.graph import shortcuts
+from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
+from eagle3.export.output.contents import package_versions
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.hosts import opening, torch_host_checks
 from eagle3.runner.hosts.executorch_host import load_llm_ops
+from eagle3.runner.hosts.opening import open_session
+from eagle3.runner.run.cli import main as run_main
 
 
 def test_the_analysis_of_kernels_by_its_name_in_pytorch_2_11(monkeypatch):

@@ -16,17 +16,18 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from eagle3.export import preflight
+from eagle3.export.checks import preflight
 from eagle3.export.cli import main as export_main
-from eagle3.export.config import ExportConfig
-from eagle3.export.lowering.xnnpack import backend, quantization
-from eagle3.export.lowering.xnnpack.memory import _model_bytes
+from eagle3.export.lowering.xnnpack import quantization
+from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
+from eagle3.export.lowering.xnnpack.export_memory import _model_bytes
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
-from eagle3.export.lowering.xnnpack.weights import XnnpackWeights
+from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.pipeline import stored_bytes
-from eagle3.export.plan import make_plan
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import triton.experimental.gluon  # noqa: F401  (imported later, it would find the language's own kernels wrapped)
 import triton.language as tl
+from race_hooks import fresh_memory
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
@@ -75,6 +76,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_restore, before)
         stack.enter_context(bfloat16_done_right())
+        stack.enter_context(fresh_memory())
         for module in (tl, tl.standard, *modules):  # the language's own reductions are kernels too
             kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
             wrapped = {name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}

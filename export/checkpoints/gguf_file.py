@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3.export.checkpoints.gguf_names import ARCHITECTURES, UNREAD, Architecture
-from eagle3.export.checkpoints.gguf_reader import open_gguf
+from eagle3.export.checkpoints.gguf_reader import open_gguf, text_count
 from eagle3.export.checkpoints.source import Source, TensorHeader
 
 if TYPE_CHECKING:
@@ -97,6 +97,17 @@ class GGUFFile(Source):
             key = key.format(arch=self.field("general.architecture"))
         return fields[key].contents() if key in fields else None
 
+    def own_fields(self) -> dict[str, Any]:
+        """The metadata under the architecture's name, without that."""
+        prefix = f"{self.field('general.architecture')}."
+        names = [key for key in self._readers[0].fields if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.field(key) for key in names}
+
+    def length(self, key: str) -> int | None:
+        """How many texts an array of the metadata has; None where there is no such array."""
+        field = self._readers[0].fields.get(key)
+        return None if field is None else text_count(field)
+
     def by_own_name(self, name: str) -> Tensor | None:
         """A plain tensor by its name in the file; None where it has none."""
         found = (tensor for reader in self._readers for tensor in reader.tensors if tensor.name == name)
@@ -126,7 +137,7 @@ class GGUFFile(Source):
     def _as_trained(self, name: str, value: Tensor) -> Tensor:
         """A tensor as it was before llama.cpp's converter changed it; ``name`` is the file's."""
         if self.architecture.norm_shift and name.endswith("norm.weight"):
-            return value - self.architecture.norm_shift
+            return value.float() - self.architecture.norm_shift
         if self.architecture.rotary_rows and re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
             heads = self._heads("attention.head_count")
             if ".attn_k." in name:

@@ -1,81 +1,146 @@
 """Whether a GGUF file is of the model that a configuration describes: what its metadata says against ``config.json``.
 
 The configuration is what is computed; the file has the sizes and constants that llama.cpp would compute with. Where the
-two disagree one of them is of another model.
+two disagree one of them is of another model. A key that is compared with nothing is refused, unless it is 0 or empty.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.targets.spec import layer_windows
+from eagle3.export.checkpoints.gguf_implied import HARMLESS, implied, ropes_of
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.source import TensorHeader
 
 _LIKELY = "likely not of the same model: type --config with the Hugging Face folder that the file was made from"
 _UNROTATED = 1e30
 """By what llama.cpp divides the frequencies of dimensions that are not rotated."""
+FACTORS = ("logit_scale", "embedding_scale", "residual_scale", "attention.scale", "rope.scaling.factor")
+FACTORS += ("rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
+"""Keys whose value 0 means that llama.cpp takes its own default."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def check_metadata(file: GGUFFile, config: Any, folder: Path) -> None:
-    """``config`` is transformers' text configuration in ``folder``. Raises ValueError naming the first value that
-    disagrees, and both."""
+def check_metadata(file: GGUFFile, config: Any, folder: Path, stop_ids: tuple[int, ...] = ()) -> None:
+    """``config`` is transformers' text configuration in ``folder``, ``stop_ids`` the stop tokens there. Raises
+    ValueError naming the first key that disagrees, and both values."""
     own = file.architecture.model_types
     if config.model_type not in own:
         raise ValueError(
             f"{file.path} is {file.field('general.architecture')} (for {' or '.join(own)}), but {folder} is a "
             f"{config.model_type}: {_LIKELY}"
         )
-    for key, field, expected in _implied(config):
+    described = file.field("{arch}.context_length") is not None
+    compared = set(HARMLESS)
+    for key, field, expected, absent in implied(config):
+        compared.add(key)
         found = file.field(f"{{arch}}.{key}")
-        if found is not None and expected is not None and not _agree(found, expected):
+        if found is None and described:
+            found = absent
+        left_to_llama_cpp = found is None or (found == 0 and key in FACTORS)
+        if expected is None or left_to_llama_cpp or _may_be_cut(file, key, found, config):
+            continue
+        found = _by_layer(key, found, expected)
+        if not _agree(found, expected):
             raise ValueError(
                 f"{file.path}: {key} is {_shown(found, expected)}, but {folder / 'config.json'} implies "
                 f"{_shown(expected, found)} ({field}): {_LIKELY}"
             )
-    _check_rope_factors(file, config, folder)
+    for key, value in file.own_fields().items():
+        if key not in compared and value not in (None, 0, "", []):
+            raise ValueError(
+                f"{file.path}: {key} is {_shown(value, value)}, which is not read, and {folder / 'config.json'} says "
+                f"nothing of it: {_LIKELY}, or name the weights in that folder"
+            )
+    _check_ids(file, config, folder, stop_ids)
+    _check_rope_factors(file, config, folder, described)
 
 
-def _implied(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Key in the metadata, field in ``config.json``, the value there: one, or a list by layer."""
-    windows = [window.tokens for window in layer_windows(config)]
-    layers, full, sliding = config.per_layer_config, None, None
-    for layer, window in zip(layers, windows, strict=True):
-        full, sliding = (full, layer) if window else (layer, sliding)
-    one = full or sliding
-    width, heads = getattr(one, "head_dim", None), config.num_attention_heads
-    ropes = _ropes(config)
-    kv_heads = [getattr(layer, "num_key_value_heads", None) or heads for layer in layers]
-    yield "block_count", "num_hidden_layers", config.num_hidden_layers
-    yield "embedding_length", "hidden_size", config.hidden_size
-    yield "feed_forward_length", "intermediate_size", config.intermediate_size
-    yield "context_length", "max_position_embeddings", config.max_position_embeddings
-    yield "vocab_size", "vocab_size", config.vocab_size
-    yield "attention.head_count", "num_attention_heads", heads
-    yield "attention.head_count_kv", "num_key_value_heads", kv_heads
-    yield "attention.key_length", "head_dim", width
-    yield "attention.value_length", "head_dim", width
-    yield "attention.key_length_swa", "head_dim", getattr(sliding, "head_dim", None)
-    yield "attention.value_length_swa", "head_dim", getattr(sliding, "head_dim", None)
-    yield "attention.layer_norm_rms_epsilon", "rms_norm_eps", config.rms_norm_eps
-    yield "attention.sliding_window", "sliding_window", max(windows) or None
-    pattern = [bool(window) for window in windows] if full and sliding else None
-    yield "attention.sliding_window_pattern", "layer_types", pattern
-    yield "rope.freq_base", "rope_parameters", ropes["full_attention"].get("rope_theta")
-    yield "rope.freq_base_swa", "rope_parameters", ropes["sliding_attention"].get("rope_theta")
-    rope = ropes["full_attention"]
-    kind = rope.get("rope_type") if rope.get("rope_type") in ("linear", "yarn", "longrope") else "none"
-    yield "rope.scaling.type", "rope_parameters", kind
-    yield "rope.scaling.factor", "rope_parameters", rope.get("factor") if kind != "none" else None
-    yield "final_logit_softcapping", "final_logit_softcapping", getattr(config, "final_logit_softcapping", None)
+def rows_of_embedding(file: GGUFFile, headers: dict[str, TensorHeader], config: Any, folder: Path) -> int:
+    """How many tokens the file's embedding has: ``config.vocab_size``, or fewer where llama.cpp's converter left out
+    the rows that no token has (Gemma 3's last 64). Raises ValueError where it left out tokens."""
+    rows = {headers[name].shape[0] for name in (EMBEDDING, HEAD) if name in headers and headers[name].shape}
+    if not file.architecture.cuts_vocabulary or len(rows) != 1 or min(rows) >= config.vocab_size:
+        return config.vocab_size
+    (count,), known = rows, _tokens(file, folder)
+    if known is not None and known > count:
+        raise ValueError(
+            f"{file.path}: its embedding has {count} rows, but the tokenizer has {known} tokens and "
+            f"{folder / 'config.json'} implies {config.vocab_size} (vocab_size): {_LIKELY}"
+        )
+    return count
 
 
-def _ropes(config: Any) -> dict[str, dict[str, Any]]:
-    """By kind of layer: one rope for all, or one each."""
-    given = config.rope_parameters
-    return {kind: given.get(kind, given) for kind in ("full_attention", "sliding_attention")}
+def template_note(file: GGUFFile, folder: Path) -> list[str]:
+    """A line on which chat template is used, where the file brings one that is not the folder's."""
+    own, used = file.field("tokenizer.chat_template"), _template(folder)
+    if not isinstance(own, str) or not own or own == used:
+        return []
+    if used is None:
+        return [
+            f"{file.path} brings a chat template, which is not read, and {folder} has none: dialogues will have none"
+        ]
+    return [f"the chat template of {folder} is used: that of {file.path} is another, and is not read"]
+
+
+def _template(folder: Path) -> str | None:
+    """As transformers finds it: a file of its own before ``tokenizer_config.json``."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_object(folder / name).get("chat_template") if (folder / name).is_file() else None
+        if isinstance(found, list):  # several, by name
+            found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _tokens(file: GGUFFile, folder: Path) -> int | None:
+    """How many tokens there are, by the file's own list or the folder's tokenizer; None where neither says."""
+    listed = file.length("tokenizer.ggml.tokens")
+    if listed is not None:
+        return listed
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    fields = read_object(folder / "tokenizer.json")
+    words, added = fields.get("model", {}).get("vocab"), fields.get("added_tokens") or []
+    ids = list(words.values()) if isinstance(words, dict) else range(len(words or ()))
+    return max([*ids, *(each["id"] for each in added)], default=-1) + 1
+
+
+def _may_be_cut(file: GGUFFile, key: str, found: Any, config: Any) -> bool:
+    return key == "vocab_size" and file.architecture.cuts_vocabulary and found <= config.vocab_size
+
+
+def _check_ids(file: GGUFFile, config: Any, folder: Path, stop_ids: tuple[int, ...]) -> None:
+    """The file's first token and its stop token against the configuration's, where that has any."""
+    ends = config.eos_token_id
+    ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+    ends, begins = sorted({*ends, *stop_ids}), config.bos_token_id
+    for key, field, expected in (
+        ("tokenizer.ggml.bos_token_id", "bos_token_id", [] if begins is None else [begins]),
+        ("tokenizer.ggml.eos_token_id", "eos_token_id", ends),
+    ):
+        found = file.field(key)
+        if found is not None and expected and found not in expected:
+            says = " or ".join(map(str, expected))
+            raise ValueError(f"{file.path}: {key} is {found}, but {folder} implies {says} ({field}): {_LIKELY}")
+
+
+def _by_layer(key: str, found: Any, expected: Any) -> Any:
+    """A pattern of windows may be one number n, by which every n-th layer attends to all; sections of a rope may end in
+    zeros."""
+    if key == "attention.sliding_window_pattern" and isinstance(found, int) and not isinstance(found, bool):
+        return [found == 0 or bool((layer + 1) % found) for layer in range(len(expected))]
+    if key == "rope.dimension_sections" and isinstance(found, list):
+        while found and not found[-1]:
+            found = found[:-1]
+        return found or 0
+    return found
 
 
 def _agree(found: Any, expected: Any) -> bool:
@@ -96,22 +161,28 @@ def _shown(value: Any, other: Any) -> str:
         pairs = enumerate(zip(value, other if isinstance(other, list) else [other] * len(value), strict=False))
         layer = next((number for number, pair in pairs if not _agree(*pair)), None)
         return f"{len(value)} layers long" if layer is None else f"{value[layer]} for layer {layer}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)[:60]
 
 
-def _check_rope_factors(file: GGUFFile, config: Any, folder: Path) -> None:
+def _check_rope_factors(file: GGUFFile, config: Any, folder: Path, described: bool) -> None:
     """The factors that llama.cpp divides the frequencies of full layers by, against transformers' own frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    factors = file.by_own_name("rope_freqs.weight")
-    if factors is None:
-        return
-    rope = _ropes(config)["full_attention"]
-    plain = rope["rope_theta"] ** -(torch.arange(len(factors)) / len(factors))
-    own = torch.where(factors < _UNROTATED / 2, plain / factors, 0.0)
-    kind, expected = rope.get("rope_type", "default"), plain
-    if kind in ROPE_INIT_FUNCTIONS:
+    rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")
+    kind, expected = rope.get("rope_type", "default"), None
+    if kind in ROPE_INIT_FUNCTIONS and kind not in ("linear", "yarn"):  # which have keys in the metadata, no factors
         by_layer = {} if rope is config.rope_parameters else {"layer_type": "full_attention"}
         expected, _ = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **by_layer)
-    if expected.shape != own.shape or not torch.allclose(own, expected, rtol=1e-4, atol=0):
-        raise ValueError(f"{file.path}: its rope_freqs are not those of the {kind} rope in {folder}: {_LIKELY}")
+    if factors is None and (expected is None or not described):
+        return
+    count = len(expected if factors is None else factors)
+    plain = rope["rope_theta"] ** -(torch.arange(count) / count)
+    own = plain if factors is None else torch.where(factors < _UNROTATED / 2, plain / factors, 0.0)
+    expected = plain if expected is None else expected
+    if expected.shape == own.shape and torch.allclose(own, expected, rtol=1e-4, atol=0):
+        return
+    if factors is None:
+        raise ValueError(
+            f"{file.path} has no rope_freqs, but {folder / 'config.json'} implies those of the {kind} rope: {_LIKELY}"
+        )
+    raise ValueError(f"{file.path}: its rope_freqs are not those of the {kind} rope in {folder}: {_LIKELY}")

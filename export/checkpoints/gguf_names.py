@@ -60,11 +60,13 @@ class Architecture:
     """The rows of q and k are in the order of llama.cpp's rotation, pairs beside each other."""
     norm_shift: int = 0
     """What was added to the weights of norms."""
+    cuts_vocabulary: bool = False
+    """The converter leaves out the last rows of an embedding that no token has."""
 
 
 ARCHITECTURES = {
     "gemma4": Architecture(("gemma4_text",), gemma4_names),
-    "gemma3": Architecture(("gemma3_text",), norm_shift=1),
+    "gemma3": Architecture(("gemma3_text",), norm_shift=1, cuts_vocabulary=True),
     "llama": Architecture(("llama", "mistral"), rotary_rows=True),
     "phi3": Architecture(("phi3",), partial(transformers_names, modules=_FUSED_LAYER)),
     "qwen2": Architecture(("qwen2",)),

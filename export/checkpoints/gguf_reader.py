@@ -5,13 +5,14 @@ takes half a minute and 1.8 GB for Gemma's.
 import struct
 from pathlib import Path
 
-from gguf import GGUFReader, GGUFValueType
+import numpy as np
+from gguf import GGUFReader, GGUFValueType, ReaderField
 
 _UNREADABLE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error)
 
 
 class HeaderReader(GGUFReader):
-    """Arrays of numbers are one part; those of text are none."""
+    """Arrays of numbers are one part; of those of text the number of texts is."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int):
         if raw_type != GGUFValueType.ARRAY:
@@ -22,13 +23,18 @@ class HeaderReader(GGUFReader):
             data = memoryview(self.data)
             for _ in range(count):
                 at += 8 + struct.unpack_from("<Q", data, at)[0]
-            return at - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
+            return at - orig_offs, [np.array([count])], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
         if kind == GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(start, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
         if len(values) != count:
             raise ValueError(f"{len(values)} values of {count}")
         return 12 + int(values.nbytes), [values], [0], [GGUFValueType.ARRAY, GGUFValueType(kind)]
+
+
+def text_count(field: ReaderField) -> int | None:
+    """Of an array of texts that ``HeaderReader`` read; None for a field of another kind."""
+    return int(field.parts[-1][0]) if field.types == [GGUFValueType.ARRAY, GGUFValueType.STRING] else None
 
 
 def open_gguf(file: Path) -> GGUFReader:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints.safetensors_folder import weight_map
 from eagle3.export.checkpoints.source import Source, TensorHeader
@@ -34,11 +35,10 @@ class PickledFolder(Source):
 
     def headers(self) -> dict[str, TensorHeader]:
         headers: dict[str, TensorHeader] = {}
-        for name, tensor in self.tensors():
+        for name, tensor in self._stored():
             if name in headers:
                 raise ValueError(f"{self.path} has {name} twice, in two files of {INDEX_FILE}: remove the older one")
-            dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype))
-            headers[name] = TensorHeader(tuple(tensor.shape), dtype, tensor.nbytes)
+            headers[name] = _header(tensor)
         if not (self.path / SINGLE_FILE).is_file():
             for name, file in weight_map(self.path / INDEX_FILE).items():
                 if name not in headers:
@@ -48,8 +48,37 @@ class PickledFolder(Source):
         return headers
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._stored():
+            yield name, _plain(tensor)
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files():
             yield from _read(file).items()
+
+
+def _header(tensor: Tensor) -> TensorHeader:
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, TorchAOBaseTensor):
+        return TensorHeader(shape, type(tensor).__name__, _bytes(tensor), quantized=True)
+    return TensorHeader(shape, _DTYPES.get(tensor.dtype, str(tensor.dtype)), tensor.nbytes)
+
+
+def _bytes(tensor: Tensor) -> int:
+    if not isinstance(tensor, TorchAOBaseTensor):
+        return tensor.nbytes
+    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor as a safetensors file would give it: no Parameter, without gradients, contiguous, its storage its own.
+
+    ExecuTorch's loader casts what is of the class Tensor alone, and its writer takes the whole of a constant's storage.
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, TorchAOBaseTensor):
+        return tensor
+    tensor = tensor.resolve_neg().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -76,6 +105,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(_is_dense(name, value) for name, value in state.items()):
         raise ValueError(f"{file} holds no state dictionary, names to dense tensors: save the model's state_dict()")
+    for name, value in state.items():
+        if type(value) not in (Tensor, nn.Parameter) and not isinstance(value, TorchAOBaseTensor):
+            raise ValueError(
+                f"{file}: {name} is a {type(value).__name__}, no plain tensor: save the model's state_dict() with its "
+                "tensors converted (torch.Tensor)"
+            )
     return state
 
 

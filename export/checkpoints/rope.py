@@ -11,9 +11,9 @@ _BY_LENGTH = {
 }
 
 
-def check_rope(config: Any, where: str) -> None:
-    """Raise ValueError for a transformers configuration with a rope that transformers does not know, or whose table
-    depends on the length of the text (``dynamic_rope_update`` there)."""
+def check_rope(config: Any, where: str, static: bool = True) -> None:
+    """Raise ValueError for a transformers configuration with a rope that transformers does not know, and, if it must be
+    ``static``, with one whose table depends on the length of the text."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -26,8 +26,24 @@ def check_rope(config: Any, where: str) -> None:
             raise ValueError(f"{where}: rope_theta is null, but must be a number above 0: correct it")
         number(each, "rope_theta", None, where)
         number(each, "partial_rotary_factor", None, where, most=1)
-        if kind in _BY_LENGTH:
-            raise ValueError(
-                f"{where}: rope_type {kind} is not supported: {_BY_LENGTH[kind]}, but a cached key keeps the rotation "
-                "that it was given"
-            )
+        if static:
+            _refuse_by_length(kind, where)
+
+
+def check_static(model: Any, config: Any, where: str) -> None:
+    """Raise ValueError for a model whose rotary table depends on the length of the text: transformers' classes decide
+    that by the ``rope_type`` of their rotary modules (``dynamic_rope_update`` there), which is not always the
+    configuration's: HunYuan's "dynamic" with a fixed ``alpha`` is static."""
+    found = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
+    if not found:
+        check_rope(config, where)
+    for kind in (kind for each in found for kind in (each.values() if isinstance(each, dict) else (each,))):
+        _refuse_by_length(kind, where)
+
+
+def _refuse_by_length(kind: str, where: str) -> None:
+    if kind in _BY_LENGTH:
+        raise ValueError(
+            f"{where}: rope_type {kind} is not supported: {_BY_LENGTH[kind]}, but a cached key keeps the rotation that "
+            "it was given"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.rope import check_rope
+from eagle3.export.checkpoints.rope import check_rope, check_static
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
 from eagle3.targets import TARGETS, spec_for
 
@@ -18,6 +18,7 @@ SIZES = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_global_key_value_heads", "global_head_dim"),  # of Gemma 4
 )
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MOST, MOST_LAYERS = 2**31 - 1, 1000  # more would be built, on the meta device, until memory or patience ends
 BY_LAYER = ("head_dim", "num_key_value_heads")
 """What single layers may override, as the full layers of Gemma 4 do."""
@@ -34,6 +35,8 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
     """
     from transformers import AutoConfig
 
+    from eagle3.targets.text_part import text_config_of
+
     file = checkpoint / "config.json"
     if (checkpoint / ADAPTER_CONFIG).is_file():
         raise ValueError(
@@ -49,9 +52,10 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
         _check_sizes(file, part)
     try:
         read = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        text_config = text_config_of(read)
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
-    text_config = read.get_text_config()
+    _tie_as_the_whole(read, text_config)
     text_config.__dict__.pop("quantization_config", None)  # how the weights are stored: a source reads it
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
@@ -60,16 +64,23 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
         raise ValueError(
             f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
         )
+    for name in NEEDED:
+        if getattr(text_config, name, None) is None and not text_config.per_layer_attributes:
+            raise ValueError(
+                f"{file} ({text_config.model_type}) has no {name}, which every decoder that is read has: "
+                "eagle3-export --list-targets lists what is supported"
+            )
     _check_layers(file, text_config)
     _check_ropes(file, text_config)
     try:
-        spec.module().skeleton(text_config, SHORT)
-    except ValueError:
-        raise
+        model = spec.module().skeleton(text_config, SHORT).model
+    except ValueError as error:
+        raise ValueError(f"{file} ({text_config.model_type}): {error}") from error
     except Exception as error:
         raise _refusal(
-            file, fields, error, lambda rest: spec.module().skeleton(_config_of(rest).get_text_config(), SHORT)
+            file, fields, error, lambda rest: spec.module().skeleton(text_config_of(_config_of(rest)), SHORT)
         ) from error
+    check_static(model, text_config, str(file))
     return text_config
 
 
@@ -82,9 +93,9 @@ def special_ids(checkpoint: Path, target_config: Any) -> tuple[int, tuple[int, .
     for name in ("generation_config.json", "config.json"):  # a multimodal config.json has them at its top level
         if eos is None and (checkpoint / name).is_file():
             eos, where = read_object(checkpoint / name).get("eos_token_id"), checkpoint / name
-    eos = target_config.eos_token_id if eos is None else eos
+    eos = getattr(target_config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text part has no such field
     eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-    bos = target_config.bos_token_id
+    bos = getattr(target_config, "bos_token_id", None)
     ids = [("eos_token_id", where, id) for id in eos_ids]
     ids += [] if bos is None else [("bos_token_id", checkpoint / "config.json", bos)]
     for field, file, id in ids:
@@ -127,9 +138,12 @@ def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from (each for each in (overrides.values() if isinstance(overrides, dict) else ()) if each)
 
 
-def _check_sizes(file: Path, part: Any) -> None:
+def _check_sizes(file: Path, part: Any, unused: str | None = "sliding_window") -> None:
+    """``unused``: the size that may be 0, if nothing uses it: Qwen2-MoE's class writes that for a window."""
     for name in SIZES if isinstance(part, dict) else ():
         value, most = part.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST
+        if value == 0 and _whole(value) and name == unused:
+            continue
         if value is not None and not (_whole(value) and 1 <= value <= most):
             raise ValueError(
                 f"{file}: {name} is {_shown(value)}, but must be a whole number from 1 to {most}: correct it, or copy "
@@ -163,6 +177,17 @@ def _refusal(
     return ValueError(f"{file}: {fact} ({reason}): correct it, or copy the file again")
 
 
+def _tie_as_the_whole(config: Any, text_config: Any) -> None:
+    """Whether the head is the embedding is said at the top of a multimodal configuration, for most of its classes."""
+    if config is text_config:
+        return
+    from eagle3.targets.wrapper import wrapper_of
+
+    wrapper = wrapper_of(config, getattr(config, "architectures", None) or ())
+    if wrapper is not None and wrapper.ties is not None:
+        text_config.tie_word_embeddings = wrapper.ties
+
+
 def _check_layers(file: Path, config: Any) -> None:
     """The sizes once more, with the defaults of the class in place, as each layer has them."""
     strange = sorted((config.per_layer_attributes or set()).difference(BY_LAYER))
@@ -171,8 +196,11 @@ def _check_layers(file: Path, config: Any) -> None:
             f"{file}: single layers have a {strange[0]} of their own (per_layer_config), but {' and '.join(BY_LAYER)} "
             "are all that may differ between layers"
         )
+    kinds = getattr(config, "layer_types", None)
+    window_is_used = not kinds or "sliding_attention" in kinds  # without kinds it is every layer's
     for layer in config.per_layer_config:
-        _check_sizes(file, {name: getattr(layer, name, None) for name in SIZES})
+        unused = None if window_is_used else "sliding_window"
+        _check_sizes(file, {name: getattr(layer, name, None) for name in SIZES}, unused)
         heads = layer.num_attention_heads
         shared = getattr(layer, "num_key_value_heads", None) or heads
         if heads % shared:
@@ -191,7 +219,7 @@ def _check_ropes(file: Path, config: Any) -> None:
     for kind in () if "rope_type" in rope else kinds:
         if not isinstance(rope.get(kind), dict):
             raise ValueError(f"{file}: rope_parameters has nothing for {kind}: correct it, or copy config.json again")
-    check_rope(config, str(file))
+    check_rope(config, str(file), static=False)
 
 
 def _whole(value: Any) -> bool:

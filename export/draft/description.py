@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-EAGLE, EAGLE3, P_EAGLE = "EAGLE", "EAGLE-3", "P-EAGLE"
-"""Kinds of head. EAGLE (1, 2, HASS) fuses a token's embedding and the target's final state in its fc; EAGLE-3 fuses
-taps there, and embedding and feature in its first layer's attention; P-EAGLE is an EAGLE-3 head whose later proposals
-come of mask tokens in the same forward."""
+__all__ = ["EAGLE", "EAGLE3", "P_EAGLE", "DraftDescription"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from eagle3.export.draft.kinds import MASK_TOKENS, head_kind
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_name
+from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
 AUX_IDS, AUX_OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"
 """The latter is AngelSlim's own, whose ids are outputs of layers; for vLLM it adds the former, each one more."""
@@ -90,6 +91,8 @@ def _describe(
     final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
     if kind == EAGLE3 and final and "fc.weight" in own:
         warnings.append(f"{file}: use_aux_hidden_state is false, so its fc.weight is not read")
+    decided = () if norm_before_residual is None else ("norm_before_residual",)
+    refuse_unheeded_variants(dialect, kind, file, variants, own, decided)
     _check_presence(folder, kind, variants, own, final, warnings)
     later = _later_norm(folder, own, layers, dialect)
     normed, feeds = _output_norm(file, variants, own, dialect, warnings)
@@ -123,6 +126,7 @@ def _describe(
             "accepted"
         )
     ids, ids_are = _aux_layers(file, variants, dialect)
+    warnings += [] if final else doubts_of_taps(dialect, file, ids, ids_are)
     proposal = dialect.proposal(config, file)
     return DraftDescription(
         kind=kind,

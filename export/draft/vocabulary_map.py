@@ -6,12 +6,22 @@ from torch import Tensor
 from eagle3.export.draft.description import DraftDescription
 
 
+def largest_id(draft: DraftDescription) -> int:
+    """Of the target's ids that the head speaks by its ``d2t``."""
+    return int(_ids(draft)[0].max())
+
+
+def _ids(draft: DraftDescription) -> tuple[Tensor, Tensor]:
+    """The target's id of each of the draft's, and the offsets in the file."""
+    (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
+    offsets = draft.source.tensor(name).long()
+    return offsets + torch.arange(len(offsets)), offsets
+
+
 def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
     """``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique; ``t2d``, where it is there, is
     true at exactly those ids. Raises ValueError."""
-    (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
-    offsets = draft.source.tensor(name).long()
-    ids = offsets + torch.arange(len(offsets))
+    ids, offsets = _ids(draft)
     told = draft.source.tensor(draft.selector) if draft.selector else None
     if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
         raise ValueError(

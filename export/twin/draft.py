@@ -23,7 +23,8 @@ from eagle3.export.draft.kinds import MASK_TOKENS
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.tensor_names import own_name
 from eagle3.export.twin.comparison import TOLERANCE, Comparison
-from eagle3.export.twin.shrink import prompt_length, shrink
+from eagle3.export.twin.lengths import prompt_length
+from eagle3.export.twin.shrink import shrink
 from eagle3.targets.attention import EagerAttention
 
 VOCABULARY, DRAFT_VOCABULARY = 96, 48
@@ -59,7 +60,9 @@ def compare(draft: DraftDescription, taps: int, overridden: bool | None = None, 
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
         twin = read_draft(folder, draft.dialect, overridden)
-        length = max(prompt_length(small), 2 * CHUNK + CHAIN)  # a head may know fewer positions than a chunk has
+        length = max(
+            prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
+        )  # a head may know fewer positions than a chunk has
         target = _target(small.hidden_size, generator)
         head = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from eagle3.targets.text_part import fields_of, like
+
 _SIZES_AND_BOOKKEEPING = {
     "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop",
     "eos_token_id", "head_dim", "hidden_size", "id2label", "initializer_range", "intermediate_size", "label2id",
@@ -18,13 +20,13 @@ def unusual_fields(config: Any) -> dict[str, Any]:
         usual = _flat(type(config)().to_dict())
     except Exception:  # a class whose fields have no defaults
         usual = {}
-    given = _flat(config.to_dict())
+    given = _flat(fields_of(config))
     return {name: value for name, value in given.items() if value != usual.get(name)}
 
 
 def reset(config: Any, name: str) -> Any:
     """A copy of the configuration with one field, dotted, at its class's default, or left out where there is none."""
-    values, usual = config.to_dict(), type(config)().to_dict()
+    values, usual = fields_of(config), type(config)().to_dict()
     *path, last = name.split(".")
     owner, default = values, usual
     for part in path:
@@ -33,7 +35,7 @@ def reset(config: Any, name: str) -> Any:
         owner[last] = default[last]
     else:
         owner.pop(last)
-    return type(config).from_dict(values)
+    return like(type(config).from_dict(values), config)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

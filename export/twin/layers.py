@@ -10,17 +10,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-LAYER_INDICES = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "hybrid_layer_ids", "ple_layer_ids")
+from eagle3.targets.text_part import build as build_model
+from eagle3.targets.text_part import fields_of
+
+LAYER_INDICES = (
+    *("moe_layers", "mlp_only_layers", "full_attn_idxs", "hybrid_layer_ids", "ple_layer_ids", "cross_attention_layers"),
+)
 """Lists of the indices of layers; any other list as long as the model has layers has one entry a layer."""
 LONG = 8
 """A longer prefix of layers is given up for the first layer of each kind, where the same kinds come of it."""
 
 
 def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:
-    """The shortest prefix with every kind of layer, two at least: a prefix, since classes go by a layer's index."""
+    """The shortest prefix with every kind of layer, two at least: a prefix, since classes go by a layer's index.
+
+    Its last layer is of the kind of the model's last one, if one of the prefixes that are looked at is so.
+    """
     count = fields.get("num_hidden_layers") or 0
     if count <= 2:
         return build(fields)
@@ -29,16 +37,20 @@ def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreT
     kinds = _kinds(traits, telling)
     first = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())
     shortest = max(2, 1 + first[-1])
-    choices: list[Sequence[int]] = [range(length) for length in range(shortest, min(shortest + LONG, count))]
-    for layers in [first] * (shortest > LONG) + choices:
+    choices: list[Sequence[int]] = [[*first, count - 1] if first[-1] < count - 1 else first] * (shortest > LONG)
+    choices += [range(length) for length in range(shortest, min(shortest + LONG, count + 1))]
+    complete: list[dict[str, Any]] = []
+    for layers in choices:
         fewer = _take(fields, layers)
         try:
-            same = set(_kinds(_traits(build(deepcopy(fewer))), telling)) == set(kinds)
+            found = _kinds(_traits(build(deepcopy(fewer))), telling)
         except (ValueError, LookupError):  # the class has no such prefix
             continue
-        if same:
-            return build(fewer)
-    return build(fields)
+        if set(found) == set(kinds):
+            complete.append(fewer)
+            if found[-1] == kinds[-1]:
+                return build(fewer)
+    return build(complete[0] if complete else fields)
 
 
 def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
@@ -62,11 +74,11 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Hashable]]:
     count = config.num_hidden_layers
     lists = {
         name: value
-        for name, value in config.to_dict().items()
+        for name, value in fields_of(config).items()
         if isinstance(value, list) and len(value) >= count and name not in LAYER_INDICES
     }
     with no_init_weights(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = build_model(config)
     stacks = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     found = []
     for at, layer in enumerate(next(stacks, [nn.Module()] * count)):

@@ -6,18 +6,16 @@ It goes by the names of fields, except for the kinds of layers (``layers.py``).
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from eagle3.export.twin.layers import fewest_layers
+from eagle3.export.twin.lengths import MAX_POSITIONS, ORIGINAL, RUN_LENGTHS, cut_lengths, is_count, parts
+from eagle3.targets.text_part import fields_of, is_part, like
 
 HEADS, WIDTH, EXPERTS, NARROW = 4, 96, 4, 64
 """At most, where nothing else asks for more; ``WIDTH`` where hidden_size does not follow from the heads."""
-LENGTH, SHORTEST, POSITIONS = 32, 16, 256
-"""Tokens: the longest length that a prompt passes, the shortest one, max_position_embeddings where nothing rules it."""
-
 SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dense_intermediate_size"), 224),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "decoder_ffn_dim"), 160),
@@ -45,12 +43,6 @@ HEAD_COUNTS = {
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
-RUN_LENGTHS = (
-    *("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention"),
-    *("attention_chunk_size", "floor_scale", "log_scaling_n_floor", "index_topk"),
-)
-"""In tokens, and compared with positions in a forward."""
-ORIGINAL, MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -59,81 +51,45 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     No size, count or length in it is larger than in ``config``, a text configuration, which is not changed. Raises
     whatever transformers raises for a configuration that it cannot build.
     """
-    common = {own: name for name, own in config.attribute_map.items()}  # n_embd to hidden_size
-    fields = {common.get(own, own): value for own, value in config.to_dict().items()}
+    fields = common_fields(config)
     needed = {field.name for field in dataclasses.fields(config) if field.type is int}
+    if is_part(config):
+        needed.add("pad_token_id")  # some wrappers put it in the place of images
     fields |= {name: 0 if name in needed else None for name in fields if name.endswith("_token_id")}
     fields.pop("quantization_config", None)  # says how a checkpoint is stored
     fields["dtype"] = "float32"
-    _cut_lengths(fields)
+    cut_lengths(fields)
     _cut_heads(fields)
     _cut_experts(fields)
-    for part in _parts(fields):
+    for _, part in parts(fields):
         part |= {name: _at_most(part[name], largest) for name, largest in SIZES.items() if name in part}
 
-    def build(fields: dict[str, Any]) -> PreTrainedConfig:
-        return type(config).from_dict({config.attribute_map.get(name, name): value for name, value in fields.items()})
-
-    return fewest_layers(fields, build)
+    return fewest_layers(fields, lambda fewer: from_common_fields(config, fewer))
 
 
-def prompt_length(config: PreTrainedConfig) -> int:
-    """Tokens of a prompt that passes every length of ``config``, a shrunken one: two and a half times the longest."""
-    lengths = (part[name] for part, name in _lengths(config.to_dict()))
-    wanted = 5 * max((length for length in lengths if length <= LENGTH), default=LENGTH) // 2
-    positions = getattr(config, MAX_POSITIONS, None)
-    return min(wanted, positions - 4) if positions else wanted  # 4: a rejected window past the end
+def common_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """By the names that most classes have: ``hidden_size`` where this one has ``n_embd``."""
+    common = {own: name for name, own in config.attribute_map.items()}
+    return {common.get(own, own): value for own, value in fields_of(config).items()}
 
 
-def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """The fields and every dictionary in them: rope parameters, also per layer type, and overrides per layer."""
-    if isinstance(value, dict):
-        yield value
-        for inner in value.values():
-            yield from _parts(inner)
+def from_common_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
+    """A configuration of the class of ``config``, a part of the same whole."""
+    names = config.attribute_map
+    return like(type(config).from_dict({names.get(name, name): value for name, value in fields.items()}), config)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def known_fields() -> set[str]:
+    """Names of the numbers that are known to be sizes, counts or lengths."""
+    heads = {name for pairs in HEAD_COUNTS.values() for pair in pairs for name in pair}
+    sizes = {"hidden_size", "head_dim", "num_hidden_layers", MAX_POSITIONS, ORIGINAL}
+    return heads | sizes | {*SIZES, *EXPERT_COUNTS, *TOP_K, *EXPERT_GROUPS, *RUN_LENGTHS}
 
 
 def _at_most(value: Any, largest: int) -> Any:
     if isinstance(value, list):
         return [_at_most(item, largest) for item in value]
-    return min(value, largest) if _is_count(value) else value
-
-
-def _lengths(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    names = (*RUN_LENGTHS, ORIGINAL)
-    return [(part, name) for part in _parts(fields) for name in names if _is_count(part.get(name))]
-
-
-def _cut_lengths(fields: dict[str, Any]) -> None:
-    """By one ratio, so that what a prompt passes (any length below max_position_embeddings) is at most ``LENGTH``.
-
-    A yarn table is made from its original length and never compared with a position. It stays unpassed: by the table's
-    formula beta_fast has no effect on less than 2 pi beta_fast tokens.
-    """
-    positions = fields.get(MAX_POSITIONS) or math.inf
-
-    def table(part: dict[str, Any], name: str) -> int:
-        yarn = name == ORIGINAL and part.get("rope_type", part.get("type")) == "yarn"
-        return int(10 * (part.get("beta_fast") or 32)) if yarn and "llama_4_scaling_beta" not in part else 0
-
-    reached = [(part, name) for part, name in _lengths(fields) if part[name] < positions]
-    longest = max((part[name] for part, name in reached if not table(part, name)), default=LENGTH)
-
-    def cut(part: dict[str, Any], name: str) -> int:
-        return min(part[name], table(part, name) or max(round(part[name] * LENGTH / longest), SHORTEST))
-
-    # Where a factor is not given, it is max_position_embeddings by the original length.
-    ruled = [cut(part, name) * positions // part[name] for part, name in reached if name == ORIGINAL]
-    fewer = min(positions, max(ruled, default=POSITIONS))
-    for part, name in _lengths(fields):
-        part[name] = cut(part, name) if part[name] < positions else part[name] * fewer // positions
-    for part in _parts(fields):
-        if _is_count(part.get(MAX_POSITIONS)):
-            part[MAX_POSITIONS] = min(part[MAX_POSITIONS], fewer)
+    return min(value, largest) if is_count(value) else value
 
 
 def _cut_heads(fields: dict[str, Any]) -> None:
@@ -143,7 +99,7 @@ def _cut_heads(fields: dict[str, Any]) -> None:
     for names in HEAD_COUNTS.values():
         found = [
             (part, query, shared, part.get(query, fields.get(query)), part.get(shared, fields.get(shared)))
-            for part in _parts(fields)
+            for _, part in parts(fields)
             for query, shared in names
             if query in part or shared in part
         ]
@@ -159,18 +115,21 @@ def _cut_heads(fields: dict[str, Any]) -> None:
         left = fields["num_attention_heads"] * head_dim
         # From 256 on even a few heads are wide, and every class with such heads takes their size from head_dim.
         follows = heads * head_dim == width and not (fields.get("head_dim") and head_dim >= 256)
-        fields["hidden_size"] = min(width, left if follows else WIDTH - 16 * (left == WIDTH))
+        apart = min(width, WIDTH - 16 * (left == WIDTH))
+        # Llama's class takes no width that its heads do not divide, whatever its head_dim is.
+        apart -= apart % (2 * fields["num_attention_heads"])
+        fields["hidden_size"] = min(width, left if follows or not apart else apart)
 
 
 def _listed(value: Any) -> list[int]:
-    return value if isinstance(value, list) else [value] if _is_count(value) else []
+    return value if isinstance(value, list) else [value] if is_count(value) else []
 
 
 def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int], tuple[int, int]]:
     """(queries, keys) to fewer of both: distinct counts stay distinct, as do one key a query and one key for all."""
     groups = sorted({k for q, k in pairs if 1 < k < q})
     keys = {k: 2 ** (i + 1) for i, k in enumerate(groups)}
-    least = 2 * max(keys.values()) if keys else heads
+    least = 3 * max(keys.values()) if keys else heads  # more queries a key than keys: neither can stand for the other
     queries = {q: least * (i + 1) for i, q in enumerate(sorted({q for q, _ in pairs}))}
     if any(cut > count for count, cut in (*keys.items(), *queries.items())):
         return {pair: pair for pair in pairs}
@@ -179,12 +138,12 @@ def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int],
 
 def _cut_experts(fields: dict[str, Any]) -> None:
     """Twice as many as a token chooses, also within the groups that it chooses; each of them narrow."""
-    for part in _parts(fields):
+    for _, part in parts(fields):
         groups = next((part[name] for name in EXPERT_GROUPS if part.get(name)), 1)
         chosen = next((part[name] for name in TOP_K if part.get(name)), 1)
         least = max(EXPERTS, 2 * groups, 2 * chosen * groups // (part.get("topk_group") or groups))
         for name in EXPERT_COUNTS:
-            if _is_count(part.get(name)):
+            if is_count(part.get(name)):
                 part[name] = min(part[name], groups * math.ceil(least / groups))
                 if "intermediate_size" in part and "moe_intermediate_size" not in part:
                     part["intermediate_size"] = _at_most(part["intermediate_size"], NARROW)

@@ -1,30 +1,73 @@
 """A target's twin: transformers' own model (eager attention, no cache, whole recompute) against our target.
 
-Logits and the states at every layer are compared over a prompt in chunks, longer than a chunk and than whatever length
-the configuration has (window, original rope length), then over steps, each after a window that is rolled back.
+Logits and the states at every layer are compared over two prompts, one after the other in the same caches, both longer
+than whatever length the configuration has (window, original rope length):
+
+1. in chunks as long as they may be, then in steps, each after a window that is rolled back;
+2. with no chunk across a length: one that ends before the shortest, steps up to each and across it, chunks between.
+
+transformers' own states must not depend on the length of the text either: up to each length it computes a text that
+ends there, too.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
 from eagle3.export.twin.fields import reset, unusual_fields
+from eagle3.export.twin.lengths import TRIED, passed_lengths, prompt_length, unnamed_lengths, with_value
 from eagle3.export.twin.randomize import randomize
-from eagle3.export.twin.shrink import prompt_length, shrink
+from eagle3.export.twin.shrink import common_fields, from_common_fields, known_fields, shrink
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import EagerAttention
+from eagle3.targets.text_part import TextPart, build
 
 STEPS, STEP_ROWS, WRONG_ROWS = 4, 2, 4
-"""After the prompt: so many windows of right rows, each written over a longer one of wrong rows."""
+"""After a prompt: so many windows of right rows, each written over a longer one of wrong rows."""
+BEFORE = 5
+"""Rows that the first chunk of the second prompt stays short of the shortest length; with lengths that are mostly even,
+this makes it odd."""
 MOST_FIELDS_TRIED = 12
+MOST_CHARACTERS = 200  # of an error of transformers or torch
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A shrunken text configuration, the tokens of a prompt, and the lengths in tokens that it passes, ascending."""
+
+    config: Any
+    tokens: int
+    lengths: tuple[int, ...]
+
+
+def make_twin(config: Any) -> Twin:
+    """Of a user's text configuration. Raises whatever transformers raises where it makes no model of it."""
+    small = shrink(config)
+    fields = common_fields(small)
+
+    def build(fields: dict[str, Any]) -> nn.Module:
+        model = _reference(from_common_fields(small, deepcopy(fields)))
+        randomize(model, SEEDS[0])
+        return model
+
+    tokens = torch.randint(0, small.vocab_size, (1, prompt_length(fields)), generator=torch.Generator().manual_seed(0))
+    unnamed = unnamed_lengths(fields, build, known_fields(), tokens)
+    for index, path in enumerate(unnamed):
+        fields = with_value(fields, path, TRIED + 2 * index)
+    small = from_common_fields(small, fields) if unnamed else small
+    length = prompt_length(fields, unnamed)
+    passed = (border for border in passed_lengths(fields, unnamed) if border + STEP_ROWS <= length)
+    return Twin(small, length, tuple(passed))
 
 
 def check_target(spec: TargetSpec, name: str, checkpoint: Path, config: Any) -> dict[str, Any]:
@@ -37,31 +80,33 @@ def check_target(spec: TargetSpec, name: str, checkpoint: Path, config: Any) -> 
     try:
         compared = best_comparison(spec, twin)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = _line(error)
         if not isinstance(error, ValueError):  # not one of our own refusals
             reason = f"its layers are not of the kind that we adapt ({type(error).__name__}, {reason})"
         raise ValueError(
-            f"{name} cannot compute {file} ({config.model_type}): {reason}; {_named(unusual_fields(twin))}"
+            f"{name} cannot compute {file} ({config.model_type}): {reason}; {_named(unusual_fields(twin.config))}"
         ) from error
     if compared.difference > TOLERANCE:
         raise ValueError(
             f"{name} would not compute {file} ({config.model_type}) as transformers does: {compared.worst()} in a "
             f"shrunken twin; {_culprits(spec, twin)}"
         )
-    return compared.as_json() | {"layers": twin.num_hidden_layers}
+    return compared.as_json() | {"layers": twin.config.num_hidden_layers}
 
 
-def _shrunk(file: Path, config: Any) -> Any:
+def _shrunk(file: Path, config: Any) -> Twin:
     try:
-        twin = shrink(config)
-        _reference(twin)
+        twin = make_twin(config)
+        _reference(twin.config)(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{file}: transformers builds no model of it ({reason}): copy or correct the file") from error
+        reason = _line(error)
+        raise ValueError(
+            f"{file}: transformers makes no model of it that runs ({reason}): copy or correct the file"
+        ) from error
     return twin
 
 
-def best_comparison(spec: TargetSpec, twin: Any) -> Comparison:
+def best_comparison(spec: TargetSpec, twin: Twin) -> Comparison:
     """The twins compared with the first random weights under which they agree: one draw may put an expert's choice on
     a tie, and then rounding decides it."""
     found = None
@@ -74,27 +119,44 @@ def best_comparison(spec: TargetSpec, twin: Any) -> Comparison:
     return found
 
 
-def compare(spec: TargetSpec, twin: Any, seed: int) -> Comparison:
+def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
     """Both twins with the same random weights, which ours loads from a folder as transformers saves them."""
-    length = prompt_length(twin)
+    config, length = twin.config, twin.tokens
+    compared = Comparison(length)
+
+    def add(start: int, given: dict[str, Tensor]) -> None:
+        for what, value in given.items():
+            compared.add(what, start, value, expected[what][:, start : start + value.shape[1]], expected[what])
+
     with torch.random.fork_rng(devices=[]), torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as folder:
         torch.manual_seed(seed)
-        reference = _reference(twin)
+        reference = _reference(config)
         randomize(reference, seed)
-        tokens = torch.randint(0, twin.vocab_size, (1, length))
-        wrong = torch.randint(0, twin.vocab_size, (1, length + WRONG_ROWS))
+        tokens = torch.randint(0, config.vocab_size, (1, length))
+        wrong = torch.randint(0, config.vocab_size, (1, length + WRONG_ROWS))
         expected = _recomputed(reference, tokens)
-        with quiet_saving():
-            reference.save_pretrained(folder)
+        for end in twin.lengths:
+            add(0, _recomputed(reference, tokens[:, :end]))
+        _save(reference, Path(folder))
         del reference
         weights = open_source(Path(folder)).tensors()
-        target = spec.module().load(weights, deepcopy(twin), length + WRONG_ROWS, torch.float32, EagerAttention)
-        rows = max(1, min(spec.max_forward_len(twin), (length - STEPS * STEP_ROWS) // 2))
-        compared = Comparison(length)
-        for start, given in _walk(target, tokens, wrong, rows, twin.num_hidden_layers):
-            for what, value in given.items():
-                compared.add(what, start, value, expected[what][:, start : start + value.shape[1]], expected[what])
+        target = spec.module().load(weights, deepcopy(config), length + WRONG_ROWS, torch.float32, EagerAttention)
+        rows = max(1, min(spec.max_forward_len(config), (length - STEPS * STEP_ROWS) // 2))
+        taps = tuple(range(config.num_hidden_layers + 1))
+        for walk in (_in_long_chunks(length, rows), _along_lengths(length, rows, twin.lengths)):
+            for start, end, is_right in walk:
+                given = (tokens if is_right else wrong)[:, start:end]
+                state, tapped = target(given, torch.arange(start, end), taps)
+                if is_right:
+                    states = {f"tap {tap}": value for tap, value in zip(taps, tapped, strict=True)}
+                    add(start, {"logits": target.logits(state).float()} | states)
     return compared
+
+
+def _line(error: Exception) -> str:
+    """Its message, cut where it lists much."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 @contextmanager
@@ -112,10 +174,19 @@ def quiet_saving() -> Iterator[None]:
 
 
 def _reference(twin: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    """transformers' own model, or the text part of its multimodal one, whose forward is the whole one's.
 
-    model = AutoModelForCausalLM.from_config(deepcopy(twin), attn_implementation="eager")
-    return model.float().eval().requires_grad_(False)
+    In the dtypes that transformers makes it in: some classes have parts that stay in bfloat16, and compute so.
+    """
+    return build(twin, real=True).eval().requires_grad_(False)
+
+
+def _save(reference: nn.Module, folder: Path) -> None:
+    if isinstance(reference, TextPart):
+        save_file(reference.saved(), folder / "model.safetensors")
+    else:
+        with quiet_saving():
+            reference.save_pretrained(folder)
 
 
 def _recomputed(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -139,39 +210,54 @@ def _recomputed(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     logits = model(tokens, use_cache=False).logits.float()
     for hook in hooks:
         hook.remove()
-    return {"logits": logits} | {f"tap {index}": state for index, state in states.items()}
+    for index in reversed(range(len(layers))):
+        states.setdefault(index, states[index + 1])  # a layer that attends to an image alone does nothing to a text
+    return {"logits": logits} | {f"tap {index}": states[index] for index in range(len(layers) + 1)}
 
 
-def _walk(
-    target: nn.Module, tokens: Tensor, wrong: Tensor, rows: int, layers: int
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Our target over ``tokens`` as a runner calls it: the first position of a forward and what it gave."""
-    taps = tuple(range(layers + 1))
+Forward = tuple[int, int, bool]
+"""First position, the one behind the last, and whether its tokens are the right ones."""
 
-    def forward(given: Tensor, start: int, end: int) -> dict[str, Tensor]:
-        state, tapped = target(given[:, start:end], torch.arange(start, end), taps)
-        return {"logits": target.logits(state).float()} | {
-            f"tap {tap}": value for tap, value in zip(taps, tapped, strict=True)
-        }
 
-    length = tokens.shape[1]
+def _in_long_chunks(length: int, rows: int) -> Iterator[Forward]:
     prompt = length - STEPS * STEP_ROWS
-    for start in range(0, prompt, rows):
-        yield start, forward(tokens, start, min(start + rows, prompt))
-    for start in range(prompt, length, STEP_ROWS):
-        forward(wrong, start, start + min(WRONG_ROWS, rows))
-        step = min(STEP_ROWS, rows)
-        for at in range(start, start + STEP_ROWS, step):
-            yield at, forward(tokens, at, at + step)
+    yield from _chunks(0, prompt, rows)
+    yield from _steps(prompt, length, rows)
 
 
-def _culprits(spec: TargetSpec, twin: Any) -> str:
+def _along_lengths(length: int, rows: int, lengths: tuple[int, ...]) -> Iterator[Forward]:
+    """For each of ``lengths``, ascending, a step ends there and the next one begins there."""
+    lengths = lengths or (length // 2,)
+    at = max(1, min(lengths[0] - BEFORE, rows))
+    yield from _chunks(0, at, rows)
+    for border in lengths:
+        for start, end in ((border - 2 * STEP_ROWS, border), (border, border + STEP_ROWS)):
+            yield from _chunks(at, start, rows)
+            at = max(at, start)
+            yield from _steps(at, end, rows)
+            at = max(at, end)
+    yield from _chunks(at, length - STEPS * STEP_ROWS, rows)
+    yield from _steps(max(at, length - STEPS * STEP_ROWS), length, rows)
+
+
+def _chunks(start: int, end: int, rows: int) -> Iterator[Forward]:
+    for at in range(start, end, rows):
+        yield at, min(at + rows, end), True
+
+
+def _steps(start: int, end: int, rows: int) -> Iterator[Forward]:
+    for at in range(start, end, STEP_ROWS):
+        yield at, at + min(WRONG_ROWS, rows), False
+        yield from _chunks(at, min(at + STEP_ROWS, end), rows)
+
+
+def _culprits(spec: TargetSpec, twin: Twin) -> str:
     """Each unusual field is put back to its default alone: those that then agree are the cause."""
-    unusual = unusual_fields(twin)
+    unusual = unusual_fields(twin.config)
     causes = {}
     for field in list(unusual)[:MOST_FIELDS_TRIED]:
         try:
-            if compare(spec, reset(twin, field), SEEDS[0]).difference <= TOLERANCE:
+            if compare(spec, replace(twin, config=reset(twin.config, field)), SEEDS[0]).difference <= TOLERANCE:
                 causes[field] = unusual[field]
         except Exception:  # without this field the rest makes no model: nothing is learnt
             continue

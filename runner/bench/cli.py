@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.contract.console import OneLineFailures, cuda_graph_option, runtime_option, version_option
+from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, version_option
 from eagle3.runner.flags import chain_length, options_from, text_flags
+from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 from eagle3.runner.options import AUTO
-from eagle3.runner.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
     from eagle3.runner.model import Model

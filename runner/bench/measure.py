@@ -10,9 +10,9 @@ import torch
 
 from eagle3.runner.bench.ways import Way, Workload
 from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.model import Result
 from eagle3.runner.prompts import Prompt
-from eagle3.runner.session import Session
 from eagle3.runner.statistics import GenerationStats
 
 

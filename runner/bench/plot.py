@@ -5,12 +5,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3.runner.bench.report import noise_lines
 from eagle3.runner.options import AUTO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ABOVE = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center", "fontsize": "small"}
+BESIDE = {"textcoords": "offset points", "xytext": (4, 0), "fontsize": "small", "annotation_clip": False}
+LEVELS = {AUTO: ("--", "bottom", f"chain length {AUTO}"), 0: (":", "top", "no speculation")}
+"""The ways that have no place among the chain lengths: their lines' style, what of a ratio is at the line, and name."""
 
 
 def check_plot(file: Path) -> None:
@@ -47,15 +51,17 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.margins(x=0.1)
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize="small")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right", fontsize="small")
     manifest = report["artifacts"][0]["manifest"]
     figure.suptitle(f"{manifest.get('target')} on {report['machine']}", fontsize="medium")
+    figure.supxlabel("\n".join(noise_lines(report)), fontsize="small")
     figure.savefig(file, dpi=150)
 
 
 def draw_acceptance(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
-    """Of the longest chain."""
-    for way in fixed_lengths(ways)[-1:]:
+    """Of the longest chain; of one that chooses itself where there is no other."""
+    for way in fixed_lengths(ways)[-1:] or [way for way in ways if way["chain_len"] == AUTO]:
         rates = way["stats"]["acceptance_rate_per_position"]
         places = range(1, len(rates) + 1)
         axes.plot(places, rates, marker="o", color=color, label=f"{label}chain length {way['chain_len']}")
@@ -64,21 +70,31 @@ def draw_acceptance(axes: "Axes", ways: list[dict[str, Any]], label: str, color:
 
 
 def draw_speed(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
-    """Median and spread at each chain length, with its ratio to the line of no speculation; a line for a chain length
-    that chooses itself."""
+    """Median, spread and ratio to no speculation: of each chain length at its place; of one that chooses itself and of
+    no speculation as a line over a band."""
     fixed = fixed_lengths(ways)
     lengths, rates = [way["chain_len"] for way in fixed], [way["tokens_per_second"] for way in fixed]
     medians = [rate["median"] for rate in rates]
     errors = [[abs(rate[end] - rate["median"]) for rate in rates] for end in ("min", "max")]
-    axes.errorbar(lengths, medians, yerr=errors, marker="o", capsize=3, color=color, label=f"{label}speculation")
+    if fixed:
+        axes.errorbar(lengths, medians, yerr=errors, marker="o", capsize=3, color=color, label=f"{label}speculation")
     for way in () if label else fixed:
         place = way["chain_len"], way["tokens_per_second"]["max"]
-        axes.annotate(f"x {way['ratio_to_no_speculation']['median']:.2f}", place, **ABOVE)
-    for length, style, name in ((AUTO, "--", f"chain length {AUTO}"), (0, ":", "no speculation")):
+        axes.annotate(ratio_text(way), place, **ABOVE)
+    for length, (style, edge, name) in LEVELS.items():
         for way in ways:
             if way["chain_len"] == length:
-                height = way["tokens_per_second"]["median"]
-                axes.axhline(height, linestyle=style, color=color, label=f"{label}{name}")
+                rate = way["tokens_per_second"]
+                axes.axhspan(rate["min"], rate["max"], color=color, alpha=0.15, linewidth=0)
+                axes.axhline(rate["median"], linestyle=style, color=color, label=f"{label}{name}")
+                if not label:
+                    place, beside = (1, rate["median"]), axes.get_yaxis_transform()
+                    axes.annotate(ratio_text(way), place, xycoords=beside, va=edge, **BESIDE)
+
+
+def ratio_text(way: dict[str, Any]) -> str:
+    """To no speculation: 1 for that itself."""
+    return f"x {way.get('ratio_to_no_speculation', {'median': 1})['median']:.2f}"
 
 
 def fixed_lengths(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:

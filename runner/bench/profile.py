@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle3.runner.artifact import Artifact, is_cuda, open_artifact, open_session
+from eagle3.runner.artifact.opening import Artifact, open_artifact
+from eagle3.runner.artifact.pte import read_pte
+from eagle3.runner.artifact.xnnpack_graph import read_graphs
 from eagle3.runner.bench.machine import cores, machine
 from eagle3.runner.bench.measure import step_milliseconds, step_position
+from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY
-from eagle3.runner.contract.console import calm_stderr
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
+from eagle3.runner.hosts.opening import open_session
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
-from eagle3.runner.inspect.program import read_pte
-from eagle3.runner.inspect.xnnpack import read_graphs
-from eagle3.runner.session import Session
 
 CALLS, WARMUP = 60, 20
 EXECUTE, DELEGATES, OPERATORS = "Method::execute", "DELEGATE_CALL", "OPERATOR_CALL"
@@ -43,7 +44,7 @@ def profile(path: Path) -> dict[str, Any]:
     Raises ValueError for a CUDA artifact, and what opening an artifact raises.
     """
     artifact = open_artifact(path)
-    if is_cuda(artifact):
+    if artifact.is_cuda:
         advice = "of a CUDA artifact eagle3-inspect --cost counts what a call takes"
         raise ValueError(f"--profile takes ExecuTorch's trace of XNNPACK, {artifact.model} has none: {advice}")
     session, pte = open_session(artifact), read_pte(artifact.model)

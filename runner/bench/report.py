@@ -15,9 +15,13 @@ Cells = list[dict[str, str]]
 VERDICT = {True: ", a near-tie", False: ", no near-tie: please report it as a bug", None: ""}
 
 
+NOISE = 0.01
+"""Of a ratio: a median of ratios and the ratio of the medians differ by no more on a quiet machine."""
+
+
 def as_text(report: dict[str, Any]) -> str:
     tables = ways_cells(report), time_cells(report), round_cells(report), category_cells(report)
-    lines = [*step_lines(report), *result_lines(report)]
+    lines = [*step_lines(report), *noise_lines(report), *result_lines(report)]
     shown = [rendered(cells) for cells in tables if cells]
     return "\n\n".join([asked_line(report), *shown, "\n".join(lines)])
 
@@ -26,7 +30,8 @@ def as_markdown(report: dict[str, Any]) -> str:
     """What was measured, and on what."""
     ways = [row | first for row, first in zip(ways_cells(report), first_token_cells(report), strict=True)]
     shown = [rendered(cells, box.MARKDOWN) for cells in (ways, category_cells(report)) if cells]
-    lines = [asked_line(report), *map(artifact_line, report["artifacts"]), machine_line(report), *result_lines(report)]
+    lines = [asked_line(report), *map(artifact_line, report["artifacts"]), machine_line(report)]
+    lines += [*noise_lines(report), *result_lines(report)]
     return "\n\n".join([*shown, "\n".join(f"- {line}" for line in lines)])
 
 
@@ -179,6 +184,27 @@ def step_lines(report: dict[str, Any]) -> list[str]:
     rows = dict.fromkeys((TARGET_VERIFY, SPECULATE), f" of {report['artifacts'][0]['chain_len'] + 1} rows")
     times = [f"{name}{rows.get(name, '')}: {spread_text(ms, 3)} ms" for name, ms in report["step_ms"].items()]
     return times + [f"{name}: {spread_text(ratio, 2)}" for name, ratio in report["step_ratios"].items()]
+
+
+def noise_lines(report: dict[str, Any]) -> list[str]:
+    """A line where a ratio, formed within each pass, is not that of the medians beside it: speed changed from pass to
+    pass."""
+    by_artifact = [
+        [way for way in report["ways"] if way["artifact"] == each["artifact"]] for each in report["artifacts"]
+    ]
+    furthest = 0.0
+    for ways in by_artifact:
+        for way, first in zip(ways, by_artifact[0], strict=True):
+            for name, other in (("ratio_to_no_speculation", ways[0]), ("ratio_to_first_artifact", first)):
+                if name in way:
+                    medians = way["tokens_per_second"]["median"] / other["tokens_per_second"]["median"]
+                    furthest = max(furthest, abs(medians / way[name]["median"] - 1))
+    if furthest <= NOISE:
+        return []
+    return [
+        f"the machine was noisy: ratios, medians over the passes, and quotients of the median speeds differ by up to "
+        f"{furthest:.1%}; more --repeats help"
+    ]
 
 
 def result_lines(report: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.batch import answers
+from eagle3.runner.batch import answers, check_prompt
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt, read_prompts
@@ -33,7 +33,7 @@ class Workload:
 
     def _checked(self, prompt: Prompt) -> Options:
         try:
-            return Options.of(**self.options | prompt.options)
+            return Options.of(**prompt.own_options(self.options))
         except ValueError as error:
             raise ValueError(f"{self.file} line {prompt.line}: {error}") from error
 
@@ -52,7 +52,7 @@ class Way:
         return list(answers(self.model, prompt, workload.chat, None, self.options(workload, prompt)))
 
     def options(self, workload: Workload, prompt: Prompt) -> dict[str, Any]:
-        return workload.options | prompt.options | {"chain_len": self.chain_len}
+        return prompt.own_options(workload.options) | {"chain_len": self.chain_len}
 
 
 def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
@@ -75,10 +75,8 @@ def check_ways(ways: Sequence[Way], workload: Workload) -> None:
     """Raise ValueError for the first prompt that a way cannot take."""
     for prompt in workload.prompts:
         for way in ways:
-            text = None if prompt.tokens else way.model.text
-            first_turn = prompt.encode(text, workload.chat or bool(prompt.further_turns))
             try:
-                way.model.stream(first_turn, **way.options(workload, prompt))
+                check_prompt(way.model, prompt, workload.chat, None, way.options(workload, prompt))
             except ValueError as error:
                 raise ValueError(f"{way.artifact}: {workload.file} line {prompt.line}: {error}") from error
 

@@ -52,6 +52,8 @@ LAUNCHES = "launches"
 """In the record of a CUDA artifact: what each method launches."""
 WORKSPACE = "workspace_bytes"
 """In the same place, by method: what its intermediate tensors hold on the GPU at a time, of its longest call."""
+LACKING = "lacking"
+"""In the record of a CUDA artifact: later architectures that have too little for a block of its kernels, and why."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION = 1, 2, 3, 4
 
 
@@ -74,7 +76,8 @@ models of 3 to 48 layers they moved by up to 0.14, whatever the depth."""
 
 
 def near_tie(qlinear: str | None) -> float:
-    """Of an artifact whose target's weights are by the recipe ``qlinear``."""
+    """Of an artifact whose target's weights are by the recipe ``qlinear``; the check after an export measures how much
+    further its own model's logits move."""
     return QUANTIZED_NEAR_TIE if (qlinear or "").startswith("8da") else NEAR_TIE
 
 
@@ -163,3 +166,16 @@ class Metadata:
                 f"{SPECULATE_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)
+
+
+def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
+    """Fewest and most rows that each method of the contract takes."""
+    window = metadata.chain_len + 1
+    return {
+        PREFILL: (metadata.min_prefill, metadata.max_prefill),
+        TARGET_VERIFY: (2, window),
+        DRAFT_DECODE: (1, max(metadata.max_prefill, window)),
+        SPECULATE: (window, window),
+        DECODE: (1, 1),
+        **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),
+    }

@@ -8,6 +8,7 @@
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -49,15 +50,24 @@ class SingleThreaded:
         self._library, self._device = library, device
         self._container = ctypes.c_void_p()
         self._call("CreateWithDevice", ctypes.byref(self._container), _size(1), str(device).encode(), b"")
-        handles = _handles(constants.values())
-        entries = (ConstantEntry(name.encode(), handle) for name, handle in zip(constants, handles, strict=True))
-        active, whole = ctypes.c_bool(False), ctypes.c_bool(True)  # not the inactive buffer; no constant may be lacking
-        given = (ConstantEntry * len(handles))(*entries)
-        self._call("UpdateUserManagedConstantBufferPairs", self._container, given, _size(len(handles)), active, whole)
-        _tensors(handles)  # the container has made handles of its own
-        count = _size()
-        self._call("GetNumOutputs", self._container, ctypes.byref(count))
+        try:
+            self._bind(constants)
+            count = _size()
+            self._call("GetNumOutputs", self._container, ctypes.byref(count))
+        except RuntimeError:
+            self.close()
+            raise
         self._outputs = count.value
+
+    def _bind(self, constants: Mapping[str, Tensor]) -> None:
+        handles = _handles(constants.values())
+        try:
+            entries = (ConstantEntry(name.encode(), handle) for name, handle in zip(constants, handles, strict=True))
+            inactive, whole = ctypes.c_bool(False), ctypes.c_bool(True)  # the active buffer; no constant may be lacking
+            given = (ConstantEntry * len(handles))(*entries), _size(len(handles))
+            self._call("UpdateUserManagedConstantBufferPairs", self._container, *given, inactive, whole)
+        finally:
+            _tensors(handles)  # frees them: the container makes handles of its own
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Inputs and outputs in the library's order, on the current stream."""
@@ -109,13 +119,38 @@ Body = Callable[[], None]
 
 
 def capture(body: Body, device: torch.device) -> Graph:
-    """What ``body`` launches on ``device``, as a graph. Raises RuntimeError for what cannot be captured."""
+    """What ``body`` launches on ``device``, as a graph. Raises RuntimeError for what cannot be captured.
+
+    ``torch.cuda.graph`` leaves its stream current where beginning or ending the capture fails, so that later calls
+    would run on it, unordered with what is on the caller's. Here the caller's stream is current again however it ends,
+    and allocations leave the graph's memory pool.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()  # PyTorch's own belongs to the device of its first capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # others may work meanwhile
-            body()
+        pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph's pool takes memory of its own
+        with torch.cuda.stream(torch.cuda.Stream()):  # PyTorch's own belongs to the device of its first capture
+            try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may work meanwhile
+            except RuntimeError:
+                _leave_pool(device, pool)
+                raise
+            try:
+                body()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that failed; what made it fail says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     return graph
+
+
+def _leave_pool(device: torch.device, pool: tuple[int, int]) -> None:
+    """Beginning a capture enters the pool first and stays in it where the capture is refused."""
+    with suppress(RuntimeError):  # it was refused before
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 WARM_UP = 2

@@ -1,25 +1,20 @@
 """``executorch.runtime`` as the host of an artifact: quick to import, with ExecuTorch's LLM ops, silent."""
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
+from eagle3.runner.artifact.light_imports import without_compiler
+from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
-from eagle3.runner.contract.console import calm_stderr
-from eagle3.runner.session import TimedSession, missing_method
+from eagle3.runner.hosts.session import TimedSession, missing_method
 
 
 def load_runtime():
     """The ``Runtime`` singleton."""
     with calm_stderr():
-        import executorch
-
-        with _without_compiler(Path(executorch.__path__[0])):
+        with without_compiler():
             from executorch.runtime import Runtime
         return Runtime.get()
 
@@ -45,27 +40,6 @@ def load_llm_ops(runtime) -> None:
                 f"ExecuTorch's custom ops, which artifacts for the CPU call, do not load with PyTorch "
                 f"{torch.__version__} ({' '.join(str(error).split())}): type pip install 'torch==2.13.*'"
             ) from error
-
-
-@contextmanager
-def _without_compiler(executorch_folder: Path) -> Iterator[None]:
-    """Import ``executorch.runtime`` without ``executorch.exir``, the ahead-of-time compiler.
-
-    The runtime's bindings take one warning class from ``executorch.exir._warnings``, and the package around it imports
-    dynamo and Inductor: 4 s of a first run's 6. Within this context that package is an empty one with the same path.
-    """
-    name = "executorch.exir"
-    if name in sys.modules:
-        yield
-        return
-    spec = ModuleSpec(name, loader=None, is_package=True)
-    spec.submodule_search_locations = [str(executorch_folder / "exir")]
-    sys.modules[name] = module_from_spec(spec)
-    try:
-        yield
-    finally:
-        for module in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
-            del sys.modules[module]
 
 
 class ExecuTorchSession(TimedSession):

@@ -22,11 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata
-from eagle3.runner.hosts import torch_host_checks as checks
-from eagle3.runner.hosts.cuda_graph import Body, Graph, Graphed, Run, SingleThreaded, capture
-from eagle3.runner.inspect.cuda import Library, read_library
-from eagle3.runner.inspect.cuda_weights import (
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, Library, read_library
+from eagle3.runner.artifact.cuda_weights import (
     CudaWeight,
     Extent,
     WeightTable,
@@ -34,9 +31,14 @@ from eagle3.runner.inspect.cuda_weights import (
     decode_weight_table,
     read_ptd_index,
 )
-from eagle3.runner.inspect.gpu_memory import workspace_of
-from eagle3.runner.inspect.program import CUDA_BACKEND, Pte, read_pte, row_bounds
-from eagle3.runner.session import TimedSession, missing_method
+from eagle3.runner.artifact.gpu_memory import workspace_of
+from eagle3.runner.artifact.limits import recorded_launches
+from eagle3.runner.artifact.pte import Pte, read_pte
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata, row_bounds
+from eagle3.runner.hosts import torch_host_checks as checks
+from eagle3.runner.hosts.cuda_graph import Body, Graph, Graphed, Run, SingleThreaded, capture
+from eagle3.runner.hosts.one_host import check_only_host
+from eagle3.runner.hosts.session import TimedSession, missing_method
 
 
 def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bool = True) -> "TorchSession":
@@ -54,7 +56,11 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
         libraries = {method.name: method.parsed for method in methods}
         capability = torch.cuda.get_device_capability(device)
         checks.check_architectures(libraries, capability, metadata.manifest.get("cuda_arch"))
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        checks.check_launches(recorded_launches(model), capability, shared)
+        checks.check_constants({method.name: (method.table, method.library) for method in methods})
     export_host_symbols(device)
+    check_only_host(torch=True)
     checks.check_symbols({method.name: method.parsed.needs for method in methods})
     index, needed = read_ptd_index(stored), storages(methods)
     check_stored([method.table for method in methods], index)
@@ -62,7 +68,11 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
         on_device = sum(weight.storage_bytes for weight in needed.values() if weight.device == device.type)
         checks.check_memory(on_device, workspace_of(model) or 0, *torch.cuda.mem_get_info(device))
     placed = place_storages(stored, index, needed, device)
-    loaded = {method.name: load_method(method, placed, device) for method in methods}
+    try:
+        loaded = {method.name: load_method(method, placed, device) for method in methods}
+    except ValueError:
+        free(placed.values())
+        raise
     session = TorchSession(loaded, row_bounds(metadata), device, metadata, lambda: free(placed.values()))
     if graphs and device.type == "cuda":
         session.replay_graphs()

@@ -1,17 +1,19 @@
-"""What must be so before PyTorch hosts a CUDA artifact: a GPU, its architecture, a driver, symbols, memory.
+"""What must be so before PyTorch hosts a CUDA artifact: a GPU, its architecture, room for blocks, a driver, symbols,
+constants on the GPU, memory.
 
 Each check raises ValueError with one line: the fact, both values, what to do. None of them loads anything.
 """
 
 import ctypes
-import re
-import struct
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from eagle3.runner.inspect.cuda import Library, fatbin_entries
+from eagle3.runner.artifact.cuda_library import Library, images_of, runs_on
+from eagle3.runner.artifact.cuda_weights import WeightTable
+from eagle3.runner.hardware.gpus import excesses
+from eagle3.runner.machine_code.constants import constant_devices, constant_faults
 
 GIB = 1 << 30
 HOSTS = (2, 11), (2, 13)
@@ -74,7 +76,7 @@ def check_architectures(libraries: dict[str, Library], capability: tuple[int, in
     the artifact says that it was made for, which goes for a kernel that is no fatbin but bare machine code."""
     for method, library in libraries.items():
         for kernel, code in library.kernels.items():
-            images = _images(f"kernel {kernel} of {method}", code, arch)
+            images = images_of(f"kernel {kernel} of {method}", code, arch)
             if not any(runs_on(form, made_for, capability) for form, made_for in images):
                 gpu = "sm_{}{}".format(*capability)
                 has = ", ".join(f"{form.upper()} {made_for}" for form, made_for in images)
@@ -84,24 +86,25 @@ def check_architectures(libraries: dict[str, Library], capability: tuple[int, in
                 )
 
 
-def _images(what: str, code: bytes, arch: str | None) -> list[tuple[str, str]]:
-    """Form and architecture of each image of a kernel."""
-    if code.startswith(b"\x7fELF") and arch:
-        return [("sass", arch)]
-    try:
-        return list(fatbin_entries(code))
-    except (ValueError, struct.error) as error:
-        raise ValueError(f"{what} is no fatbin ({error}): export it again") from error
+def check_launches(launches: dict[str, list[dict[str, Any]]], capability: tuple[int, int], shared_bytes: int) -> None:
+    """``launches`` by method, as the exporter recorded them: no block may take more than the GPU allows one, which is
+    ``shared_bytes`` of shared memory. Code for sm_80 runs on sm_86 and sm_89, which allow less."""
+    gpu = "sm_{}{}".format(*capability)
+    excess = next(excesses(launches, f"the GPU ({gpu})", shared_bytes), None)
+    if excess:
+        raise ValueError(f"{excess}: export it again with --cuda-arch {gpu}")
 
 
-def runs_on(form: str, arch: str, capability: tuple[int, int]) -> bool:
-    """SASS runs on its major version from its minor version on, PTX on every later one. ``sm_90a`` is for that GPU
-    alone, ``sm_100f`` for its family."""
-    number, variant = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()
-    made_for = int(number[:-1]), int(number[-1])
-    if variant == "a":
-        return made_for == capability
-    return made_for <= capability and (form == "ptx" and not variant or made_for[0] == capability[0])
+def check_constants(libraries: dict[str, tuple[WeightTable, bytes]]) -> None:
+    """``libraries`` by method, with the method's table: each constant must be on its weight's device. A library that
+    cannot be read is left to PyTorch, which looks for itself."""
+    for method, (table, library) in libraries.items():
+        try:
+            devices = constant_devices(library)
+        except ValueError:
+            continue
+        if fault := next(constant_faults(method, table, devices), None):
+            raise ValueError(f"{fault}: export it again with this version of eagle3-export")
 
 
 def check_symbols(needs: dict[str, list[str]]) -> None:

@@ -1,18 +1,17 @@
 """``eagle3-inspect``: what an artifact holds, for people and as JSON. ``program.py`` looks into the ``.pte``,
-``cost.py`` counts what a CUDA artifact's calls cost."""
+``cost.py`` counts what a CUDA artifact's calls cost, ``code_check.py`` reads its code for what a GPU would refuse."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import click
 
+from eagle3.runner.artifact.record import Comparison, compare
+from eagle3.runner.console.command import OneLineFailures, tell, version_option
+from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.contract import EXPORT_RECORD, Metadata
-from eagle3.runner.contract.console import OneLineFailures, tell, version_option
-from eagle3.runner.contract.gpus import GPUS, gpus_of
-from eagle3.runner.inspect.tables import show_tables, table
-from eagle3.runner.record import Comparison, compare
+from eagle3.runner.hardware.gpus import GPUS
 
 EPILOG = """
 \b
@@ -21,6 +20,7 @@ Examples:
   eagle3-inspect out --verify
   eagle3-inspect out --json | jq .methods.target_verify.operators
   eagle3-inspect out --cost --gpu H200
+  eagle3-inspect out --check-code
 """
 
 
@@ -31,9 +31,12 @@ Examples:
 @click.option(
     "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="For --cost: on which GPU; may repeat."
 )
+@click.option(
+    "--check-code", "with_code", is_flag=True, help="Check the machine code of a CUDA artifact; exit 1 for a fault."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
-def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], as_json: bool) -> None:
+def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], with_code: bool, as_json: bool) -> None:
     """Show what an artifact of eagle3-export holds: its folder or its model.pte.
 
     Files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and memory;
@@ -44,10 +47,14 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], a
     launches by kind; for each kernel registers, spills, shared memory, instructions per weight, L1 lines a load and
     bytes in flight; a lower bound of the time of a call and of a round, on GPUs of the artifact's architecture unless
     --gpu names others.
+
+    With --check-code instead, read from the code, no GPU needed: memory that a kernel's threads share without a
+    barrier; threads, registers and shared memory against the GPUs that it runs on; the device of each constant; the
+    symbols that PyTorch, ExecuTorch and CUDA must have.
     """
     if gpus and not with_cost:
         raise click.UsageError("--gpu is for --cost: type --cost as well")
-    from eagle3.runner.artifact import find_model, load_artifact
+    from eagle3.runner.artifact.opening import find_model, load_artifact
     from eagle3.runner.inspect.program import inspect_program
 
     model = find_model(artifact)
@@ -61,29 +68,34 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], a
         **inspect_program(model, opened.metadata),
     }
     if with_cost:
-        found["cost"] = counted(model, opened.metadata, gpus)
+        from eagle3.runner.cost.bound import cost_of
+
+        found["cost"] = cost_of(model, opened.metadata, gpus)
+    if with_code:
+        found["code"] = checked_code(model, opened.metadata)
     if as_json:
         click.echo(json.dumps(found))
     else:
         show(found)
+    if with_code and (faults := found["code"]["faults"]):
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ValueError(f"{model}: {faults[0]['what']}{more}: export it again with this version, or report it")
     if verify:
         comparison.refuse_faults()
     for fault in comparison.faults:
         tell(f"Warning: {fault}")
 
 
-def counted(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str, Any]:
-    """What ``cost.py`` says of the artifact, on the GPUs of these names or else on those it was compiled for."""
-    from eagle3.runner.inspect.cost import cost, launches_of
-    from eagle3.runner.inspect.program import cuda_kernels
+def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
+    """What ``machine_code/check.py`` finds. Raises ValueError for an artifact that is not for CUDA."""
+    from eagle3.runner.artifact.cuda_delegates import cuda_delegates
+    from eagle3.runner.artifact.limits import recorded_launches
+    from eagle3.runner.machine_code.check import check_code
 
-    record = model.parent / EXPORT_RECORD
-    launches = launches_of(json.loads(record.read_text()) if record.is_file() else None, str(model))
-    arch = metadata.manifest.get("cuda_arch")
-    gpus = [GPUS[name] for name in names] or gpus_of(arch)
-    if not gpus:
-        raise ValueError(f"no GPU of {arch} is in the table: type --gpu with one of {', '.join(GPUS)}")
-    return cost(launches, cuda_kernels(model), gpus, steps=math.ceil(metadata.chain_len / metadata.proposals))
+    delegates = cuda_delegates(model)
+    if not delegates:
+        raise ValueError(f"{model}: --check-code reads the code of CUDA artifacts, this one is for another backend")
+    return check_code(delegates, recorded_launches(model), metadata.manifest.get("cuda_arch"))
 
 
 def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
@@ -101,11 +113,12 @@ def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Tables on stdout, a section each: those of ``--cost`` alone, where it was asked for."""
+    """Tables on stdout, a section each: those of ``--cost`` and ``--check-code`` alone, where they were asked for."""
     from eagle3.runner.inspect.cost_tables import cost_tables
 
-    if "cost" in found:
-        show_tables(_title(found), cost_tables(found["cost"]))
+    if "cost" in found or "code" in found:
+        costs = cost_tables(found["cost"]) if "cost" in found else ()
+        show_tables(_title(found), (*costs, *(_code_tables(found["code"]) if "code" in found else ())))
         return
     tables = (
         _files_table(found["files"]),
@@ -216,6 +229,30 @@ def _cuda_weights_table(cuda: dict[str, dict[str, Any]]):
         )
     )
     return table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
+
+
+def _code_tables(code: dict[str, Any]) -> list[Any]:
+    columns = (
+        "kernels",
+        "kernels_with_ptx",
+        "constants",
+        "symbols",
+        "most_threads",
+        "most_registers",
+        "most_shared_bytes",
+    )
+    rows = (
+        (name, *(counts[column] for column in columns), sum(counts["spill_bytes"].values()))
+        for name, counts in code["methods"].items()
+    )
+    named = ("method", *(column.replace("_", " ") for column in columns), "spill bytes")
+    gpus = ((arch, lack or "yes") for arch, lack in code["runs_on"].items())
+    faults = [(fault["check"], fault["what"]) for fault in code["faults"]] or [("all", "no fault found")]
+    return [
+        table("Code that was read; of a block the most", named, rows, numbers=named[1:]),
+        table("GPUs that have code, and what they lack", ("architecture", "runs"), gpus),
+        table("Faults", ("check", "what"), faults),
+    ]
 
 
 def _gpu_memory_table(parts: dict[str, int | None]):

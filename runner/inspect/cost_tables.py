@@ -4,8 +4,8 @@ import math
 import re
 from typing import Any
 
-from eagle3.runner.inspect.cuda import KERNEL_KINDS
-from eagle3.runner.inspect.tables import table
+from eagle3.runner.artifact.cuda_library import KERNEL_KINDS
+from eagle3.runner.console.tables import table
 
 SHOWN_NAME = 26  # characters of a kernel's name, whose number comes last
 SHORT = 0.002  # of a method's bound

@@ -8,22 +8,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, METHODS, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
-from eagle3.runner.contract.console import calm_stderr
-from eagle3.runner.inspect import cuda as cuda_inspection
-from eagle3.runner.inspect.cuda_weights import (
-    WEIGHTS_FILE,
-    WeightTable,
-    check_stored,
-    decode_weight_table,
-    read_ptd_index,
-)
-from eagle3.runner.inspect.gpu_memory import gpu_memory
+from eagle3.runner.artifact import cuda_library
+from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read_ptd_index
+from eagle3.runner.artifact.gpu_memory import gpu_memory
+from eagle3.runner.artifact.pte import Pte, read_pte
+from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, Metadata, row_bounds
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
@@ -38,7 +32,7 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     rows = row_bounds(metadata)
     linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
     try:
-        tables = [table for found in _weight_tables(pte).values() for table in found]
+        tables = [table for found in weight_tables(pte).values() for table in found]
         return {
             "metadata": {name: _plain(value) for name, value in constants.items()},
             "methods": {
@@ -57,75 +51,6 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "dtype"):
         return value
     return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-
-
-@dataclass(frozen=True)
-class Pte:
-    """A ``.pte``: its program (``executorch.exir.schema.Program``), then segments that the program lists."""
-
-    path: Path
-    bytes: int
-    program: Any
-    program_bytes: int
-    segments_at: int
-
-    def plan(self, method: str) -> Any:
-        """How a method is executed: its ``ExecutionPlan``."""
-        return next(plan for plan in self.program.execution_plan if plan.name == method)
-
-    def segment(self, index: int) -> bytes:
-        entry = self.program.segments[index]
-        with self.path.open("rb") as file:
-            file.seek(self.segments_at + entry.offset)
-            return file.read(entry.size)
-
-    def named(self, key: str) -> bytes:
-        """Data that delegates name, such as a library."""
-        named = {item.key: item.segment_index for item in self.program.named_data or ()}
-        return self.segment(named[key])
-
-    def delegate_bytes(self, delegate) -> int:
-        index = delegate.processed.index
-        if delegate.processed.location.name == "SEGMENT":
-            return self.program.segments[index].size
-        return len(self.program.backend_delegate_data[index].data)
-
-    def delegate_blob(self, delegate) -> bytes:
-        index = delegate.processed.index
-        if delegate.processed.location.name == "SEGMENT":
-            return self.segment(index)
-        return bytes(self.program.backend_delegate_data[index].data)
-
-
-def read_pte(path: Path) -> Pte:
-    """Read the program alone, of a file that the runtime has opened. Raises ValueError for one that does not parse."""
-    with calm_stderr():
-        from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program
-        from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header
-
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = _get_extended_header(file.read(_ExtendedHeader.NUM_HEAD_BYTES))
-        program_bytes, segments_at = (header.program_size, header.segment_base_offset) if header else (size, 0)
-        file.seek(0)
-        try:
-            program = _flatbuffer_to_program(file.read(program_bytes))
-        except Exception as error:  # a damaged flatbuffer fails wherever its offsets lead
-            raise ValueError(f"{path} is damaged (its program does not parse: {error}): export it again") from error
-    return Pte(path, size, program, program_bytes, segments_at)
-
-
-def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
-    """Fewest and most rows that each method of the contract takes."""
-    window = metadata.chain_len + 1
-    return {
-        PREFILL: (metadata.min_prefill, metadata.max_prefill),
-        TARGET_VERIFY: (2, window),
-        DRAFT_DECODE: (1, max(metadata.max_prefill, window)),
-        SPECULATE: (window, window),
-        DECODE: (1, 1),
-        **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),
-    }
 
 
 def method(pte: Pte, plan, rows: tuple[int, int] | None) -> dict[str, Any]:
@@ -204,47 +129,15 @@ def xnnpack_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
 
 
 def cuda_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
-    """What ``cuda.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
+    """What ``cuda_library.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
     stored = pte.path.parent / WEIGHTS_FILE
-    tables = _weight_tables(pte)
-    with _naming(pte, plan.name):
+    tables = weight_tables(pte)
+    with naming(pte, plan.name):
         if stored.is_file():
             check_stored(tables[plan.name], read_ptd_index(stored))
-        return cuda_inspection.cuda_details(plan.name, tables, pte.named)
+        return cuda_library.cuda_details(plan.name, tables, pte.named)
 
 
-def cuda_kernels(model: Path) -> dict[str, dict[str, bytes]]:
-    """Method to its CUDA kernels, as fatbins by name. Raises ValueError for a library that is damaged."""
-    pte = read_pte(model)
-    found: dict[str, dict[str, bytes]] = {}
-    for name, tables in _weight_tables(pte).items():
-        with _naming(pte, name):
-            libraries = [cuda_inspection.read_library(pte.named(table.library_key)) for table in tables]
-        found[name] = {kernel: fatbin for library in libraries for kernel, fatbin in library.kernels.items()}
-    return found
-
-
-def _weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:
-    """Those of the CUDA delegates, by method."""
-    tables = {}
-    for plan in pte.program.execution_plan:
-        blobs = [pte.delegate_blob(delegate) for delegate in plan.delegates if delegate.id == CUDA_BACKEND]
-        if blobs:
-            with _naming(pte, plan.name):
-                tables[plan.name] = [decode_weight_table(blob) for blob in blobs]
-    return tables
-
-
-@contextmanager
-def _naming(pte: Pte, method: str) -> Iterator[None]:
-    """A ValueError inside names the file and the method."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{pte.path}, method {method}: {error}") from error
-
-
-CUDA_BACKEND = "CudaBackend"
 DELEGATE_DETAILS: dict[str, Callable[[Pte, Any, list[Any]], dict[str, Any]]] = {
     "XnnpackBackend": xnnpack_details,
     CUDA_BACKEND: cuda_details,

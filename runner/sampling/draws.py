@@ -38,13 +38,13 @@ def draw_by(sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host | Devic
 
 class Dense:
     def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host | Device):
-        self._sampling, self._filters, self._arrays = sampling, sampling.filters, arrays
+        self._sampling, self._arrays = sampling, arrays
         self._noise = Noise(seed, ids, sampling.temperature, arrays)
 
     def __call__(self, logits: Any, position: int) -> np.ndarray:
         scores = logits + self._noise.rows(position, logits.shape[1])
-        if self._filters:
-            least = thresholds(logits, self._sampling, self._arrays)
+        least = thresholds(logits, self._sampling, self._arrays)
+        if least is not None:
             scores = self._arrays.xp.where(logits >= least, scores, -math.inf)
         return self._arrays.host(scores.argmax(-1))
 
@@ -69,7 +69,7 @@ class Sparse:
     def _best(self, row: np.ndarray, position: int, floor: float) -> int:
         """The column of the largest score among those whose logit is ``floor`` or more."""
         temperature = self._sampling.temperature
-        if self._sampling.top_k:  # few enough
+        if 0 < self._sampling.top_k < len(row):  # few enough
             columns = np.flatnonzero(row >= floor)
             scores = row[columns] + self._noise(position, columns)
         else:

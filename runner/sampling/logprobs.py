@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3.runner.choice import Choice
-from eagle3.runner.session import Step
+from eagle3.runner.hosts.session import Step
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """What is asked of sampling, and whether an artifact can do it."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
 
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")
 LEAST, MOST = 1e-9, 1e9
 """Of temperatures, penalties and biases: what float32 multiplies and divides by without overflow."""
 
@@ -16,8 +19,9 @@ class Sampling:
     of tokens that are there already, the prompt's too, are divided by ``repetition_penalty`` (multiplied where
     negative); then come the temperature, ``top_k``, ``top_p`` and ``min_p``.
 
-    ``temperature`` 0 takes the most likely token, ``seed`` None is another one for each generation. Raises ValueError,
-    one line, for a value of another type or out of bounds.
+    Ids of ``logit_bias`` may be text, such as "17", as the keys of a JSON object are. ``temperature`` 0 takes the most
+    likely token, ``seed`` None is another one for each generation; prompts of one seed are drawn by the same noise at
+    the same positions. Raises ValueError, one line, for a value of another type or out of bounds.
     """
 
     temperature: float = 0.0
@@ -37,11 +41,15 @@ class Sampling:
         _number("min_p", self.min_p, lambda p: 0 <= p < 1, "at least 0 and below 1")
         _number("repetition_penalty", self.repetition_penalty, lambda p: LEAST <= p <= MOST, "above 0, 1 for none")
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}, but must be a mapping of token ids to numbers")
-        for token, bias in self.logit_bias.items():
+            raise ValueError(f"logit_bias is {shown(self.logit_bias)}, but must be a mapping of token ids to numbers")
+        given = [(_token_id(token), bias) for token, bias in self.logit_bias.items()]
+        for token, bias in given:
             _integer("an id of logit_bias", token, lambda i: i >= 0, "0 or more")
-            _number(f"the logit_bias of {token}", bias, lambda b: -MOST <= b <= MOST, "finite; -100 bans a token")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            name = f"the logit_bias of {shown(token)}"
+            _number(name, bias, lambda b: -MOST <= b <= MOST, "finite; -100 bans a token")
+        if len(dict(given)) != len(given):
+            raise ValueError(f"logit_bias is {shown(self.logit_bias)}, which names a token id twice")
+        object.__setattr__(self, "logit_bias", dict(given))
         if self.seed is not None:
             _integer("seed", self.seed, lambda s: 0 <= s < 1 << 63, "from 0 to 2**63 - 1")
 
@@ -50,18 +58,19 @@ class Sampling:
         """Whether the artifact's own greedy ids are what is asked for."""
         return not (self.temperature or self.logit_bias or self.repetition_penalty != 1)
 
-    @property
-    def filters(self) -> bool:
-        """Whether ids are left out before one is drawn."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p)
-
     def check(self, metadata: Metadata) -> None:
         """Raises ValueError, one line, for what the artifact cannot do."""
         if not self.plain:
             check_logits(metadata, "sampling, a bias or a repetition penalty")
         for token in self.logit_bias:
             if token >= metadata.vocab_size:
-                raise ValueError(f"id {token} of logit_bias is outside the vocabulary 0..{metadata.vocab_size - 1}")
+                last = metadata.vocab_size - 1
+                raise ValueError(f"id {shown(token)} of logit_bias is outside the vocabulary 0..{last}")
+
+
+def _token_id(given: Any) -> Any:
+    """JSON has no numbers as keys. What is no number stays as it is."""
+    return int(given) if isinstance(given, str) and TOKEN_ID.fullmatch(given) else given
 
 
 def check_logits(metadata: Metadata, wanted_for: str) -> None:
@@ -72,9 +81,9 @@ def check_logits(metadata: Metadata, wanted_for: str) -> None:
 
 def _number(name: str, value: Any, allowed: Callable[[float], bool], bounds: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not allowed(value):
-        raise ValueError(f"{name} is {value!r}, but must be a number {bounds}")
+        raise ValueError(f"{name} is {shown(value)}, but must be a number {bounds}")
 
 
 def _integer(name: str, value: Any, allowed: Callable[[int], bool], bounds: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not allowed(value):
-        raise ValueError(f"{name} is {value!r}, but must be an integer {bounds}")
+        raise ValueError(f"{name} is {shown(value)}, but must be an integer {bounds}")

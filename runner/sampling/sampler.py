@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from eagle3.runner.contract import Metadata
+from eagle3.runner.hosts.session import Step
 from eagle3.runner.sampling.adjustments import Adjustments
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import draw_by
 from eagle3.runner.sampling.options import Sampling
-from eagle3.runner.session import Step
 
 
 class Sampler:

@@ -1,7 +1,8 @@
 """Tencent's AngelSlim: flat keys with what it was trained for (``target_model_type``, ``modal_type``); vLLM runs its
 heads, so that its layer ids are vLLM's, inputs.
 
-Source: the heads that it publishes for Qwen3 and the names that vLLM has for them (``Eagle3LlamaForCausalLM``).
+Source: the heads that it publishes for Qwen3 and the names that vLLM has for them (``Eagle3LlamaForCausalLM``);
+Tencent/AngelSlim, ``compressor/speculative/train/models/draft/llama_eagle3.py``.
 """
 
 from collections.abc import Collection
@@ -15,4 +16,4 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
     return "modal_type" in config or "target_model_type" in config or any(name.startswith("Eagle3") for name in named)
 
 
-DIALECT = Dialect("angelslim", recognizes)
+DIALECT = Dialect("angelslim", recognizes, trainer="AngelSlim", heeds=lambda kind: ())

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+EAGLE, EAGLE3, P_EAGLE = "EAGLE", "EAGLE-3", "P-EAGLE"
+"""Kinds of head. EAGLE (1, 2, HASS) fuses a token's embedding and the target's final state in its fc; EAGLE-3 fuses
+taps there, and embedding and feature in its first layer's attention; P-EAGLE is an EAGLE-3 head whose later proposals
+come of mask tokens in the same forward."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -46,6 +51,8 @@ class Dialect:
     """The part of the configuration that has the sizes of the decoder layers."""
     ids_are: str = "input"
     """What an explicit aux layer id means: the input or the output of that layer."""
+    names_taps: bool = True
+    """The trainer's code heeds such ids at all."""
     norm_output_feeds: bool = True
     """``norm_output`` says whether the normed state is the next feature; if not, whether lm_head takes it normed."""
     later_norm: str = "input_layernorm"
@@ -53,6 +60,14 @@ class Dialect:
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
     depth_is_targets: bool = False
     """``num_hidden_layers`` of an EAGLE-3 head is its target's; it has as many layers as it has tensors of."""
+    trainer: str = ""
+    """The system whose code trained the heads, by name; empty where many do."""
+    heeds: Callable[[str], Collection[str] | None] = lambda kind: None
+    """By kind of head, which keys of variants the trainer's code heeds (``unheeded.SILENT``); None: no telling."""
+    ropes: Callable[[str], Collection[str] | None] = lambda kind: None
+    """Likewise, the types of rope that it knows."""
+    places: Callable[[str], str | None] = lambda kind: None
+    """Likewise, a pattern of the tensors that it has a place for, by ``DraftHead``'s names."""
     refuse: Callable[[dict[str, Any], Path], None] = nothing
     """Raises ValueError for what the dialect's trainer computes in a way of its own."""
     warns_of_residual: bool = False

@@ -20,4 +20,8 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
     return isinstance(variants, dict) and any(key in variants for key in OWN)
 
 
-DIALECT = Dialect("modelopt", recognizes, ids_are="output")
+HEEDS = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
+HEEDS += ("norm_before_fc", "return_hidden_post_norm")
+"""The last two by older versions."""
+
+DIALECT = Dialect("modelopt", recognizes, trainer="ModelOpt", heeds=lambda kind: HEEDS, ids_are="output")

@@ -16,4 +16,11 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
     return "LlamaEagle3DraftModel" in (config.get("architectures") or [])
 
 
-DIALECT = Dialect("nemo", recognizes, ids_are="output", depth_is_targets=True)
+DIALECT = Dialect(
+    "nemo",
+    recognizes,
+    trainer="NeMo",
+    heeds=lambda kind: ("fc_norm", "norm_output", "partial_rotary_factor"),
+    ids_are="output",
+    depth_is_targets=True,
+)

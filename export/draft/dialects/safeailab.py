@@ -8,7 +8,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.dialects.dialect import Dialect, refuse_unheeded
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, Dialect, refuse_unheeded
+
+_LINEARS = r"self_attn\.[qkvo]_proj\.weight|mlp\.(gate|up|down)_proj\.weight"
+PLACES = {
+    EAGLE3: r"(embed_tokens|lm_head|fc|norm)\.weight|d2t|t2d|"
+    rf"layers\.0\.({_LINEARS}|(input_layernorm|hidden_norm|post_attention_layernorm)\.weight)",
+    EAGLE: r"embed_tokens\.weight|fc\.(weight|bias)|layers\.[1-9]\d*\.input_layernorm\.weight|"
+    rf"layers\.\d+\.({_LINEARS}|self_attn\.[qkv]_proj\.bias|post_attention_layernorm\.weight)",
+}
+"""The tensors of its two modules. It trains no P-EAGLE: files of such heads only look like its own."""
 
 
 def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
@@ -19,9 +28,18 @@ def refuse(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for a rope that SafeAILab's code computes in a way of its own: a scaled one has the base 10000
     whatever ``rope_theta`` says, and every one turns all of a head."""
     scaling, base, part = (config.get(key) for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"))
-    scaled = isinstance(scaling, dict) and scaling.get("type") == "linear"
+    scaled = isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) == "linear"
     said = {"rope_theta beside a linear rope_scaling": base if scaled and base != 10000 else None}
     refuse_unheeded("SafeAILab", said | {"partial_rotary_factor": None if part == 1 else part}, file)
 
 
-DIALECT = Dialect("safeailab", recognizes, refuse=refuse)
+DIALECT = Dialect(
+    "safeailab",
+    recognizes,
+    refuse=refuse,
+    trainer="SafeAILab",
+    heeds=lambda kind: () if kind == EAGLE3 else None,
+    ropes=lambda kind: ("default", "linear", "dynamic"),
+    places=PLACES.get,
+    names_taps=False,
+)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.dialects.dialect import Dialect, refuse_unheeded
+from eagle3.export.draft.dialects.dialect import P_EAGLE, Dialect, refuse_unheeded
 
 
 def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
@@ -37,5 +37,13 @@ def refuse(config: dict[str, Any], file: Path) -> None:
 
 
 DIALECT = Dialect(
-    "specforge", recognizes, refuse=refuse, ids_are="output", norm_output_feeds=False, later_norm="hidden_norm"
+    "specforge",
+    recognizes,
+    refuse=refuse,
+    trainer="SpecForge",
+    heeds=lambda kind: ("norm_before_residual",) if kind == P_EAGLE else ("fc_norm", "use_aux_norm", "norm_output"),
+    ropes=lambda kind: ("default",) if kind == P_EAGLE else ("default", "linear", "dynamic", "llama3", "mrope", "yarn"),
+    ids_are="output",
+    norm_output_feeds=False,
+    later_norm="hidden_norm",
 )

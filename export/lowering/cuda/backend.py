@@ -24,47 +24,43 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.config import CUDA_RECIPES
 from eagle3.export.draft.head import DraftHead
-from eagle3.export.lowering.cuda.argmax import argmax_over_blocks
-from eagle3.export.lowering.cuda.attention import CudaAttention
-from eagle3.export.lowering.cuda.dispatch import small_m_dispatch
-from eagle3.export.lowering.cuda.experts import use_fused_experts
-from eagle3.export.lowering.cuda.fusion import fused_further
-from eagle3.export.lowering.cuda.garbage import collected_rarely
-from eagle3.export.lowering.cuda.gated import gate_in_products
-from eagle3.export.lowering.cuda.graph_check import check_linears
-from eagle3.export.lowering.cuda.launches import recorded_launches
-from eagle3.export.lowering.cuda.memory import cure, gpu_memory  # noqa: F401  (cure is the backend's)
-from eagle3.export.lowering.cuda.named_gpu import in_two_processes, named_gpu
+from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
+from eagle3.export.lowering.cuda.graph.attention import CudaAttention
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
+from eagle3.export.lowering.cuda.graph.gates import gate_in_products
+from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
+from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged, no_repro
+from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
+from eagle3.export.lowering.cuda.inductor.fusion import fused_further
+from eagle3.export.lowering.cuda.inductor.gc_tuning import collected_rarely
+from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
+from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
-from eagle3.export.lowering.cuda.quantization import (
+from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
+from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
+from eagle3.export.lowering.cuda.weights.quantization import (
     check_quantized_headers,
     check_recipe,
     fitted_recipe,
     lay_out,
     quantize,
 )
-from eagle3.export.lowering.cuda.rotated import rotate_in_attention
-from eagle3.export.lowering.cuda.shortcuts import analyzed_once, counters_unchanged, no_repro
-from eagle3.export.lowering.cuda.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
-from eagle3.export.lowering.cuda.weights import CudaWeights
-from eagle3.export.plan import Plan
+from eagle3.export.patches import FOR_CUDA, TESTED_WITH_GPU, check_versions
+from eagle3.export.planning.config import CUDA_RECIPES
+from eagle3.export.planning.memory import GpuMemory
+from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
-from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LAUNCHES
-from eagle3.runner.contract.versions import version_of
+from eagle3.runner.console.versions import version_of
+from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
+from eagle3.runner.hardware.gpus import lacking_on_later
 
-DTYPE = torch.bfloat16
-EAGER_ON_HOST = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 OPTIONS = {
     "coordinate_descent_tuning": False,
     "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels
 }
-
-
-attention = CudaAttention
-footprint = gpu_memory
 
 
 def local_arch() -> str | None:
@@ -74,130 +70,147 @@ def local_arch() -> str | None:
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
-def check(plan: Plan) -> None:
-    """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
-    arch, local = plan.config.cuda_arch, local_arch()
-    if local is None:
-        if arch is None:
-            raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
-        check_versions()
-    elif arch not in (None, local):
-        raise ValueError(
-            f"--cuda-arch {arch}, but the GPU at hand is {local} and kernels are tuned on it: leave the flag out, or "
-            "set CUDA_VISIBLE_DEVICES= to lower without the GPU"
-        )
-    cuda_home()
-    cpp_compiler()
-    skeleton = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len)
-    if plan.qlinear == "checkpoint":
-        check_quantized_headers(plan.target_headers, skeleton)
-    if plan.qlinear in CUDA_RECIPES[1:]:
-        check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
-    if plan.draft_qlinear in CUDA_RECIPES[1:]:
-        with torch.device("meta"):
-            draft = DraftHead(plan.draft, max_seq_len=1)
-        check_recipe("--draft-qlinear", plan.draft_qlinear, draft, plan.draft.layer)
+class NvidiaBackend:
+    """See ``eagle3.export.backends.Backend``."""
 
+    dtype = torch.bfloat16
+    attention = CudaAttention
+    eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 
-def runs_here() -> bool:
-    return local_arch() is not None
-
-
-def memory(plan: Plan) -> tuple[int, str]:
-    if local_arch():
-        return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
-    gpu = GPUS[plan.config.cuda_arch]
-    return gpu.memory, gpu.name
-
-
-def export_bytes(plan: Plan) -> None:
-    return None
-
-
-def conversion(plan: Plan) -> CudaWeights:
-    """The target is quantized as it is read, and laid out for its kernels; the model stays on the host."""
-    target = plan.spec.module().skeleton(plan.target_config, plan.max_seq_len).model
-    recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in CUDA_RECIPES[1:] else None
-    return CudaWeights(target, recipe, DTYPE)
-
-
-def prepare(speculator: Eagle3Speculator, plan: Plan) -> None:
-    """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
-    use_fused_experts(speculator.target)
-    if plan.draft_qlinear in CUDA_RECIPES[1:]:
-        recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
-        quantize(speculator.draft, recipe, spare=speculator.target.parameters())
-        lay_out(speculator.draft, spare=speculator.target.parameters())
-
-
-@contextmanager
-def tracing(speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
-    with small_m_dispatch(plan.small_m_limit), collected_rarely():
-        yield
-
-
-def describe(programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
-    """The architecture, how kernels are chosen, and what the quantized linears of each method take."""
-    local = local_arch()
-    return {
-        "cuda_arch": local or plan.config.cuda_arch,
-        "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
-        "linears": {name: check_linears(name, program) for name, program in programs.items()},
-        "toolchain": {"triton": version_of("triton"), "nvcc": nvcc_version()},
-    }
-
-
-def lower(
-    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
-) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
-    """One program whose methods are a delegate each; weights and caches are its tensor data, by name. With it what each
-    method launches, of ``draft_decode`` and ``forward`` for the one row of a step, of the others for their longest."""
-    partitioners = {
-        name: [
-            CudaPartitioner(
-                [CudaBackend.generate_method_name_compile_spec(name), CompileSpec("low_memory_mode", b"ON")]
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
+        arch, local = plan.config.cuda_arch, local_arch()
+        if local is None:
+            if arch is None:
+                raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
+            check_named_versions()
+        elif arch not in (None, local):
+            raise ValueError(
+                f"--cuda-arch {arch}, but the GPU at hand is {local} and kernels are tuned on it: leave the flag out, "
+                "or set CUDA_VISIBLE_DEVICES= to lower without the GPU"
             )
-        ]
-        for name in programs
-    }
-    for program in programs.values():
-        gate_in_products(program)
-        rotate_in_attention(program)
-    lengths = {name: ranges(program) for name, program in programs.items()}
-    rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
-    longest = {method.name: method.max_len for method in plan.methods}
+        else:
+            check_versions(FOR_CUDA, TESTED_WITH_GPU, "lowering for CUDA", "")
+        cuda_home()
+        cpp_compiler()
+        skeleton = plan.skeleton
+        if plan.qlinear == "checkpoint":
+            check_quantized_headers(plan.target_headers, skeleton)
+        if plan.qlinear in CUDA_RECIPES[1:]:
+            check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
+        if plan.draft_qlinear in CUDA_RECIPES[1:]:
+            with torch.device("meta"):
+                draft = DraftHead(plan.draft, max_seq_len=1)
+            check_recipe("--draft-qlinear", plan.draft_qlinear, draft, plan.draft.layer)
 
-    def check_lengths(name: str) -> None:
-        if ranges(programs[name]) != lengths[name]:
-            raise ValueError(f"{name} was compiled for {ranges(programs[name])} of its lengths {lengths[name]} alone")
+    def memory(self, plan: Plan) -> tuple[int, str]:
+        if local_arch():
+            return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
+        gpu = GPUS[plan.config.cuda_arch]
+        return gpu.memory, gpu.name
 
-    named = local_arch() is None
-    with (
-        named_gpu(plan.config.cuda_arch) if named else toolchain(),
-        inductor.patch(OPTIONS),
-        fused_further(),
-        counters_unchanged(),
-        analyzed_once(),
-        no_repro(),
-        collected_rarely(),
-        argmax_over_blocks(),
-        recorded_launches(rows, longest) as launches,
-        in_two_processes(launches, check_lengths) if named else nullcontext(),
-    ):
-        lowered = to_edge_transform_and_lower(
-            dict(programs),
-            partitioner=partitioners,
-            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-            constant_methods=dict(constant_methods),
-        )
-        for name in programs:
-            check_lengths(name)
-        program = lowered.to_executorch(
-            ExecutorchBackendConfig(
-                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True
+    def footprint(self, plan: Plan) -> GpuMemory:
+        return gpu_memory(plan)
+
+    def suggest_flags(self, plan: Plan, has: int) -> str | None:
+        return suggest_flags(plan, has)
+
+    def export_bytes(self, plan: Plan) -> None:
+        return None
+
+    def conversion(self, plan: Plan) -> CudaWeights:
+        """The target is quantized as it is read, and laid out for its kernels; the model stays on the host."""
+        target = plan.skeleton.model
+        recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in CUDA_RECIPES[1:] else None
+        return CudaWeights(target, recipe, self.dtype)
+
+    def prepare(self, speculator: Eagle3Speculator, plan: Plan) -> None:
+        """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
+        use_fused_experts(speculator.target)
+        if plan.draft_qlinear in CUDA_RECIPES[1:]:
+            recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
+            quantize(speculator.draft, recipe, spare=speculator.target.parameters())
+            lay_out(speculator.draft, spare=speculator.target.parameters())
+
+    @contextmanager
+    def tracing(self, speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
+        with small_m_dispatch(plan.small_m_limit), collected_rarely():
+            yield
+
+    def runs_here(self) -> bool:
+        return local_arch() is not None
+
+    def describe(self, programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
+        """The architecture, how kernels are chosen, and what the quantized linears of each method take."""
+        local = local_arch()
+        return {
+            "cuda_arch": local or plan.config.cuda_arch,
+            "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
+            "linears": {name: check_linears(name, program) for name, program in programs.items()},
+            "toolchain": {"triton": version_of("triton"), "nvcc": nvcc_version()},
+        }
+
+    def lower(
+        self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
+    ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
+        """One program whose methods are a delegate each; weights and caches are its tensor data, by name.
+
+        With it what each method launches: ``draft_decode`` and ``forward`` for one row, the others for their longest;
+        and the later architectures that lack what a launch takes: code that is made on a GPU is for that GPU.
+        """
+        partitioners = {
+            name: [
+                CudaPartitioner(
+                    [CudaBackend.generate_method_name_compile_spec(name), CompileSpec("low_memory_mode", b"ON")]
+                )
+            ]
+            for name in programs
+        }
+        for program in programs.values():
+            gate_in_products(program)
+            rotate_in_attention(program)
+        lengths = {name: ranges(program) for name, program in programs.items()}
+        rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
+        longest = {method.name: method.max_len for method in plan.methods}
+
+        def check_lengths(name: str) -> None:
+            if ranges(programs[name]) != lengths[name]:
+                raise ValueError(
+                    f"{name} was compiled for {ranges(programs[name])} of its lengths {lengths[name]} alone"
+                )
+
+        named = local_arch() is None
+        with (
+            named_gpu(plan.config.cuda_arch) if named else toolchain(),
+            inductor.patch(OPTIONS),
+            fused_further(),
+            counters_unchanged(),
+            analyzed_once(),
+            no_repro(),
+            collected_rarely(),
+            argmax_over_blocks(),
+            recorded_launches(rows, longest) as launches,
+            in_two_processes(launches, check_lengths) if named else nullcontext(),
+        ):
+            lowered = to_edge_transform_and_lower(
+                dict(programs),
+                partitioner=partitioners,
+                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+                constant_methods=dict(constant_methods),
             )
-        )
-    return program, {LAUNCHES: launches}
+            for name in programs:
+                check_lengths(name)
+            program = lowered.to_executorch(
+                ExecutorchBackendConfig(
+                    memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True
+                )
+            )
+        launched = {name: method["launches"] for name, method in launches.items()}
+        lacking = lacking_on_later(plan.config.cuda_arch, launched) if named else {}
+        return program, {LAUNCHES: launches, LACKING: lacking}
+
+
+BACKEND = NvidiaBackend()
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:

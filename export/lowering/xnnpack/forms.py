@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 
+from eagle3.export.patches import replaced
 from eagle3.targets import complex_rotary
+
+FAMILY = modeling_llama.__name__
+"""Stands for the module of any family in the register of patches."""
 
 
 class ProductRMSNorm(nn.Module):
@@ -89,7 +92,7 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
                     rotation = original(torch.eye(size)).T.contiguous()
                     owner.register_buffer(f"rotation_{index}_{size}", rotation, persistent=False)
                 product = partial(_rotate, owner, original, index)
-                stack.enter_context(mock.patch.object(sys.modules[family], "rotate_half", product))
+                stack.enter_context(replaced(f"{FAMILY}.rotate_half", product, sys.modules[family]))
         yield
 
 
@@ -103,7 +106,8 @@ def rows_before_heads(owner: nn.Module) -> Iterator[None]:
             original = getattr(sys.modules.get(family), "apply_rotary_pos_emb", None)
             if original is not None and list(inspect.signature(original).parameters) == ROTARY_PARAMETERS:
                 rotated = partial(_rotated_by_rows, original)
-                stack.enter_context(mock.patch.object(sys.modules[family], "apply_rotary_pos_emb", rotated))
+                name = f"{FAMILY}.apply_rotary_pos_emb"
+                stack.enter_context(replaced(name, rotated, sys.modules[family]))
         yield
 
 

@@ -12,14 +12,15 @@ import torch
 from executorch.extension.llm.export.quantize import _default_group_size, _make_embedding_config, _make_linear_config
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
 from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
     _apply_int8_act_asym_per_token_quant_dequant,
 )
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
-from eagle3.export.plan import Plan
+from eagle3.export.planning.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
+from eagle3.export.planning.plan import Plan
 
 ELEMENTS = 1 << 18
 """Of a weight, quantized at once: what a core has in its cache. Forty passes over more took 3 to 5 times as long."""
@@ -120,6 +121,15 @@ def _linear(func, types, args, kwargs) -> Tensor:
     """Each row of x [..., K] in 8 bits with a scale and a zero point of its own, times the weight."""
     x, weight, *bias = args
     return F.linear(_apply_int8_act_asym_per_token_quant_dequant(x), weight.dequantize(), *bias)
+
+
+class ExactActivations(TorchFunctionMode):
+    """Within it, linears of ``DynamicWeight`` take their inputs as they are, in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and isinstance(args[1], DynamicWeight):
+            args = (args[0], args[1].dequantize(), *args[2:])
+        return func(*args, **(kwargs or {}))
 
 
 class Int8Rows(TorchAOBaseTensor):

@@ -8,16 +8,15 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from unittest import mock
 
 from executorch.backends.xnnpack import _passes as passes
-from executorch.backends.xnnpack import xnnpack_preprocess
-from executorch.exir import lowered_backend_module
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+
+from eagle3.export.patches import all_replaced
 
 _FOR_OTHER_GRAPHS = (
     passes.ConvertToUpsampleBilinear2d,
@@ -69,12 +68,13 @@ def applicable_passes() -> Iterator[None]:
     """Within it XNNPACK's preprocessing keeps each weight once for all methods, and skips the passes for convolutions,
     batch norms, pooling, quantized padding, dim orders and constants in files of their own."""
     stores = partial(_SharedBytes, {})
-    with (
-        mock.patch.object(lowered_backend_module, "legalize_graph", _sorted_in_place),
-        mock.patch.object(xnnpack_preprocess, "XNNPACKPassManager", _Passes),
-        mock.patch.object(xnnpack_preprocess, "NamedDataStore", stores),
-        mock.patch.object(
-            xnnpack_preprocess.XnnpackBackend, "copy_exported_program_for_preprocess", _copied_without_weights
-        ),
+    preprocess = "executorch.backends.xnnpack.xnnpack_preprocess."
+    with all_replaced(
+        {
+            "executorch.exir.lowered_backend_module.legalize_graph": _sorted_in_place,
+            f"{preprocess}XNNPACKPassManager": _Passes,
+            f"{preprocess}NamedDataStore": stores,
+            f"{preprocess}XnnpackBackend.copy_exported_program_for_preprocess": _copied_without_weights,
+        }
     ):
         yield

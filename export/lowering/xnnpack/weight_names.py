@@ -9,11 +9,13 @@ the codes too, where nothing reads it.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
-from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from torch import Tensor
+
+from eagle3.export.patches import original, replaced
+
+NAMING = "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_serialized_buffer_index"
 
 
 class _Marked:
@@ -29,21 +31,21 @@ class _Marked:
 @contextmanager
 def scales_in_names() -> Iterator[None]:
     """Within it XNNPACK's preprocessing names weights that way."""
-    original = NodeVisitor.get_serialized_buffer_index
+    name_and_store = original(NAMING)
 
     def serialized(self, tensor, graph, ids, nhwc, swapped, quant_params, *rest) -> int:
         given = (tensor, graph, ids, nhwc, swapped, quant_params, *rest)
         scale = getattr(quant_params, "scale", None)
         if not isinstance(scale, Tensor):
-            return original(self, *given)
+            return name_and_store(self, *given)
         store, mark = self._named_data_store, hashlib.sha256(scale.float().numpy().tobytes()).digest()
         self._named_data_store = _Marked(store, mark)
         try:
-            index = original(self, *given)
+            index = name_and_store(self, *given)
         finally:
             self._named_data_store = store
         graph.constant_data[index].named_key += mark.hex()
         return index
 
-    with mock.patch.object(NodeVisitor, "get_serialized_buffer_index", serialized):
+    with replaced(NAMING, serialized):
         yield

@@ -149,6 +149,8 @@ def _attention_kernel(
         counter, arrived = ARRIVED + tile * KV_HEADS + kv_head, 0
         if parts > 1:
             arrived = arrive(counter)
+        else:
+            tl.debug_barrier()  # what one thread stored, another loads
         if arrived == parts - 1:
             for column in tl.range(0, BLOCK_D, COLUMNS):
                 c = column + tl.arange(0, COLUMNS)

@@ -21,7 +21,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.export.lowering.cuda.named_gpu.versions import check_versions
+from eagle3.export.patches import FOR_CUDA, TESTED, check_versions
+
+
+def check_named_versions() -> None:
+    """Raise ValueError for a version of a package that lowering without a GPU was not tested with."""
+    check_versions(FOR_CUDA, TESTED, "lowering for CUDA without a GPU", ", or export on a machine with a GPU")
 
 
 @contextmanager
@@ -30,13 +35,13 @@ def named_gpu(arch: str) -> Iterator[None]:
 
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """
-    check_versions()
+    check_named_versions()
+    from eagle3.export.lowering.cuda.inductor.toolchain import toolchain
     from eagle3.export.lowering.cuda.named_gpu.answers import answers
     from eagle3.export.lowering.cuda.named_gpu.choices import choices
     from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
     from eagle3.export.lowering.cuda.named_gpu.operators import operators
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
-    from eagle3.export.lowering.cuda.toolchain import toolchain
 
     gpu = GPUS[arch]
     with ExitStack() as parts:

@@ -3,12 +3,11 @@
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch
-from torch._dynamo.device_interface import CudaInterface
 
-from eagle3.runner.contract.gpus import REGISTERS, Gpu
+from eagle3.export.patches import all_replaced
+from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
 CACHING = (
     "torch.utils._triton",
@@ -53,6 +52,7 @@ def answers(gpu: Gpu) -> Iterator[None]:
         "_cuda_maybeExchangeDevice",
         "_cuda_getCurrentRawStream",
     )
+    interface = "torch._dynamo.device_interface.CudaInterface."
     of_cuda = {
         "_is_compiled": True,
         "is_available": True,
@@ -81,22 +81,16 @@ def answers(gpu: Gpu) -> Iterator[None]:
         "maybe_exchange_device": 0,
     }
     of_worker = {"get_device_properties": properties, "current_device": 0}
+    values = {
+        "torch.version.cuda": torch.version.cuda or CUDA_VERSION,
+        "torch.accelerator.is_available": _always(False),  # it would ask the driver for streams
+        **{f"torch.{owner}.{name}": _always(0) for owner in ("cuda", "_C") for name in index_zero},
+        **{f"torch.cuda.{name}": _always(value) for name, value in of_cuda.items()},
+        **{f"{interface}{name}": staticmethod(_always(value)) for name, value in of_interface.items()},
+        **{f"{interface}Worker.{name}": staticmethod(_always(value)) for name, value in of_worker.items()},
+    }
     with ExitStack() as stack:
-
-        def replace(owner, name, value):
-            stack.enter_context(patch.object(owner, name, value, create=True))
-
-        replace(torch.version, "cuda", torch.version.cuda or CUDA_VERSION)
-        replace(torch.accelerator, "is_available", _always(False))  # it would ask the driver for streams
-        for owner in (torch.cuda, torch._C):
-            for name in index_zero:
-                replace(owner, name, _always(0))
-        for name, value in of_cuda.items():
-            replace(torch.cuda, name, _always(value))
-        for name, value in of_interface.items():
-            replace(CudaInterface, name, staticmethod(_always(value)))
-        for name, value in of_worker.items():
-            replace(CudaInterface.Worker, name, staticmethod(_always(value)))
+        stack.enter_context(all_replaced(values))
         forget_answers()
         stack.callback(forget_answers)
         yield

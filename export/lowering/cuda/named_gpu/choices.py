@@ -3,18 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from unittest.mock import patch
 
 import torch
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import joint_graph
-from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
-from torch._inductor.template_heuristics.triton import BaseConfigHeuristic
+from torch._inductor.select_algorithm import TritonTemplateCaller
 from torch._inductor.virtualized import V
 
 from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, ranked
+from eagle3.export.patches import all_replaced
+
+INDUCTOR = "torch._inductor."
 
 UNTIMED = {
     "compile_threads": 1,  # workers are processes of their own and know nothing of this substitution
@@ -46,10 +47,14 @@ def choices(gpu: Gpu) -> Iterator[None]:
 
     with (
         config.patch(UNTIMED),
-        patch.object(PythonWrapperCodegen, "generate_and_run_autotune_block", run_block_on_fakes),
-        patch.object(AlgorithmSelectorCache, "do_autotuning", rank_by_estimate),
-        patch.object(BaseConfigHeuristic, "get_mm_configs", with_more),
-        # Patterns are traced once a process, on tensors of the device that is asked for.
-        patch.object(joint_graph, "lazy_init", lambda device=None: init_patterns(torch.device("cpu"))),
+        all_replaced(
+            {
+                f"{INDUCTOR}codegen.wrapper.PythonWrapperCodegen.generate_and_run_autotune_block": run_block_on_fakes,
+                f"{INDUCTOR}select_algorithm.AlgorithmSelectorCache.do_autotuning": rank_by_estimate,
+                f"{INDUCTOR}template_heuristics.triton.BaseConfigHeuristic.get_mm_configs": with_more,
+                # Patterns are traced once a process, on tensors of the device that is asked for.
+                f"{INDUCTOR}fx_passes.joint_graph.lazy_init": lambda device=None: init_patterns(torch.device("cpu")),
+            }
+        ),
     ):
         yield

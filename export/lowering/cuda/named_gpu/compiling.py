@@ -7,19 +7,15 @@ takes for sm_100 and only sm_100a has: there it lowers to LLVM as for sm_90. A c
 passed over for the next one.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._inductor.codegen.cuda import compile_utils
-from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import HeuristicType
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, StaticTritonCompileResult, config_to_dict
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_to_dict
 from triton import Config
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
@@ -27,7 +23,12 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
-from eagle3.runner.contract.gpus import REGISTERS, Gpu
+from eagle3.export.patches import all_replaced, environment
+from eagle3.runner.hardware.gpus import REGISTERS, Gpu
+
+TRITON, INDUCTOR = "triton.backends.nvidia.compiler.", "torch._inductor."
+HEURISTICS = f"{INDUCTOR}runtime.triton_heuristics."
+AUTOTUNER = f"{HEURISTICS}CachingAutotuner."
 
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 
@@ -128,18 +129,22 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     try:
         with (
             # Triton's cache does not know of the plain architecture, so that what is compiled here is kept apart.
-            patch.dict(os.environ, {"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
-            patch.object(compiler, "sm_arch_from_capability", lambda capability: f"sm_{capability}"),
-            patch.object(compiler.CUDABackend, "make_ttgir", staticmethod(make_plain_ttgir)),
-            patch.object(compiler.CUDABackend, "make_llir", make_plain_llir),
-            patch.object(compile_utils, "_nvcc_arch_as_compile_option", lambda: str(gpu.arch)),
-            patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
-            patch.object(CachingAutotuner, "_create_compile_options", make_all_options),
-            patch.object(CachingAutotuner, "_precompile_worker", compile_one),
-            patch.object(CachingAutotuner, "_make_launchers", make_launchers),
-            patch.object(CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),  # asks for occupancy
-            patch.object(CachingAutotuner, "run", keep_instead_of_launch),
-            patch.object(StaticTritonCompileResult, "can_statically_launch", staticmethod(lambda *a, **k: None)),
+            environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
+            all_replaced(
+                {
+                    f"{TRITON}sm_arch_from_capability": lambda capability: f"sm_{capability}",
+                    f"{TRITON}CUDABackend.make_ttgir": staticmethod(make_plain_ttgir),
+                    f"{TRITON}CUDABackend.make_llir": make_plain_llir,
+                    f"{INDUCTOR}codegen.cuda.compile_utils._nvcc_arch_as_compile_option": lambda: str(gpu.arch),
+                    f"{INDUCTOR}runtime.triton_helpers.set_driver_to_gpu": lambda: None,
+                    f"{AUTOTUNER}_create_compile_options": make_all_options,
+                    f"{AUTOTUNER}_precompile_worker": compile_one,
+                    f"{AUTOTUNER}_make_launchers": make_launchers,
+                    f"{AUTOTUNER}_dynamic_scale_rblock": lambda self: None,  # asks for occupancy
+                    f"{AUTOTUNER}run": keep_instead_of_launch,
+                    f"{HEURISTICS}StaticTritonCompileResult.can_statically_launch": staticmethod(lambda *a, **k: None),
+                }
+            ),
         ):
             yield
     finally:

@@ -22,7 +22,7 @@ from typing import Any
 import triton
 from triton import Config
 
-from eagle3.runner.contract.gpus import REGISTERS, Gpu
+from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
 WARPS, STAGES = (4, 8), (2, 1)
 MOST_REGISTERS = 255

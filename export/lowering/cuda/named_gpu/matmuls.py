@@ -13,7 +13,7 @@ from typing import Any
 from torch._inductor.template_heuristics.triton import GemmConfig
 from torch._inductor.virtualized import V
 
-from eagle3.runner.contract.gpus import Gpu
+from eagle3.runner.hardware.gpus import Gpu
 
 LATENCY = 800.0  # ns, of a load from memory that others load from too
 BYTES, FLOPS = 36.0, 3500.0  # a nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16

@@ -8,10 +8,11 @@ these forms, and Inductor where it puts an assignment in place.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from eagle3.export.patches import all_replaced
 
 aten = torch.ops.aten
 _get, _set, _invert, _copy = Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.copy_
@@ -50,5 +51,6 @@ def _copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
 @contextmanager
 def operators() -> Iterator[None]:
     """Within it, the operators work on fake tensors of a GPU, with the indices above."""
-    with patch.multiple(Tensor, __getitem__=_item, __setitem__=_set_item, __invert__=_inverted, copy_=_copied):
+    values = {"__getitem__": _item, "__setitem__": _set_item, "__invert__": _inverted, "copy_": _copied}
+    with all_replaced({f"torch.Tensor.{name}": value for name, value in values.items()}):
         yield

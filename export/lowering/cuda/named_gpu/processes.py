@@ -16,7 +16,6 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from executorch.backends.aoti.aoti_backend import AotiBackend
@@ -27,7 +26,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, Place, host_data, place
-from eagle3.export.memory import free_memory, linux_bytes
+from eagle3.export.patches import replaced
+from eagle3.export.planning.memory import free_memory, linux_bytes
 
 Compiled = tuple[PreprocessResult, CudaWeightArtifact]
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -75,7 +75,7 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
         collector.finish()
         return {name: [result for result, _ in done[name]] for name in programs}
 
-    with patch.object(CudaBackend, "preprocess_multimethod", classmethod(preprocess)):
+    with replaced("executorch.backends.cuda.cuda_backend.CudaBackend.preprocess_multimethod", classmethod(preprocess)):
         yield
 
 

@@ -7,8 +7,7 @@ another weight may be the same.
 import ctypes
 import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from contextlib import contextmanager
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,9 +17,14 @@ from executorch.backends.cuda.cuda_weight_collector import _storage_key as stora
 from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir.tensor import scalar_type_enum
 from torch import Tensor
-from torch._inductor import codecache, compile_fx, graph, ir
+from torch._inductor import compile_fx, graph, ir
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+
+from eagle3.export.patches import all_replaced, replaced
+
+CUDA, INDUCTOR = "executorch.backends.cuda.", "torch._inductor."
 
 DEVICE = torch.device("cuda", 0)
 Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -142,17 +146,29 @@ def _known_again() -> Iterator[None]:
         if known is None or self._store.buffers[known] is not data:
             add(self, entry, data, external_tag)
 
-    with patch.object(CudaWeightCollector, "_add_weight", add_once):
+    with replaced(f"{CUDA}cuda_weight_collector.CudaWeightCollector._add_weight", add_once):
         yield
 
 
 @contextmanager
 def _external_weights(target_device: torch.device) -> Iterator[None]:
-    """ExecuTorch's low-memory compilation: constants are CUDA's, and the runtime gives them by name."""
+    """Replaces ExecuTorch's ``_compile_time_cpu_clones``: the runtime gives constants by name, on ``target_device``.
+
+    The C++ wrapper writes down each constant's device as that of its data, which lies on the host here. A container
+    refuses a CUDA tensor for a constant of the CPU's.
+    """
     guard = cuda_backend._CPU_CLONE_GUARD
     earlier, guard.active = getattr(guard, "active", False), True
+    write_device = CppWrapperCpu.codegen_device
+
+    def write_target(self: CppWrapperCpu, device: torch.device) -> str:
+        return write_device(self, target_device if device.type == "cpu" else device)
+
     try:
-        with patch.object(codecache, "determine_aoti_mmap_flags", lambda consts_size: (True, False)):
+        with (
+            replaced(f"{INDUCTOR}codecache.determine_aoti_mmap_flags", lambda consts_size: (True, False)),
+            replaced(f"{INDUCTOR}codegen.cpp_wrapper_cpu.CppWrapperCpu.codegen_device", write_target),
+        ):
             yield
     finally:
         guard.active = earlier
@@ -189,19 +205,18 @@ def weights_on_host() -> Iterator[None]:
     def list_of_data(self: FakeTensor) -> list:
         return self.host_value.tolist() if hasattr(self, "host_value") else to_list(self)
 
-    backend = cuda_backend.CudaBackend
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (graph, "is_same_tensor", same_data),
-            (graph.GraphLowering, "get_original_value_of_constant", data_of_constant),
-            (graph.GraphLowering, "get_attr", scalar_constant),
-            (compile_fx, "clone_preserve_strides", clone_with_data),
-            (FakeTensor, "tolist", list_of_data),
-            (backend, "move_program_to_device", classmethod(lambda cls, program, device, specs: on_named_gpu(program))),
-            (backend, "release_moved_tensors", classmethod(lambda cls, program, specs: None)),
-            (cuda_backend, "_compile_time_cpu_clones", _external_weights),
-            (CudaWeightCollector, "materialize", collect),
-        ):
-            stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(_known_again())
+    backend = f"{CUDA}cuda_backend.CudaBackend."
+    moved = classmethod(lambda cls, program, device, specs: on_named_gpu(program))
+    values = {
+        f"{INDUCTOR}graph.is_same_tensor": same_data,
+        f"{INDUCTOR}graph.GraphLowering.get_original_value_of_constant": data_of_constant,
+        f"{INDUCTOR}graph.GraphLowering.get_attr": scalar_constant,
+        f"{INDUCTOR}compile_fx.clone_preserve_strides": clone_with_data,
+        "torch._subclasses.fake_tensor.FakeTensor.tolist": list_of_data,
+        f"{backend}move_program_to_device": moved,
+        f"{backend}release_moved_tensors": classmethod(lambda cls, program, specs: None),
+        f"{CUDA}cuda_backend._compile_time_cpu_clones": _external_weights,
+        f"{CUDA}cuda_weight_collector.CudaWeightCollector.materialize": collect,
+    }
+    with all_replaced(values), _known_again():
         yield

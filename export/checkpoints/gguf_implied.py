@@ -1,0 +1,122 @@
+"""What a configuration implies for each key of a GGUF file's metadata: sizes, constants and switches by which llama.cpp
+computes. llama.cpp's converter writes them (``conversion/`` there, per architecture)."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from eagle3.targets.spec import layer_windows
+
+HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
+"""Keys that say nothing of what is computed."""
+
+
+class Implied(NamedTuple):
+    """``key`` in the metadata without the architecture's name, ``field`` in ``config.json`` and the ``value`` there:
+    one, or a list by layer; None: it is not compared. ``absent``: what llama.cpp takes where the file lacks the key;
+    None: the same as the configuration's."""
+
+    key: str
+    field: str
+    value: Any
+    absent: Any = None
+
+
+def implied(config: Any) -> Iterator[Implied]:
+    """``config`` is transformers' text configuration."""
+    windows = [window.tokens for window in layer_windows(config)]
+    layers, full, sliding = config.per_layer_config, None, None
+    for layer, window in zip(layers, windows, strict=True):
+        full, sliding = (full, layer) if window else (layer, sliding)
+    heads, one = config.num_attention_heads, full or sliding
+    width = getattr(one, "head_dim", None) or config.hidden_size // heads
+    narrow = sliding and (getattr(sliding, "head_dim", None) or width)
+    yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
+    yield Implied("embedding_length", "hidden_size", config.hidden_size)
+    yield Implied("feed_forward_length", "intermediate_size", config.intermediate_size)
+    yield Implied("context_length", "max_position_embeddings", config.max_position_embeddings)
+    yield Implied("vocab_size", "vocab_size", config.vocab_size)
+    yield Implied("attention.head_count", "num_attention_heads", heads)
+    kv_heads = [getattr(layer, "num_key_value_heads", None) or heads for layer in layers]
+    yield Implied("attention.head_count_kv", "num_key_value_heads", kv_heads)
+    for part in ("key", "value"):
+        yield Implied(f"attention.{part}_length", "head_dim", width)
+        yield Implied(f"attention.{part}_length_swa", "head_dim", narrow)
+    yield Implied("attention.layer_norm_rms_epsilon", "rms_norm_eps", config.rms_norm_eps)
+    yield Implied("attention.sliding_window", "sliding_window", max(windows))
+    yield Implied("attention.sliding_window_pattern", "layer_types", [bool(window) for window in windows])
+    yield Implied("attention.scale", _scale_field(config), _scale(config, width))
+    yield from _switches(config)
+    yield from _ropes(config, width, narrow)
+
+
+def ropes_of(config: Any) -> dict[str, dict[str, Any]]:
+    """By kind of layer: one rope for all, or one each."""
+    given = config.rope_parameters
+    return {kind: given.get(kind, given) for kind in ("full_attention", "sliding_attention")}
+
+
+def _scale_field(config: Any) -> str:
+    return "query_pre_attn_scalar" if getattr(config, "query_pre_attn_scalar", None) else "head_dim"
+
+
+def _scale(config: Any, width: int) -> float:
+    """By what attention multiplies products of queries and keys, as transformers' classes do."""
+    if config.model_type == "gemma4_text":
+        return 1.0  # its norms of queries and keys hold it
+    return (getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5
+
+
+def _switches(config: Any) -> Iterator[Implied]:
+    """What most models have not: 0, or 1 for a factor."""
+
+    def said(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)
+
+    yield Implied("final_logit_softcapping", "final_logit_softcapping", said("final_logit_softcapping"), 0)
+    yield Implied("attn_logit_softcapping", "attn_logit_softcapping", said("attn_logit_softcapping"), 0)
+    yield Implied("logit_scale", "logit_scale", said("logit_scale") or 1, 1)
+    yield Implied("embedding_scale", "embedding_multiplier", said("embedding_multiplier") or 1)
+    yield Implied("residual_scale", "residual_multiplier", said("residual_multiplier") or 1)
+    yield Implied("attention.shared_kv_layers", "num_kv_shared_layers", said("num_kv_shared_layers"), 0)
+    yield Implied(
+        "embedding_length_per_layer_input", "hidden_size_per_layer_input", said("hidden_size_per_layer_input")
+    )
+    experts = said("num_experts", "num_local_experts", "n_routed_experts")
+    yield Implied("expert_count", "num_experts", experts, 0)
+    yield Implied("expert_used_count", "num_experts_per_tok", experts and said("num_experts_per_tok", "top_k_experts"))
+    yield Implied("expert_feed_forward_length", "moe_intermediate_size", experts and said("moe_intermediate_size"))
+    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", said("num_nextn_predict_layers"))
+    yield Implied("attention.causal", "is_causal", True)
+
+
+def _ropes(config: Any, width: int, narrow: int | None) -> Iterator[Implied]:
+    ropes, field = ropes_of(config), "rope_parameters"
+    rope, swa = ropes["full_attention"], ropes["sliding_attention"]
+    kind = rope.get("rope_type") if rope.get("rope_type") in ("linear", "yarn", "longrope") else "none"
+    yield Implied("rope.dimension_count", "partial_rotary_factor", _rotated(rope, width))
+    yield Implied("rope.dimension_count_swa", "partial_rotary_factor", narrow and _rotated(swa, narrow))
+    yield Implied("rope.dimension_sections", "mrope_section", rope.get("mrope_section") or 0)
+    yield Implied("rope.freq_base", field, rope.get("rope_theta"), 10000.0)
+    yield Implied("rope.freq_base_swa", field, swa.get("rope_theta"))
+    yield Implied("rope.scaling.type", field, kind, "none")
+    factor = rope.get("factor") if kind != "none" else 1
+    yield Implied("rope.scaling.factor", "factor of rope_parameters", factor)
+    yield Implied("rope.scale_linear", "factor of rope_parameters", factor)  # its older name
+    attention = rope.get("attention_factor") or rope.get("attn_factor") or 1
+    yield Implied("rope.scaling.attn_factor", "attention_factor", attention)
+    length = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if kind == "yarn":
+        length = length or config.max_position_embeddings
+        yield Implied("rope.scaling.yarn_beta_fast", "beta_fast", rope.get("beta_fast") or 32, 32)
+        yield Implied("rope.scaling.yarn_beta_slow", "beta_slow", rope.get("beta_slow") or 1, 1)
+        yield Implied("rope.scaling.yarn_attn_factor", "attention_factor", attention, 1)
+        yield Implied("rope.scaling.yarn_ext_factor", "extrapolation_factor", rope.get("extrapolation_factor") or 1)
+        yield Implied("rope.scaling.yarn_log_multiplier", "mscale_all_dim", rope.get("mscale_all_dim") or 0)
+    yield Implied("rope.scaling.original_context_length", "original_max_position_embeddings", length)
+
+
+def _rotated(rope: dict[str, Any], width: int) -> int:
+    """Dimensions of a head that rotate; Gemma 4's proportional rope leaves some of all of them at rest."""
+    if rope.get("rope_type") == "proportional":
+        return width
+    return int(width * (rope.get("partial_rotary_factor") or 1))

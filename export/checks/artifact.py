@@ -1,0 +1,201 @@
+"""The check after an export: a few prompts go through the finished artifact, in a process of its own.
+
+Its tokens are held against the eager module's that it was made of, position by position; its features must be finite;
+what its draft head's proposals are worth is said, with the likely causes where they are worth nothing.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.planning.memory import free_memory
+from eagle3.export.planning.plan import Plan
+from eagle3.export.speculator import Eagle3Speculator
+from eagle3.runner.console.command import calm_stderr
+from eagle3.runner.contract import NEAR_TIE, PREFILL, near_tie
+
+TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
+NEW_TOKENS = 32
+LONGEST_PROMPT = 1100  # tokens: past a chunk of prefill, and no minutes of a large model
+TIE_ROWS = 64
+"""Tokens of a prompt by which the tolerance of quantized activations is measured."""
+WIDEST_TIE = 0.5
+"""Of the logits' standard deviation: a token that is wrong lies further behind."""
+COPIES = 2
+"""Of its weights, at the most, that an artifact has in memory: mapped, and packed by XNNPACK."""
+HOPELESS = 0.05
+"""Share of the first proposals that are accepted: a wrong tap or norm accepts about 1%, a poor head 30% or more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``record`` goes into ``export.json``; ``warning`` is a line for each thing to try, empty where all is well."""
+
+    record: dict[str, Any]
+    warning: tuple[str, ...]
+
+
+@torch.no_grad()
+def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
+    """The tolerance for a near-tie of this model by its recipe, in standard deviations of the logits.
+
+    Where activations are quantized, what rounds differently turns codes, until logits differ by as much as the
+    quantization itself moves them. How much that is depends on the model: it is measured, the logits with quantized
+    activations against those with exact ones, over all tokens and rows.
+    """
+    tie = near_tie(plan.qlinear)
+    if tie == NEAR_TIE:
+        return tie
+    from eagle3.export.lowering.xnnpack.quantization import ExactActivations
+
+    most, moved = plan.method(PREFILL).max_len, 0.0
+    with calm_stderr():
+        for prompt in sample_prompts(plan.checkpoint, plan):
+            tokens = torch.tensor([prompt[:TIE_ROWS]])
+            quantized = _logits(speculator, tokens, most)
+            with ExactActivations():
+                exact = _logits(speculator, tokens, most)
+            moved = max(moved, float(((quantized - exact).abs().amax(-1) / quantized.std(-1)).max()))
+    return max(tie, min(moved, WIDEST_TIE))
+
+
+def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None) -> Outcome:
+    """``speculator`` is what the artifact was made of, where this machine computes it eagerly; with None no tokens are
+    compared.
+
+    Raises ValueError where the artifact does not run, gives what is no number, or says another token.
+    """
+    prompts = sample_prompts(folder, plan)
+    generations = _tried(folder, prompts)
+    ties, most = 0, plan.method(PREFILL).max_len
+    tie = near_tie(plan.qlinear) if speculator is None else measured_tie(speculator, plan)
+    if speculator is not None:
+        for prompt, generation in zip(prompts, generations, strict=True):
+            with calm_stderr():  # ExecuTorch's ops log when they are called eagerly
+                ways = [generation["token_ids"], generation.get("by_whole_rounds", generation["token_ids"])]
+                for fresh in {tuple(tokens): tokens for tokens in ways}.values():
+                    ties += compare_tokens(speculator, prompt, fresh, most, tie)
+    stats = [generation["stats"] for generation in generations]
+    drafts = sum(each["num_drafts"] for each in stats)
+    accepted = sum(each["num_accepted_tokens"] for each in stats)
+    firsts = sum(each["num_drafts"] * (each["acceptance_rate_per_position"] or [0])[0] for each in stats)
+    record = {
+        "prompts": len(prompts),
+        "new_tokens": sum(len(generation["token_ids"]) for generation in generations),
+        "compared_with_eager": speculator is not None,
+        "near_ties": ties,
+        "tolerance": round(tie, 4),
+        "mean_acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
+    }
+    hopeless = drafts >= 10 and firsts / drafts < HOPELESS
+    return Outcome(record, tuple(likely_causes(plan, folder, firsts / drafts)) if hopeless else ())
+
+
+def why_not(folder: Path) -> str | None:
+    """Why the artifact had better not be tried beside the export that made it: too little memory."""
+    takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
+    free = free_memory()
+    if free is not None and takes > free:
+        return f"it would take about {takes / 1e9:.1f} GB beside the export, {free / 1e9:.1f} GB are free"
+    return None
+
+
+def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
+    """Short texts and one that takes several chunks of prefill; of random ids where there is no tokenizer."""
+    room = plan.max_seq_len - NEW_TOKENS
+    longest = min(plan.method(PREFILL).max_len + 5, LONGEST_PROMPT, room)
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+        prompts = [tokenizer.encode(text).ids for text in TEXTS]
+        together = tokenizer.encode("".join(TEXTS)).ids
+        prompts.append(together * (longest // max(1, len(together)) + 1))
+    else:
+        generator = torch.Generator().manual_seed(0)
+        lengths = (5, 12, 30, longest)
+        prompts = [torch.randint(plan.target_config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    most = max(1, longest)
+    return [prompt[:most] for prompt in prompts if prompt]
+
+
+def _tried(folder: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    asked = json.dumps({"prompts": prompts, "max_new_tokens": NEW_TOKENS})
+    command = [sys.executable, "-m", "eagle3.runner.run.smoke_run", str(folder)]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
+    if done.returncode < 0:
+        raise ValueError(
+            f"the artifact ends the process that runs it ({signal.Signals(-done.returncode).name}): {_HOW}"
+        )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        raise ValueError(f"the artifact does not run: {lines[-1].removeprefix('Error: ')}: {_HOW}")
+    return json.loads(done.stdout)["generations"]
+
+
+_HOW = "nothing was written; --no-check writes it all the same, to look into it"
+
+
+@torch.no_grad()
+def compare_tokens(
+    speculator: Eagle3Speculator, prompt: list[int], fresh: list[int], most_rows: int, tie: float = NEAR_TIE
+) -> int:
+    """Each new token against the greedy one of the eager target after the same tokens. Returns how many differ by a
+    near tie; raises ValueError for one that differs by more."""
+    tokens = torch.tensor([prompt + fresh[:-1]])
+    logits = _logits(speculator, tokens, most_rows)[len(prompt) - 1 :]
+    said, best = logits.gather(1, torch.tensor(fresh)[:, None])[:, 0], logits.max(-1)
+    margins = (best.values - said) / logits.std(-1)
+    differs = (margins > tie).nonzero()[:, 0].tolist()
+    if differs:
+        at = differs[0]
+        raise ValueError(
+            f"the artifact says token {fresh[at]} at position {len(prompt) + at} where the module it was made of says "
+            f"{int(best.indices[at])} (by {float(margins[at]):.2g} of the logits' spread): the lowering changed "
+            f"what the model computes: {_HOW}"
+        )
+    return int((best.indices != torch.tensor(fresh)).sum())
+
+
+def _logits(speculator: Eagle3Speculator, tokens: Tensor, most_rows: int) -> Tensor:
+    """[T, vocab_size] of every position, in chunks."""
+    parts = []
+    for start in range(0, tokens.shape[1], most_rows):
+        rows = tokens[:, start : start + most_rows]
+        state, _ = speculator.target(rows, torch.arange(start, start + rows.shape[1]), ())
+        parts.append(speculator.target.logits(state)[0].float())
+    return torch.cat(parts)
+
+
+def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
+    """Lines for a head whose proposals are worth nothing: the causes as often as they are met, and what to type."""
+    draft, config = plan.draft, plan.config
+    taps = ",".join(map(str, plan.taps))
+    lines = [
+        f"hardly any proposal is accepted ({rate:.1%} of the first ones): the text is right, but speculation gains "
+        "nothing. Likely causes, the most frequent first:"
+    ]
+    other = "input" if "outputs" in plan.chosen_taps.origin else "output"
+    if plan.taps:
+        lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
+    if draft.aux_layers is None and config.aux_layers is None:
+        lines.append("  the checkpoint names no taps and the default was taken: type --aux-layers with its training's")
+    if draft.verifier:
+        lines.append(f"  the target: the head was trained for {draft.verifier}, this is {plan.checkpoint}")
+    else:
+        lines.append(f"  the target: the head does not say what it was trained for, this is {plan.checkpoint}")
+    lines.append(
+        f"  norm_before_residual ({str(draft.norm_before_residual).lower()}): type --norm-before-residual "
+        f"{str(not draft.norm_before_residual).lower()}"
+    )
+    if not (folder / "tokenizer.json").is_file():
+        lines.append("  the prompts: there is no tokenizer.json, so they were random ids")
+    return lines

@@ -1,0 +1,77 @@
+"""What is checked before weights load and needs more than a plan: what the backend needs here, memory, the twins."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from eagle3.export.backends import BACKENDS, Backend
+from eagle3.export.output.progress import Progress
+from eagle3.export.planning.memory import GIB, free_memory
+from eagle3.export.planning.plan import Plan
+
+
+def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Returns what the manifest says of the twins. Raises ValueError or FileNotFoundError, one line each."""
+    from eagle3.export.twin.draft import check_draft
+    from eagle3.export.twin.target import check_target
+
+    backend = BACKENDS[plan.config.backend].load()
+    backend.check(plan)
+    check_memory(plan, backend)
+    check_footprint(plan, backend, progress)
+    with progress.stage("twin check"), _one_thread():
+        return {
+            "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
+            "draft": check_draft(plan.draft, len(plan.taps), plan.config.norm_before_residual),
+        }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products this small are not worth waiting for other threads, on a busy machine least of all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_memory(plan: Plan, backend: Backend) -> None:
+    """Raise ValueError for a context whose KV caches the memory at hand, or that of the GPU named, does not hold."""
+    takes = plan.cache_bytes
+    has, whose = backend.memory(plan)
+    if takes > has:
+        raise ValueError(
+            f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, {whose} has "
+            f"{has / 1e9:,.1f} GB: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
+        )
+
+
+def check_export_memory(plan: Plan, backend: Backend) -> None:
+    """Raise ValueError where this machine has too little memory free for the export itself."""
+    takes, free = backend.export_bytes(plan), free_memory()
+    if takes is None or free is None or takes <= free:
+        return
+    smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe != "none"]
+    advice = f", or type --qlinear {smaller[0]}" if plan.qlinear == "none" and smaller else ""
+    raise ValueError(
+        f"the export takes about {takes / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free here: free some{advice}"
+    )
+
+
+def check_footprint(plan: Plan, backend: Backend, progress: Progress) -> None:
+    """Raise ValueError where the GPU at hand does not hold a run; of one that is named, say it: its architecture may
+    have larger ones."""
+    takes = plan.footprint
+    has, whose = backend.memory(plan)
+    if takes is None or takes.total <= has:
+        return
+    flags = backend.suggest_flags(plan, has)
+    advice = f"type {flags}, or take a larger GPU" if flags else "take a larger GPU"
+    line = f"a run takes {takes}, {whose} has {has / GIB:.2f}, {(takes.total - has) / GIB:.2f} too few: {advice}"
+    if backend.runs_here():
+        raise ValueError(line)
+    progress.say(f"Warning: {line}")

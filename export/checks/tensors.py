@@ -1,0 +1,104 @@
+"""Whether a checkpoint's tensors are those that its configuration implies: names, shapes, dtypes, from headers alone.
+
+A tensor that nothing reads is refused: it would have changed what the model computes. ``unread`` has the exceptions.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.checkpoints.gguf_file import BLOCKS
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.draft.description import DraftDescription
+from eagle3.export.unread import is_read, unread
+from eagle3.targets.input_order import INPUT_ORDER
+from eagle3.targets.spec import Skeleton
+
+QUANTIZED = ("Int4Tensor", "ExportableInt4Tensor", "IntxUnpackedToInt8Tensor")
+"""The tensor classes of torchao and ExecuTorch that every backend takes: it has layouts for them, or dequantizes."""
+
+FLOATS = ("F32", "F16", "BF16", "F64")
+INTEGERS = ("I64", "I32")
+
+_CAUSES = {
+    r"lora_|\.adapter": (
+        "belongs to an adapter that is not merged: merge it into the weights first (peft's merge_and_unload)"
+    ),
+    r"qweight|qzeros|g_idx|weight_packed|weight_scale|input_scale|weight_shape|\.scales$|absmax": (
+        "belongs to weights that another tool quantized: name the original checkpoint"
+    ),
+    r"\.bias$": "is a bias that config.json does not announce, or that this target has no place for",
+}
+
+
+def check_target(
+    checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton, config: Any, described: Path | None = None
+) -> dict[str, TensorHeader]:
+    """Every tensor of the target as its configuration has it, by name. Returns the headers of those that are read.
+
+    ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError.
+    """
+    given: dict[str, TensorHeader] = {}
+    names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
+    orders = {name for name in names if headers[name].dtype == INPUT_ORDER}
+    expected = skeleton.expected(own for name, own in names.items() if name not in orders)
+    parts = skeleton.conversion.parts if skeleton.conversion else {}
+    without = {name for name, own in names.items() if name not in orders and own not in expected}
+    spare = unread(without, headers, skeleton.model, config, described or checkpoint) if without else set()
+    names = {name: own for name, own in names.items() if name not in spare}
+    for name, own in names.items():
+        if name in orders:
+            continue
+        header = headers[name]
+        if own not in expected:
+            raise ValueError(f"{checkpoint} has {name}, which {_cause(name)}")
+        if header.dtype not in (*FLOATS, *((*BLOCKS, *QUANTIZED) if own not in parts else ())):
+            raise ValueError(f"{checkpoint}: {name} is {header.dtype}, quantized: name the original checkpoint")
+        if header.shape != expected[own]:
+            raise ValueError(
+                f"{checkpoint}: {own} is {list(header.shape)}, but config.json implies {list(expected[own])}"
+            )
+        if own in given:
+            raise ValueError(f"{checkpoint} has {own} twice, once as {name}: which one is meant?")
+        given[own] = header
+    tied = {to for source, (to, _) in skeleton.tie_map.items() if source in given}
+    for name in expected:
+        if name not in given and name not in tied:
+            raise ValueError(f"{checkpoint} lacks {name}, which its config.json implies: is a shard missing?")
+    return {name: headers[name] for name in names}
+
+
+def _cause(name: str) -> str:
+    for pattern, cause in _CAUSES.items():
+        if re.search(pattern, name):
+            return cause
+    return "a model of its config.json has no place for"
+
+
+def check_draft(draft: DraftDescription) -> None:
+    """Every tensor of the head as its configuration has it, by name. Raises ValueError."""
+    import torch
+
+    from eagle3.export.draft.head import DraftHead
+
+    with torch.device("meta"):
+        expected = DraftHead(draft, max_seq_len=1).state_dict()
+    for name, value in expected.items():
+        header = draft.headers.get(name)
+        if header is None:
+            raise ValueError(f"{draft.folder} lacks {name}, which its config.json implies")
+        if header.shape != tuple(value.shape):
+            raise ValueError(
+                f"{draft.folder}: {name} is {list(header.shape)}, but config.json implies {list(value.shape)}"
+            )
+        fitting, kind = (FLOATS, "floating-point") if value.dtype.is_floating_point else (INTEGERS, "integer")
+        if header.dtype not in fitting:
+            raise ValueError(
+                f"{draft.folder}: {name} is {header.dtype}, but {kind} ({', '.join(fitting)}) is what a draft head is "
+                "read from: name the original checkpoint"
+            )
+    unread = sorted(set(draft.headers) - set(expected))
+    if unread:
+        raise ValueError(
+            f"{draft.folder} has {unread[0]}, which an {draft.kind} head of its config.json has no place for"
+        )

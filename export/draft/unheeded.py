@@ -1,0 +1,97 @@
+"""What a draft checkpoint says that its trainer's code takes no notice of: other systems would compute another head.
+
+A dialect names the keys that its trainer heeds, and where files of other systems look like its own also the tensors and
+the ropes (``dialects/dialect.py``). Whatever else a file says is asked about, not guessed.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.draft.dialects import Dialect
+
+SILENT: dict[str, tuple[Any, ...]] = {
+    "norm_before_residual": (False,),
+    "norm_before_fc": (False,),
+    "fc_norm": (False,),
+    "use_aux_norm": (False,),
+    "norm_output": (False,),
+    "return_hidden_post_norm": (False,),
+    "use_aux_hidden_state": (True,),
+    "use_last_layernorm": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "partial_rotary_factor": (1,),
+}
+"""The keys of the variants that ``DraftHead`` computes, each with the values that change nothing."""
+WINDOWS = "layer_types"
+"""Likewise, where it names a layer that is no ``full_attention``."""
+
+
+def refuse_unheeded_variants(
+    dialect: Dialect,
+    kind: str,
+    file: Path,
+    variants: Mapping[str, Any],
+    tensors: Collection[str],
+    overridden: Collection[str] = (),
+) -> None:
+    """Raise ValueError for the first key or tensor that the trainer of ``dialect`` does not heed in a head of ``kind``.
+
+    Args:
+        variants: the keys of the configuration, those of ``eagle_config`` and of the layers among them
+        tensors: names as ``DraftHead`` has them
+        overridden: keys that a flag of the export decides
+    """
+    heeds, trainer = dialect.heeds(kind), dialect.trainer
+    for key, value in said(variants).items() if heeds is not None else ():
+        if key not in heeds and key not in overridden:
+            raise ValueError(_asked(f"{file}: {key} is {_shown(value)}", trainer, "take it out"))
+    ropes = dialect.ropes(kind)
+    for key, value in rope_kinds(variants).items() if ropes is not None else ():
+        if value not in ropes:
+            raise ValueError(_asked(f"{file}: {key} has the type {_shown(value)}", trainer, "take it out"))
+    places = dialect.places(kind)
+    for name in sorted(tensors) if places is not None else ():
+        if not re.fullmatch(places, name):
+            raise ValueError(_asked(f"{file.parent} has {name}", trainer, "take the tensor out of the file"))
+
+
+def doubts_of_taps(dialect: Dialect, file: Path, ids: tuple[int, ...] | None, ids_are: str) -> list[str]:
+    """A line where a file names taps and the trainer of ``dialect`` always takes the same. ``ids_are``: "input" or
+    "output"."""
+    if not ids or dialect.names_taps:
+        return []
+    return [
+        f"{file} names taps {','.join(map(str, ids))}, taken as {ids_are}s of layers, but {dialect.trainer} always "
+        "trains with the inputs of 2, n//2, n-3: if hardly anything is accepted, type --aux-layers with those"
+    ]
+
+
+def said(variants: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``variants`` that make another head than their absence does, with their values."""
+    found = {key: variants[key] for key, silent in SILENT.items() if variants.get(key) not in (None, *silent)}
+    kinds = variants.get(WINDOWS)
+    if isinstance(kinds, list) and set(map(str, kinds)) != {"full_attention"} and kinds:
+        found[WINDOWS] = kinds
+    return found
+
+
+def rope_kinds(variants: Mapping[str, Any]) -> dict[str, Any]:
+    """By key of the configuration, the type of the rope that it describes."""
+    given = {key: variants.get(key) for key in ("rope_scaling", "rope_parameters")}
+    ropes = {key: value for key, value in given.items() if isinstance(value, dict)}
+    return {key: rope.get("rope_type", rope.get("type", "default")) for key, rope in ropes.items()}
+
+
+def _asked(fact: str, trainer: str, remove: str) -> str:
+    return (
+        f"{fact}, which {trainer}'s code takes no notice of: {remove} if that trained the head, else type "
+        "--draft-dialect sglang"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,148 @@
+"""What a run takes of a GPU's memory, from configurations and headers alone, before any weight is read.
+
+Weights are counted as their kernels hold them, caches as they are. Intermediate tensors are known once a method is
+compiled (``launches.py``); before that, the largest of a long chunk are counted: the partial sums of the draft's
+products, gate, up and their product.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
+from torch import nn
+
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.draft.head import DraftHead
+from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.weights.experts import is_fused
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
+from eagle3.export.planning.config import CUDA_RECIPES
+from eagle3.export.planning.memory import GpuMemory
+from eagle3.export.planning.plan import Plan, draft_rows, plan_methods, small_m_limit
+from eagle3.runner.contract import DRAFT_DECODE, PREFILL
+from eagle3.targets.experts import Experts
+from eagle3.targets.spec import Skeleton
+
+BFLOAT16 = torch.bfloat16.itemsize
+INT4_GROUP = 32  # columns that share a scale in torchao's checkpoints
+
+
+def gpu_memory(plan: Plan) -> GpuMemory:
+    skeleton = plan.skeleton
+    with torch.device("meta"):
+        draft = DraftHead(plan.draft, plan.max_seq_len, plan.proposals)
+    recipe = _recipe(plan.draft_qlinear, plan.draft.layer, draft)
+    target, workspace = _target_bytes(plan, skeleton), _workspace(plan, skeleton, draft)
+    return GpuMemory(target, module_bytes(draft, recipe), plan.cache_bytes, workspace)
+
+
+def _recipe(name: str, config: Any, model: nn.Module) -> QuantRecipe | None:
+    return fitted_recipe(name, config, model) if name in CUDA_RECIPES[1:] else None
+
+
+def _target_bytes(plan: Plan, skeleton: Skeleton) -> int:
+    if plan.qlinear == "checkpoint":
+        return sum(map(header_bytes, plan.target_headers.values()))
+    return module_bytes(skeleton.model, _recipe(plan.qlinear, plan.target_config, skeleton.model))
+
+
+def header_bytes(header: TensorHeader) -> int:
+    """Of a checkpoint's tensor as the GPU holds it."""
+    if not header.quantized:
+        return header.elements * BFLOAT16
+    if "Int4" in header.dtype:
+        return round(header.elements * int4_bytes(header.group or INT4_GROUP))
+    return header.bytes
+
+
+def int4_bytes(group: int) -> float:
+    """A weight's code, its shares of a scale's and a zero point's code, and of the two's float16 steps."""
+    return 1 / 2 + 2 / group + 4 / int4.BLOCK
+
+
+def module_bytes(model: nn.Module, recipe: QuantRecipe | None) -> int:
+    """Of the parameters of a model on the meta device. What two names share is there once, unless the recipe stores
+    the two apart."""
+    matrices = {f"{name}.weight" for name, m in _modules(model).items() if isinstance(m, nn.Linear | nn.Embedding)}
+    total, counted = 0.0, set()
+    for name, value in model.named_parameters(remove_duplicate=False):
+        config = recipe.get_config(name) if recipe and name in matrices else None
+        if (id(value), config and config.bits) in counted:
+            continue
+        counted.add((id(value), config and config.bits))
+        total += value.numel() * _bytes_each(config)
+    return round(total)
+
+
+def _modules(model: nn.Module) -> Mapping[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def _bytes_each(config: QuantConfig | None) -> float:
+    if config is None:
+        return BFLOAT16
+    return int4_bytes(config.group_size) if config.bits == 4 else 1 + (BFLOAT16 + 1) / config.group_size
+
+
+def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
+    layers = _layer_linears(skeleton.model)
+    prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
+    own = _layer_linears(draft)
+    reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
+    return max(prefill, reseed)
+
+
+def _layer_linears(model: nn.Module) -> list[nn.Linear]:
+    """Those that every row goes through: not the head, nor experts whose kernels take the weights as they are."""
+    modules = _modules(model)
+    fused = {id(linear) for m in modules.values() if isinstance(m, Experts) and is_fused(m) for linear in m.children()}
+    linears = ((name, m) for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) not in fused)
+    return [linear for name, linear in linears if not name.endswith("lm_head")]
+
+
+def _row_bytes(linears: list[nn.Linear]) -> int:
+    """Of a row: gate, up and their product, or as wide a thing, beside the layer's own states."""
+    return BFLOAT16 * 3 * max(max(m.in_features, m.out_features) for m in linears)
+
+
+def _part_bytes(linear: nn.Linear) -> int:
+    """Of a row: partial sums of a draft's product, few rows or many."""
+    count = sums.splits(linear.out_features, -(-linear.in_features // int4.BLOCK), bf16.BLOCK_N)
+    return 4 * count * linear.out_features if count > 1 else 0
+
+
+def suggest_flags(plan: Plan, has: int) -> str | None:
+    """Flags with which a run takes no more than ``has`` bytes, the least that do; None where none do."""
+    flags: list[str] = []
+    for flag, smaller in _smaller(plan):
+        plan = smaller
+        flags = [each for each in flags if each.split()[0] != flag.split()[0]] + [flag]
+        if gpu_memory(plan).total <= has:
+            return " ".join(flags)
+    return None
+
+
+def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans that take less and less, with the flag of each."""
+    if plan.draft_qlinear == "none":
+        plan = replace(plan, draft_qlinear="default")
+        yield "--draft-qlinear default", plan
+    least = small_m_limit(plan.chain_len) + 1
+    for rows in (512, 256, 128):
+        if least <= rows < plan.method(PREFILL).max_len:
+            plan = _with_lengths(plan, plan.max_seq_len, rows)
+            yield f"--max-prefill {rows}", plan
+    tokens = plan.max_seq_len // 2
+    while tokens > plan.method(PREFILL).max_len:
+        plan = _with_lengths(plan, tokens, plan.method(PREFILL).max_len)
+        yield f"--max-seq-len {tokens}", plan
+        tokens //= 2
+
+
+def _with_lengths(plan: Plan, max_seq_len: int, max_prefill: int) -> Plan:
+    config = replace(plan.config, max_prefill=max_prefill)
+    longest = draft_rows(plan.draft, plan.chain_len)
+    methods = plan_methods(config, plan.spec, plan.target_config, plan.chain_len, max_seq_len, longest, plan.speculates)
+    return replace(plan, config=config, max_seq_len=max_seq_len, methods=methods)

@@ -1,0 +1,58 @@
+"""Attention on CUDA: one op for every layer and length, over the positions that its rows attend to and no others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
+from eagle3.export.lowering.cuda.kernels.attention import FEW, attention
+from eagle3.targets.attention import EagerAttention, KVCacheShape
+
+
+class CudaAttention(EagerAttention):
+    """See ``EagerAttention``, of which it has the caches."""
+
+    def __init__(self, shape: KVCacheShape):
+        super().__init__(shape)
+        self.longest = shape.window or shape.slots
+
+    def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the last position that each row attends to, [T] each."""
+        window = self.shape.window
+        if not window:
+            return torch.zeros_like(input_pos), input_pos
+        if self.shape.chunked:
+            return input_pos - input_pos % window, input_pos
+        return (input_pos - window + 1).clamp_min(0), input_pos
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Any,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        first, last = rows
+        keys, values = self.kv_cache.update(last, key.transpose(1, 2), value.transpose(1, 2))
+        length = query.shape[1]
+        most = most_rows(length)
+        few = min(most, FEW) if from_one_row(length) or most <= FEW else 0
+        arrived = shared_counters(query)
+        return attention(query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks)
+
+
+def most_rows(length: int | torch.SymInt) -> int:
+    """The greatest that a dimension of a traced tensor may be."""
+    return length if isinstance(length, int) else int(length.node.shape_env.bound_sympy(length.node.expr).upper)
+
+
+def from_one_row(length: int | torch.SymInt) -> bool:
+    """Whether a dimension of a traced tensor is the rows of a method for one row and more, with a P-EAGLE's mask rows
+    or without: to a trace, lengths from 1 on are 2 and more."""
+    if isinstance(length, int):
+        return length == 1
+    return any(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)

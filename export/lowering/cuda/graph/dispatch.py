@@ -1,0 +1,147 @@
+"""The dispatch of quantized linears, swapped in for the trace of one export.
+
+ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
+and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
+than ``limit`` takes the product that decodes its weights as it goes; every other takes the small-M op, whose weights
+are read once for each 16 rows. Linears of unquantized bfloat16 go to the small-M op or stay. A quantized embedding
+dequantizes the rows that it looks up, not the whole table (that of K-quants does so by itself).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what is swapped out)
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torchao.quantization import IntxUnpackedToInt8Tensor
+
+from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED, bf16_small_m
+from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
+from eagle3.export.lowering.cuda.kernels.int4_matmul import int4_matmul
+from eagle3.export.lowering.cuda.kernels.int8_matmul import int8_matmul
+from eagle3.export.lowering.cuda.kernels.k_quant_matmul import k_quant_matmul
+from eagle3.export.lowering.cuda.kernels.k_quants import k_quant_small_m
+from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
+from eagle3.export.lowering.cuda.kernels.sums import counters
+from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
+from eagle3.export.patches import with_items
+
+FUNCTIONS, OPERATORS = (
+    f"torchao.quantization.IntxUnpackedToInt8Tensor.{table}" for table in ("_TORCH_FN_TABLE", "_ATEN_OP_TABLE")
+)
+
+aten = torch.ops.aten
+Handler = Callable[[Any, Any, Any, Any], Tensor]
+Product = Callable[[Tensor, Any], Tensor]  # of rows [M, K] and a weight
+
+_COUNTERS = {torch.device("cpu"): counters()}
+"""Of a device's products and attention. Of the host's a trace makes a constant: they are there before it begins."""
+
+
+def shared_counters(x: Tensor) -> Tensor:
+    """Counters on the device of ``x``."""
+    if x.device not in _COUNTERS:
+        _COUNTERS[x.device] = counters(x.device)
+    return _COUNTERS[x.device]
+
+
+def _bf16(x: Tensor, weight: Tensor) -> Tensor:
+    return bf16_small_m(x, weight, shared_counters(x))
+
+
+def _int4(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
+    return int4_small_m(x, *weight.parts, shared_counters(x))
+
+
+def _int4_many(x: Tensor, weight: TiledInt4Tensor) -> Tensor:
+    return int4_matmul(x, *weight.parts, shared_counters(x))
+
+
+def _int8(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
+    return int8_small_m(x, weight.qdata, weight.scale, weight.zero_point, shared_counters(x))
+
+
+def _int8_many(x: Tensor, weight: IntxUnpackedToInt8Tensor) -> Tensor:
+    return int8_matmul(x, weight.qdata, weight.scale, weight.zero_point, shared_counters(x))
+
+
+def _k_quant(x: Tensor, weight: KQuantTensor) -> Tensor:
+    return k_quant_small_m(x, *weight.parts, shared_counters(x))
+
+
+def _k_quant_many(x: Tensor, weight: KQuantTensor) -> Tensor:
+    return k_quant_matmul(x, *weight.parts, shared_counters(x))
+
+
+def _linear(few: Product, many: Product, limit: int) -> Handler:
+    def linear(func, types, args, kwargs) -> Tensor:
+        return _multiplied(many if _are_many(args[0], limit) else few, *args)
+
+    return linear
+
+
+def _are_many(x: Tensor, limit: int) -> bool:
+    return statically_known_true(math.prod(x.shape[:-1]) > limit)
+
+
+def _multiplied(product: Product, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    out = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+class _Unquantized(TorchFunctionMode):
+    """Sends linears of few rows and plain bfloat16 weights to their product."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self.limit = limit
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and _is_plain(*args, **kwargs) and not _are_many(args[0], self.limit):
+            return _multiplied(_bf16, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    bfloat16 = x.dtype == weight.dtype == torch.bfloat16
+    return bfloat16 and not is_traceable_wrapper_subclass(weight) and weight.shape[1] % ALIGNED == 0
+
+
+def _embedding(func, types, args, kwargs) -> Tensor:
+    """Rows of an INT8 table: [...] int64 -> [..., width]."""
+    ids, table = args[:2]
+    groups = table.scale.shape[1]
+    codes = table.qdata[ids].unflatten(-1, (groups, -1)).to(table.dtype)
+    zeros, scales = (values[ids].to(table.dtype).unsqueeze(-1) for values in (table.zero_point, table.scale))
+    return ((codes - zeros) * scales).flatten(-2)
+
+
+KERNELS: dict[type[Tensor], tuple[Product, Product]] = {
+    TiledInt4Tensor: (_int4, _int4_many),
+    IntxUnpackedToInt8Tensor: (_int8, _int8_many),
+    KQuantTensor: (_k_quant, _k_quant_many),
+}
+"""By the class of a weight, what multiplies few rows with it, and many."""
+
+
+@contextmanager
+def small_m_dispatch(limit: int) -> Iterator[None]:
+    """Within it, ``F.linear`` and ``F.embedding`` of CUDA's quantized tensors go as this module's docstring says."""
+    with ExitStack() as stack:
+        for kind, (few, many) in KERNELS.items():
+            product = _linear(few, many, limit)
+            stack.enter_context(with_items(FUNCTIONS, {F.linear: product}, kind._TORCH_FN_TABLE[kind]))
+            stack.enter_context(with_items(OPERATORS, {aten.linear.default: product}, kind._ATEN_OP_TABLE[kind]))
+        kind = IntxUnpackedToInt8Tensor
+        stack.enter_context(with_items(FUNCTIONS, {F.embedding: _embedding}, kind._TORCH_FN_TABLE[kind]))
+        stack.enter_context(with_items(OPERATORS, {aten.embedding.default: _embedding}, kind._ATEN_OP_TABLE[kind]))
+        stack.enter_context(_Unquantized(limit))
+        yield

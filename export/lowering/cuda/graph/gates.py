@@ -1,0 +1,80 @@
+"""The gate of an MLP in the launch of its product: ``act(gate) * up`` where the sums that both are made of end.
+
+Found in a traced graph by what is computed, whatever a family calls it: a small-M product, its two halves, an
+activation of the first, and the product of that with the second. Where anything else reads one of them, a bias say, all
+stay. So do those of INT8 and of K-quants, whose kernels spill registers on sm_90 and sm_120 with a gate in them.
+"""
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from eagle3.export.lowering.cuda.graph.nodes import part
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
+
+aten = torch.ops.aten
+PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default")
+WHOLE = 128
+"""What outputs of a half and of a weight are multiples of: then no tile of a kernel is of both halves."""
+
+
+def gate_in_products(program: ExportedProgram) -> None:
+    """Put what is gated into the product that it is gated from, in place."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        for activated, up in (node.args, node.args[::-1]):
+            wide = _gated(activated, up)
+            if wide is not None:
+                _replace(node, wide, _activation(activated))
+                break
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _gated(activated: Any, up: Any) -> Node | None:
+    """The product, reshaped, whose first half is ``activated`` and whose second is ``up``; all of it goes to them."""
+    if _activation(activated) is None or _half(activated.args[0]) != 0 or _half(up) != 1:
+        return None
+    gate, parent = activated.args[0], up.args[0]
+    wide = parent.args[0] if parent.target is aten.chunk.default else parent
+    if (
+        gate.args[0] is not parent
+        or wide.target is not aten.reshape.default
+        or str(wide.args[0].target) not in PRODUCTS
+    ):
+        return None
+    product = wide.args[0]
+    once = [activated, gate, up, product] + [wide] * (wide is not parent)
+    if set(parent.users) != {gate, up} or any(len(node.users) > 1 for node in once):
+        return None
+    weights = product.args[1] if isinstance(product.args[1], list | tuple) else [product.args[1]]
+    outputs = [product.meta["val"].shape[1] // 2, *(weight.meta["val"].shape[0] for weight in weights)]
+    return wide if all(n % WHOLE == 0 for n in outputs) else None
+
+
+def _activation(node: Any) -> str | None:
+    """The name of the activation that ``node`` is."""
+    if not isinstance(node, Node):
+        return None
+    if node.target is aten.gelu.default and node.kwargs.get("approximate") == "tanh":
+        return GELU_TANH
+    return SILU if node.target is aten.silu.default else None
+
+
+def _half(node: Any) -> int | None:
+    """0 or 1 for the first or the second half of another node, along its last dimension."""
+    found = part(node)
+    if found is None or 2 * found.width != found.whole.meta["val"].shape[-1]:
+        return None
+    return {(0, 1): 0, (found.width, 1): 1}.get((found.start, found.step))
+
+
+def _replace(node: Node, wide: Node, activation: str) -> None:
+    graph, product, value = node.graph, wide.args[0], node.meta["val"]
+    with graph.inserting_before(node):
+        gated = graph.call_function(product.target, product.args, {"activation": activation})
+        gated.meta["val"] = value.new_empty(product.meta["val"].shape[0], value.shape[-1])
+        shaped = graph.call_function(aten.reshape.default, (gated, [*wide.args[1][:-1], value.shape[-1]]))
+        shaped.meta["val"] = value
+    node.replace_all_uses_with(shaped)

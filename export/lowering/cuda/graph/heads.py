@@ -1,0 +1,194 @@
+"""Heads of a product of queries, keys and values as attention takes them, found in a traced graph by what is computed.
+
+They are outputs of the product, with a bias or without; normed or not, by a weight or one more than that; their leading
+dimensions, all of them or none, turn by a table of angles, a half with the other or neighbours. Dtypes in between are
+passed over: what is rounded there the kernel keeps in float32.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from eagle3.export.lowering.cuda.graph.nodes import is_, joined, part, uncast, width_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The first ``count`` dimensions turn, the two of a pair ``apart``, by tables [1, T, columns]: d by column d //
+    ``repeated``, which begin anew behind the last."""
+
+    cos: Node
+    sin: Node
+    count: int
+    apart: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """[1, T, count, head_dim] or, ``swapped``, [1, count, T, head_dim]: the outputs of ``product`` [T, N], and of
+    ``bias`` [N], from ``start``; normed unless ``eps`` is 0, times ``weight`` + ``plus``; then turned by ``turn``."""
+
+    product: Node
+    bias: Node | None
+    start: int
+    count: int
+    swapped: bool = False
+    eps: float = 0.0
+    weight: Node | None = None
+    plus: float = 0.0
+    turn: Turn | None = None
+
+
+def heads_of(node: Any) -> Heads | None:
+    """What ``node`` is as heads of a product, None for anything else."""
+    node = uncast(node)
+    if is_(node, aten.transpose.int):
+        found = heads_of(node.args[0]) if set(node.args[1:]) == {1, 2} else None
+        return found and replace(found, swapped=not found.swapped)
+    if is_(node, aten.add.Tensor, aten.cat.default):
+        return _turned(node)
+    if is_(node, aten.rms_norm.default, aten.mul.Tensor):
+        return _normed(node)
+    return _sliced(node) if is_(node, aten.unflatten.int, aten.view.default, aten.reshape.default) else None
+
+
+def _turned(node: Node) -> Heads | None:
+    """What turns whole, or ``cat(what turns, the rest)``."""
+    ahead, rest = _pair(node)
+    behind = part(rest)
+    rotation = _rotation(uncast(ahead) if behind else node)
+    if rotation is None:
+        return None
+    x, cos, sin, apart = rotation
+    count = width_of(x)
+    if behind:
+        run = part(x)
+        x = uncast(run.whole) if run and run[1:] == (0, count, 1) else x
+        if uncast(behind.whole) is not x or behind[1:] != (count, width_of(x) - count, 1):
+            return None
+    found = heads_of(x)
+    tables = [_table(each, found) for each in (cos, sin)] if found and not found.turn else [None]
+    if None in tables:
+        return None
+    (cos, repeated), (sin, as_often) = tables
+    if repeated != as_often or width_of(cos) != width_of(sin) or repeated > 1 and apart > 1:
+        return None
+    return replace(found, turn=Turn(cos, sin, count, apart, repeated))
+
+
+def _pair(node: Any, kind: Any = aten.cat.default) -> tuple[Any, Any]:
+    both = joined(node, kind)
+    return both if len(both) == 2 else (None, None)
+
+
+def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
+    """What turns, cos, sin, and how far apart the two of a pair are: ``x * cos + cat(-second half, first half) * sin``,
+    the same with a stack of neighbours, or its halves apart."""
+    if is_(node, aten.cat.default):
+        return _rotation_of_halves(*_pair(node))
+    if not is_(node, aten.add.Tensor) or node.kwargs or not all(is_(each, aten.mul.Tensor) for each in node.args):
+        return None
+    (x, cos), (across, sin) = (each.args for each in node.args)
+    x, across = uncast(x), uncast(across)
+    width, apart, step = width_of(x), width_of(x) // 2, 1
+    negative, other = _pair(across)
+    if is_(across, aten.flatten.using_ints) and across.meta["val"].shape == x.meta["val"].shape:
+        apart, step = 1, 2
+        negative, other = _pair(across.args[0], aten.stack.default)
+    parts = part(negative.args[0]) if is_(negative, aten.neg.default) else None, part(other)
+    if None in parts or any(uncast(each.whole) is not x for each in parts):
+        return None
+    if [each[1:] for each in parts] != [(apart, width // 2, step), (0, width // 2, step)]:
+        return None
+    return (x, cos, sin, apart) if width_of(cos) == width_of(sin) == width else None
+
+
+def _rotation_of_halves(minus: Any, plus: Any) -> tuple[Node, Node, Node, int] | None:
+    """``cat(first * cos - second * sin, second * cos + first * sin)``."""
+    if not is_(minus, aten.sub.Tensor) or not is_(plus, aten.add.Tensor) or minus.kwargs or plus.kwargs:
+        return None
+    products = *minus.args, *plus.args
+    if not all(is_(each, aten.mul.Tensor) for each in products):
+        return None
+    (first, cos), (second, sin), *others = (each.args for each in products)
+    halves = part(first), part(second)
+    if others != [(second, cos), (first, sin)] or None in halves or halves[0].whole is not halves[1].whole:
+        return None
+    x, half = uncast(halves[0].whole), width_of(first)
+    split = [each[1:] for each in halves] == [(0, half, 1), (half, half, 1)] and width_of(x) == 2 * half
+    return (x, cos, sin, half) if split and width_of(cos) == width_of(sin) == half else None
+
+
+def _table(node: Node, heads: Heads) -> tuple[Node, int] | None:
+    """A table [1, T, columns], as it was before it was rounded, where ``node`` is one for each head; how many
+    dimensions in a row have the same column."""
+    node, repeated = uncast(node), 1
+    if is_(node, aten.repeat_interleave.self_int) and node.args[1:] in ((2, -1), (2, 3)):
+        node, repeated = uncast(node.args[0]), 2
+        run = part(node)
+        node = uncast(run.whole) if run and (run.start, run.step) == (0, 1) else node
+    if not is_(node, aten.unsqueeze.default) or node.args[1] != (1 if heads.swapped else 2):
+        return None
+    table = uncast(node.args[0])
+    while is_(table, aten.mul.Tensor) and table.args[1] == 1.0:
+        table = uncast(table.args[0])
+    shape, rows = table.meta["val"].shape, heads.product.meta["val"].shape[0]
+    return (table, repeated) if len(shape) == 3 and shape[0] == 1 and statically_known_true(shape[1] == rows) else None
+
+
+def _normed(node: Node) -> Heads | None:
+    """``rms_norm(x, weight)``, or the same written out as ``weight * (x * rsqrt(mean(x^2) + eps))``."""
+    if node.target is aten.rms_norm.default:
+        x, over, weight, eps = (*node.args, None, None)[:4]
+        plus = 0.0
+        if len(over) != 1:
+            return None
+    else:
+        scaled, weight, plus = _weighted(node)
+        if not is_(scaled, aten.mul.Tensor) or not is_(scaled.args[1], aten.rsqrt.default):
+            return None
+        x, mean = scaled.args[0], scaled.args[1].args[0]
+        if not is_(mean, aten.add.Tensor) or mean.kwargs or not is_(mean.args[0], aten.mean.dim):
+            return None
+        square, eps = mean.args[0].args[0], mean.args[1]
+        if mean.args[0].args[1:] != ([-1], True) or not is_(square, aten.pow.Tensor_Scalar) or square.args != (x, 2):
+            return None
+    found, width = heads_of(x), x.meta["val"].shape[-1:]
+    fits = (weight is None or weight.meta["val"].shape == width) and isinstance(eps, float) and eps > 0
+    if found is None or found.eps or found.turn or not fits:
+        return None
+    return replace(found, eps=eps, weight=weight, plus=plus)
+
+
+def _weighted(node: Node) -> tuple[Node, Node | None, float]:
+    """Of ``x * weight`` or ``x * (weight + plus)``: x, weight and plus; of another product: itself."""
+    for weight, x in (node.args, node.args[::-1]):
+        if isinstance(weight, Node) and weight.meta["val"].ndim == 1:
+            weight = uncast(weight)
+            if is_(weight, aten.add.Tensor) and isinstance(weight.args[1], float | int) and not weight.kwargs:
+                return uncast(x), uncast(weight.args[0]), float(weight.args[1])
+            return uncast(x), weight, 0.0
+    return node, None, 0.0
+
+
+def _sliced(node: Node) -> Heads | None:
+    """Outputs of a product [T, N], as [1, T, heads, head_dim]."""
+    run = part(node.args[0])
+    whole, start, bias = run.whole if run else node.args[0], run.start if run else 0, None
+    if is_(whole, aten.add.Tensor) and not whole.kwargs:
+        whole, bias = whole.args
+    product = whole.args[0] if is_(whole, aten.reshape.default) else None
+    if not isinstance(product, Node) or getattr(product.target, "namespace", "") != "eagle3" or run and run.step > 1:
+        return None
+    made, shape = product.meta["val"].shape, node.meta["val"].shape
+    if whole.meta["val"].shape != (1, *made) or shape[:-2] != (1, made[0]):
+        return None
+    if bias is not None and (not isinstance(bias, Node) or bias.meta["val"].shape != made[1:]):
+        return None
+    return Heads(product, bias, start, shape[2])

@@ -1,0 +1,83 @@
+"""What Inductor is told of Triton kernels as it lowers to CUDA.
+
+For each call of a Triton kernel Inductor compiles the kernel to Triton's IR, to see which tensors it writes: twice a
+linear, a tenth of a second and more each time, though a model calls a few kernels with a few shapes. Of what a kernel
+writes and sets back it would make a copy for each call. And it writes a program that repeats the compilation, with the
+source of every kernel once a call, for a log that nobody keeps.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor.ir import TensorBox
+from torch.utils._ordered_set import OrderedSet
+from triton.runtime.autotuner import Autotuner
+
+from eagle3.export.patches import original, replaced
+
+_NAMES = ("identify_accessed_tensors", "identify_mutated_tensors")
+ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if hasattr(triton_kernel_wrap, name))
+"""PyTorch's analysis of a kernel: what it reads and writes. That of 2.11 has another name and gives what is written."""
+COUNTERS = "ARRIVED"
+
+
+@contextmanager
+def analyzed_once() -> Iterator[None]:
+    """Within it, calls of one kernel that differ in nothing but tensors of the same dtypes are analyzed once."""
+    analyze = original(ANALYSIS)
+    known: dict[Any, Any] = {}
+
+    def analyze_once(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any]) -> Any:
+        if tma_descriptor_metadata:
+            return analyze(kernel, kwargs, tma_descriptor_metadata)
+        key = _source(kernel), tuple((name, _seen_as(value)) for name, value in kwargs.items())
+        if key not in known:
+            known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
+        return known[key]
+
+    with replaced(ANALYSIS, analyze_once):
+        yield
+
+
+@contextmanager
+def counters_unchanged() -> Iterator[None]:
+    """Within it, kernels only read the counters of products (``kernels/sums.py``): they are zeros before and after."""
+    analyze = original(ANALYSIS)
+
+    def analyze_without(*args: Any) -> Any:
+        found = analyze(*args)
+        if isinstance(found, list):
+            return [name for name in found if name != COUNTERS]
+        writes = OrderedSet(dep for dep in found.read_writes.writes if dep.name != COUNTERS)
+        return replace(found, read_writes=replace(found.read_writes, writes=writes))
+
+    with replaced(ANALYSIS, analyze_without):
+        yield
+
+
+@contextmanager
+def no_repro() -> Iterator[None]:
+    """Within it, no program that repeats a compilation is written."""
+    with replaced("torch._dynamo.repro.after_aot.save_graph_repro", lambda *args, **kwargs: None):
+        yield
+
+
+def _source(kernel: Any) -> Any:
+    """What the analysis sees of a kernel. A call that says how many warps it takes has an autotuner of its own."""
+    if not isinstance(kernel, Autotuner):
+        return kernel
+    return kernel.fn, tuple(kernel.configs[0].kwargs.items()) if kernel.configs else ()
+
+
+def _seen_as(value: Any) -> Any:
+    """What the analysis sees of an argument: of a tensor its dtype, of a symbol that it is one."""
+    if isinstance(value, torch.Tensor | TensorBox):
+        return type(value), value.dtype
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):
+        return type(value)
+    return type(value), value

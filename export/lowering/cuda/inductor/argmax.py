@@ -1,0 +1,48 @@
+"""The greatest of long rows over many blocks: Inductor's own argmax takes one block a row, of 262,144 logits too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._inductor import decomposition
+from torch.nn import functional as F
+
+from eagle3.export.patches import with_items
+
+BLOCK = 2048
+
+
+def block_of(width: int) -> int:
+    """What rows of ``width`` are divided into: their divisor nearest to ``BLOCK``, if one is near. Filling rows up is a
+    launch of its own."""
+    near = (size for size in range(BLOCK // 2, 2 * BLOCK) if width % size == 0)
+    return min(near, key=lambda size: abs(size - BLOCK), default=BLOCK)
+
+
+def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """As ``torch.argmax`` over the last dimension, the first of equals too: the first block's, and in it the first.
+
+    What has another dimension, or rows of two blocks at most, is left to Inductor.
+    """
+    if dim not in (-1, x.ndim - 1) or x.shape[-1] <= 2 * BLOCK:
+        return NotImplemented
+    size = block_of(x.shape[-1])
+    blocks = F.pad(x, (0, -x.shape[-1] % size), value=float("-inf")).unflatten(-1, (-1, size))
+    greatest, within = blocks.max(-1)
+    block = greatest.argmax(-1, keepdim=True)
+    ids = block * size + within.gather(-1, block)
+    return ids if keepdim else ids.squeeze(-1)
+
+
+@contextmanager
+def argmax_over_blocks() -> Iterator[None]:
+    """Within it, Inductor takes ``argmax_of_blocks``."""
+    decomposition.fast_random_decomps.cache_clear()
+    try:
+        with with_items(
+            "torch._inductor.decomposition.decompositions", {torch.ops.aten.argmax.default: argmax_of_blocks}
+        ):
+            yield
+    finally:
+        decomposition.fast_random_decomps.cache_clear()

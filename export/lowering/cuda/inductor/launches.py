@@ -1,0 +1,236 @@
+"""What each method launches, as Inductor's code generation knows it: kernels, grids, and the bytes that they take.
+
+A library (``.so``) holds the kernels' machine code alone. How often each is launched, over which grid and which
+weights, stands in generated C++ that is compiled into it; so it is recorded here, while it is written. With both,
+``eagle3-inspect --cost`` counts what a call costs (``runner/cost/bound.py``). Kernels of other libraries (cuBLAS),
+which ExecuTorch's backend does without, would not be seen.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sympy
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from torch._inductor.codecache import CudaKernelParamCache
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.codegen.wrapper import (
+    AllocateLine,
+    FreeIfNotReusedLine,
+    FreeLine,
+    ReuseLine,
+    SymbolicCallArg,
+)
+from torch._inductor.runtime.triton_heuristics import GridExpr
+from torch._inductor.virtualized import V
+
+from eagle3.export.patches import all_replaced
+from eagle3.runner.contract import WORKSPACE
+
+WARP = 32
+VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
+"""Of a buffer, as it is given to a kernel."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """What a kernel of matrix products does in an iteration of its main loop, and how often over its whole grid."""
+
+    weights: int
+    """Weights of an iteration: outputs of the tile times its run of K."""
+    multiply_adds: int
+    """The least of an iteration on the matrix units, by which an unrolled loop is known."""
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch. ``weight_bytes``: of weights read; ``buffer_bytes``: of each other tensor but the caches, of which
+    only so much is read as there are tokens; ``shared_bytes``: dynamic shared memory of a block."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    weight_bytes: int
+    buffer_bytes: tuple[int, ...]
+    products: Products | None
+
+
+@contextmanager
+def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Within it, what ExecuTorch's CUDA backend compiles is recorded by method, as ``export.json`` has it.
+
+    ``rows`` has the number of rows by method for which grids and bytes are counted: what every dynamic size of the
+    method is; ``longest`` that for which the workspace is. One whose sizes are all static may be left out.
+    """
+    recorded: dict[str, dict[str, Any]] = {}
+    compiling: list[str] = []
+    calls: list[tuple[str, list[Any]]] = []
+    around = CudaBackend.get_extra_aoti_compile_context_manager
+    call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
+
+    @contextmanager
+    def around_one(cls: type[CudaBackend], specs: list[Any]) -> Iterator[Any]:
+        compiling[:] = [cls.method_name_from_compile_specs(specs)]
+        calls.clear()
+        with around(specs) as entered:
+            yield entered
+
+    def note_call(self: CppWrapperGpu, kernel_name: str, call_args: list[Any], **kwargs: Any) -> None:
+        if kwargs.get("triton", True):
+            calls.append((kernel_name, list(call_args)))
+        call(self, kernel_name, call_args, **kwargs)
+
+    def record(self: CppWrapperGpu) -> None:
+        finish(self)  # by now every kernel is compiled
+        (method,) = compiling
+        recorded[method] = _method(calls, self._kernel_name_to_body, rows.get(method, 1))
+        recorded[method][WORKSPACE] = workspace(self.lines, longest.get(method, 1))
+
+    wrapper = "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu."
+    with all_replaced(
+        {
+            "executorch.backends.cuda.cuda_backend.CudaBackend.get_extra_aoti_compile_context_manager": classmethod(
+                around_one
+            ),
+            f"{wrapper}_generate_kernel_call_helper": note_call,
+            f"{wrapper}finalize_prefix": record,
+        }
+    ):
+        yield recorded
+
+
+def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows: int) -> dict[str, Any]:
+    """``weight_bytes``: of every weight once; equal launches are one entry with their ``count``."""
+    read: dict[str, int] = {}
+    counted: Counter[Launch] = Counter()
+    for kernel, arguments in calls:
+        launch, weights = _launch(kernel, arguments, sources.get(kernel, ""), rows)
+        if not all(launch.grid):
+            continue  # AOTInductor's code skips it: kernels for other numbers of rows
+        counted[launch] += 1
+        for name, size in weights.items():
+            read[name] = max(size, read.get(name, 0))
+    launches = [asdict(launch) | {"count": count} for launch, count in counted.items()]
+    return {"rows": rows, "weight_bytes": sum(read.values()), "launches": launches}
+
+
+def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[Launch, dict[str, int]]:
+    """The launch, and the bytes that it reads of each weight by name."""
+    known = CudaKernelParamCache.get(kernel)
+    meta = known["inductor_meta"]
+    values = {
+        name: number
+        for name, argument in zip(known["def_args"], arguments, strict=True)
+        if (number := _number(argument, rows)) is not None
+    }
+    grid = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
+    elements = _elements(meta, values)
+    weights, buffers = {}, {}
+    for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
+        if name in V.graph.mutated_buffers and name in V.graph.constants:
+            continue  # a cache
+        if name in V.graph.constants:
+            weights[name] = _bytes(V.graph.constants[name].shape, V.graph.constants[name].dtype, elements)
+        elif (buffer := V.graph.try_get_buffer(name)) is not None:
+            shape = [_number(size, rows) for size in buffer.get_size()]
+            buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
+    constants = _constants(known, source)
+    launch = Launch(
+        kernel,
+        tuple(map(int, grid)),
+        known["num_warps"] * WARP,
+        known["shared_mem"],
+        sum(weights.values()),
+        tuple(sorted(buffers.values(), reverse=True)),
+        products(known["mangled_name"], constants, math.prod(grid), values.get("M", rows)),
+    )
+    return launch, weights
+
+
+def workspace(lines: Iterable[Any], rows: int) -> int:
+    """The most bytes on the GPU that the intermediate tensors of a method hold at a time, of ``rows`` rows: as its code
+    makes, reuses and frees them."""
+    held: dict[str, int] = {}
+    now = most = 0
+    for line in lines:
+        if isinstance(line, AllocateLine):
+            now += _hold(held, line.node, rows)
+        elif isinstance(line, ReuseLine):
+            held[line.reused_as.get_name()] = held.pop(line.node.get_name(), 0)
+        elif isinstance(line, FreeLine) or isinstance(line, FreeIfNotReusedLine) and not line.is_reused:
+            now -= held.pop(line.node.get_name(), 0)
+        most = max(most, now)
+    return most
+
+
+def _hold(held: dict[str, int], node: Any, rows: int) -> int:
+    on_gpu = node.get_device().type == "cuda"
+    size = _bytes([_number(extent, rows) for extent in node.get_size()], node.get_dtype(), None) if on_gpu else 0
+    held[node.get_name()] = size
+    return size
+
+
+def _number(argument: Any, rows: int) -> int | None:
+    """An argument as a number, None for a tensor."""
+    if isinstance(argument, SymbolicCallArg):
+        argument = argument.inner_expr
+    if isinstance(argument, str):
+        return None
+    value = sympy.sympify(argument)
+    return int(value.subs(dict.fromkeys(value.free_symbols, rows)))
+
+
+def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
+    """The places that a kernel is over, None where it does not say; of combined ones those of the largest, the loops
+    rounded up to powers of 2."""
+    combined = meta.get("combo_grid_meta")
+    if combined is None:
+        spaces = [value for name, value in values.items() if "numel" in name]
+        return math.prod(spaces) if spaces else None
+    found = []
+    for number in range(combined["num_kernels"]):
+        sizes = {axis: combined.get(f"{axis}numel_{number}", 0) for axis in ("x", "y")}
+        exact = {axis: values[f"{axis}numel_{number}"] if size is None else size for axis, size in sizes.items()}
+        hints = combined[f"size_hints_{number}"]
+        found.append(math.prod(exact.get(axis, size) for axis, size in hints.items()))
+    return max(found)
+
+
+def _bytes(shape: Any, dtype: Any, elements: int | None) -> int:
+    """Of a tensor that a kernel takes; one over ``elements`` places reads no more of it, of a table its rows."""
+    size = math.prod(shape)
+    return (size if elements is None else min(size, elements)) * dtype.itemsize
+
+
+def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
+    """A kernel's compile-time numbers: those of a template stand in its source alone."""
+    found = re.findall(r"^\s*(\w+)(?: : tl\.constexpr)? = (\d+)$", source, re.MULTILINE)
+    numbers = {name: int(value) for name, value in found}
+    given = known["triton_meta"].get("constants", {}) | known["config"]
+    return numbers | {name: value for name, value in given.items() if isinstance(value, int)}
+
+
+def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
+    """Of a kernel of quantized weights or a template, by the function's name and constants; None where it is neither.
+
+    They are found by the names of its constants: ``N``, or ``N0`` and so on of several weights, ``K``, ``BLOCK_N`` and
+    ``BLOCK_K``.
+    """
+    outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
+    k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
+    if None in (run_of_k, k, block_n) or not outputs:
+        return None
+    tiles = sum(math.ceil(n / block_n) for n in outputs)
+    block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
+    row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
+    if "DIVIDED" in constants:  # by how much depends on the rows
+        row_tiles = math.ceil(rows / block_m)
+    weights = block_n * run_of_k
+    dots = 2 if kernel.startswith("_int8_small_m") else 1  # of a weight: its low and its high half
+    return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))

@@ -1,0 +1,93 @@
+"""Part 6: what compiles and links a CUDA program, and where it is found.
+
+nvcc and CUDA's headers come from the pip packages of the extra ``cuda``; a system's toolkit is used if they are not
+there. The link asks for libcuda, the driver's library: a stub with its name and its functions, the driver has the real
+one. Without the functions a linker that keeps only what is needed (``--as-needed``, which Ubuntu's g++ says) would drop
+it, and ExecuTorch's runtime, which does not load libcuda itself, would not find them.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagle3.export.patches import environment
+
+
+def cuda_home() -> Path:
+    """The folder that holds ``bin/nvcc`` and ``include/cuda.h``. Raises FileNotFoundError saying what to install."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) / "cu13" for place in (spec.submodule_search_locations if spec else ())]
+    folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [folder / "bin" / "nvcc" for folder in folders]
+    places += [Path(found).resolve() for found in [shutil.which("nvcc")] if found]
+    places.append(Path("/usr/local/cuda/bin/nvcc"))
+    for nvcc in filter(Path.is_file, places):
+        home = nvcc.parent.parent
+        home = home if _has_headers(home) else _toolkit_of(nvcc)
+        if _has_headers(home):
+            return home
+    raise FileNotFoundError(
+        "nvcc with CUDA's headers is neither among the pip packages nor in CUDA_HOME, PATH or /usr/local/cuda: "
+        "type pip install 'eagle3-export[cuda]'"
+    )
+
+
+def _has_headers(toolkit: Path) -> bool:
+    return (toolkit / "include" / "cuda.h").is_file()
+
+
+def _toolkit_of(nvcc: Path) -> Path:
+    """What an nvcc that may be a script around the real one says of the toolkit that it takes."""
+    said = subprocess.run([nvcc, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return Path(top[1]).resolve() if top else nvcc.parent.parent
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor will call. Raises FileNotFoundError saying what to install."""
+    name = os.environ.get("CXX", "g++")
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(
+            f"{name} is not on PATH, and lowering for CUDA compiles C++: install g++ (apt install g++), or set CXX"
+        )
+    return found
+
+
+def nvcc_version() -> str:
+    """Such as "13.0.88"."""
+    printed = subprocess.run([cuda_home() / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True)
+    return re.search(r"V([\d.]+)", printed.stdout)[1]
+
+
+def driver_functions(home: Path) -> list[str]:
+    """What libcuda exports, by the header of the toolkit in ``home``: some functions are declared under another name
+    than they are exported."""
+    header = (home / "include" / "cuda.h").read_text(errors="replace")
+    declared = re.findall(r"\bCUDAAPI\s+(cu\w+)\s*\(", header)
+    renamed = re.findall(r"^\s*#\s*define\s+cu\w+\s+(cu\w+)\s*$", header, re.MULTILINE)
+    return sorted({*declared, *renamed})
+
+
+@contextmanager
+def toolchain() -> Iterator[None]:
+    """Within it, ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` name what ``cuda_home`` found and a stub of libcuda."""
+    home, compiler = cuda_home(), cpp_compiler()
+    with tempfile.TemporaryDirectory() as stubs:
+        stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", f"{stubs}/libcuda.so"]
+        source = "".join(f"void {name}(void) {{}}\n" for name in driver_functions(home))
+        subprocess.run([compiler, *stub], input=source, text=True, check=True)
+        libraries = [stubs, *filter(None, [os.environ.get("LIBRARY_PATH")])]
+        variables = {
+            "CUDA_HOME": str(home),
+            "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "LIBRARY_PATH": os.pathsep.join(libraries),
+        }
+        with environment(variables):
+            yield

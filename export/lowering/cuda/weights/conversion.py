@@ -1,0 +1,98 @@
+"""What each tensor of a target becomes as it is read: quantized by the recipe, laid out for the kernels.
+
+Nothing that has been converted is needed again, so that a checkpoint is never in memory unquantized: a large weight is
+taken some rows at a time, and what is memory-mapped is only read.
+"""
+
+from typing import Any
+
+import torch
+from executorch.examples.models.gemma4_31b.cuda_packers import pack_embedding_for_cuda, pack_linear_for_cuda
+from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+from executorch.extension.llm.export.int4 import ExportableInt4Tensor
+from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, quantize_weight
+from executorch.extension.llm.export.quant.convert import fuse_along_output, to_default
+from torch import Tensor, nn
+from torchao.quantization import IntxUnpackedToInt8Tensor
+from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.lowering.cuda.weights import int4_tensor
+from eagle3.export.lowering.cuda.weights.experts import is_fused
+from eagle3.export.lowering.cuda.weights.int4_layout import exact_layout, has_whole_zeros
+from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
+from eagle3.targets.experts import Experts
+
+ELEMENTS = 1 << 25
+"""Of a weight, quantized at once: its float32 copies are what quantizing takes in memory."""
+
+LAID_OUT = (Int4Tensor, ExportableInt4Tensor, IntxUnpackedToInt8Tensor)
+
+
+class CudaWeights:
+    """A conversion for the target ``model`` (on the meta device); ``recipe`` None quantizes nothing."""
+
+    def __init__(self, model: nn.Module, recipe: QuantRecipe | None, dtype: torch.dtype):
+        self.recipe, self.dtype = recipe, dtype
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.packers = {
+            f"{name}.weight": pack_linear_for_cuda if isinstance(module, nn.Linear) else pack_embedding_for_cuda
+            for name, module in modules.items()
+            if isinstance(module, nn.Linear | nn.Embedding)
+        }
+        fused = (name for name, module in modules.items() if isinstance(module, Experts) and is_fused(module))
+        self.fused = {f"{name}.{linear}.weight" for name in fused for linear in ("gate_up", "down")}
+        """Weights of experts, which ``use_fused_experts`` lays out once both are there."""
+        self.k_quants: dict[int, KQuantTensor] = {}
+        self.rounding: dict[str, float] = {}
+        """Of weights that another tool quantized: the largest relative rounding of a scale, by name."""
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        if name not in self.packers:
+            return value
+        if isinstance(value, ExportableGGUFTensor):
+            return self._k_quant(value)
+        linear = self.packers[name] is pack_linear_for_cuda
+        if linear and isinstance(value, ExportableInt4Tensor) and has_whole_zeros(value):
+            packed, self.rounding[name] = exact_layout(name, value)
+            return int4_tensor.laid_out(packed)
+        config = self.recipe.get_config(name) if self.recipe else None
+        if config is not None and not isinstance(value, TorchAOBaseTensor):
+            value = quantized(value.to(self.dtype), config)
+        elif isinstance(value, LAID_OUT):
+            self._note_rounding(name, value)
+        else:
+            return value
+        if name in self.fused:
+            return to_default(name, value)
+        holder = nn.Module()
+        self.packers[name](holder, {"weight": to_default(name, value)})
+        int4_tensor.lay_out_int4(holder)
+        return holder.weight.data
+
+    def _k_quant(self, value: ExportableGGUFTensor) -> KQuantTensor:
+        """One tensor for a head and the embedding that it is tied to: the layout serves both."""
+        blocks = value.raw.data_ptr()
+        if blocks not in self.k_quants:
+            self.k_quants[blocks] = laid_out(value)
+        return self.k_quants[blocks]
+
+    def record(self) -> dict[str, Any]:
+        if not self.rounding:
+            return {}
+        worst = max(self.rounding, key=self.rounding.get)
+        return {"scales": {"weights": len(self.rounding), "largest_rounding": self.rounding[worst], "of": worst}}
+
+    def _note_rounding(self, name: str, value: Tensor) -> None:
+        """Scales of INT8 are kept in the activations' dtype."""
+        if isinstance(value, IntxUnpackedToInt8Tensor) and value.scale.dtype != self.dtype:
+            held = value.scale.to(self.dtype).float()
+            error = (held - value.scale.float()).abs() / value.scale.float().abs().clamp_min(1e-30)
+            self.rounding[name] = float(error.max())
+
+
+def quantized(weight: Tensor, config: QuantConfig) -> Tensor:
+    """``quantize_weight`` of ``weight`` [N, K], some rows at a time: min-max knows nothing beyond a group, while HQQ
+    stops by the error of the whole."""
+    rows = weight.shape[0] if config.method != "min_max" else max(1, ELEMENTS // weight.shape[1])
+    return fuse_along_output([to_default("", quantize_weight(part, config)) for part in weight.split(rows)])

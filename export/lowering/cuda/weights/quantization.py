@@ -1,0 +1,121 @@
+"""Weight quantization: ExecuTorch's own recipes, fitted to a model's sizes, and its quantizer.
+
+The recipes are Gemma 4 31B's, written for its 60 layers of width 5376: per-row scales and the layers that they call
+sensitive (the first and the last quarter) are moved to the sizes of the model at hand.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
+from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
+from executorch.extension.llm.export.load import assign_state_dict
+from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, QuantRule, quantize_model
+from torch import nn
+
+from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.lowering.cuda.weights.experts import expert_rules
+from eagle3.export.lowering.cuda.weights.int4_tensor import lay_out_int4
+from eagle3.targets.spec import Skeleton
+
+_WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
+INT8 = QuantConfig(bits=8, group_size=32, symmetric=True, method="min_max")
+INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width of a linear is a multiple of it
+
+
+def fitted_recipe(name: str, config: Any, model: nn.Module | None = None) -> QuantRecipe:
+    """The recipe ``default`` or ``sensitive`` for a model of transformers' ``config``; with ``model`` also for its
+    experts and for widths that INT4 has no layout for."""
+    width, layers = config.hidden_size, config.num_hidden_layers
+
+    def fitted(rule: QuantRule) -> QuantRule:
+        config, sensitive = rule.config, rule.layers
+        if config is not None and config.group_size == _WRITTEN_FOR_WIDTH:
+            config = replace(config, group_size=width)
+        if sensitive is not None:
+            sensitive = {layer for layer in range(layers) if layer * _WRITTEN_FOR_LAYERS // layers in sensitive}
+        return QuantRule(rf"(.*\.)?{rule.pattern}", config, sensitive)
+
+    own = [] if model is None else [*expert_rules(model), *_rules_of_widths(model)]
+    return QuantRecipe([*own, *(fitted(rule) for rule in _RECIPES[name].rules)])
+
+
+def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
+    """INT8 where INT4 would have to be padded (gpt-oss is 2,880 wide): it takes any multiple of 32 as it is."""
+    linears = ((name, module.in_features) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    names = [re.escape(name) for name, width in linears if width % INT4_BLOCK and width % INT8.group_size == 0]
+    return [QuantRule(rf"(.*\.)?({'|'.join(names)})\.weight", INT8)] if names else []
+
+
+def check_recipe(flag: str, name: str, model: nn.Module, config: Any) -> None:
+    """Raise ValueError for a linear that INT4 has no layout for, and where quantizing needs a GPU and there is none."""
+    recipe = fitted_recipe(name, config, model)
+    for linear, module in model.named_modules(remove_duplicate=False):
+        rule = recipe.get_config(f"{linear}.weight") if isinstance(module, nn.Linear) else None
+        if rule is not None and rule.bits == 4:
+            _check_int4_width(linear, module.in_features, f"type {flag} none")
+    asymmetric_hqq = any(r.config and r.config.method == "hqq" and not r.config.symmetric for r in recipe.rules)
+    if asymmetric_hqq and not torch.cuda.is_available():
+        raise ValueError(
+            f"{flag} {name} quantizes by HQQ, which ExecuTorch runs on a GPU, and there is none: type {flag} default, "
+            "or name a checkpoint that is quantized already"
+        )
+
+
+def check_quantized_headers(headers: dict[str, TensorHeader], skeleton: Skeleton) -> None:
+    """Raise ValueError for a weight of a quantized checkpoint that CUDA has no layout for."""
+    embeddings = {f"{name}.weight" for name, m in skeleton.model.named_modules() if isinstance(m, nn.Embedding)}
+    for name, header in headers.items():
+        if header.dtype in BLOCKS and header.dtype not in K_QUANTS:
+            raise ValueError(
+                f"{name} is {header.dtype}, but {', '.join(K_QUANTS)} are the quantized types of GGUF that CUDA has "
+                "kernels for: name a file of another quantization, such as Q4_K_M"
+            )
+        four_bits = header.dtype in ("Int4Tensor", "ExportableInt4Tensor")
+        if four_bits:
+            _check_int4_width(name.removesuffix(".weight"), header.shape[1], "leave it unquantized, or in INT8")
+        if four_bits and skeleton.key_map(name) in embeddings:
+            raise ValueError(f"{name} is an embedding of 4 bits, but 8 are what CUDA looks up: leave it unquantized")
+        group, least = header.group, 32 if four_bits else 16
+        if group and (group % least or (four_bits and group > INT4_BLOCK and group % INT4_BLOCK)):
+            sizes = "32, 64, 128 and multiples of 256" if four_bits else "multiples of 16"
+            raise ValueError(
+                f"{name} has scales for groups of {group} columns, but {sizes} are what the kernels take: name a "
+                "checkpoint with coarser groups, or type --backend xnnpack, which dequantizes"
+            )
+
+
+def _check_int4_width(linear: str, width: int, cure: str) -> None:
+    if width % INT4_BLOCK:
+        raise ValueError(f"{linear} takes {width} inputs, but INT4 for CUDA wants a multiple of {INT4_BLOCK}: {cure}")
+
+
+def quantize(model: nn.Module, recipe: QuantRecipe, spare: Iterable[nn.Parameter] = ()) -> None:
+    """Quantize in place the weights of linears and embeddings that the recipe names, except ``spare``.
+
+    A head tied to the embedding is quantized apart from it: the recipes store the two differently.
+    """
+    modules = list(model.modules())
+    embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    matrices = {*embeddings, *(id(module.weight) for module in modules if isinstance(module, nn.Linear))}
+    left = matrices - {id(parameter) for parameter in spare}
+    for module in modules:
+        if isinstance(module, nn.Linear) and id(module.weight) in embeddings & left:
+            module.weight = nn.Parameter(module.weight.data, requires_grad=False)
+            left.add(id(module.weight))
+    kept = [re.escape(name) for name, parameter in model.named_parameters() if id(parameter) not in left]
+    rules = [QuantRule("|".join(kept), None), *recipe.rules]
+    assign_state_dict(model, quantize_model(model, QuantRecipe(rules)))
+
+
+def lay_out(model: nn.Module, spare: Iterable[nn.Parameter] = ()) -> None:
+    """The quantized weights of ``model`` in the layouts of their CUDA kernels, in place, except ``spare``."""
+    spared = set(map(id, spare))
+    for module in model.modules():
+        if id(getattr(module, "weight", None)) not in spared and not any(module.children()):
+            convert_quantized_tensors_for_cuda(module)
+            lay_out_int4(module)

@@ -1,0 +1,43 @@
+"""What an export to the CPU takes of this machine's memory, from configurations alone: every weight as it is computed
+with here, and as it is written, both at once; copies of the one that is being written."""
+
+import torch
+from torch import nn
+
+from eagle3.export.draft.head import DraftHead
+from eagle3.export.lowering.xnnpack.quantization import Recipe, recipes
+from eagle3.export.planning.plan import Plan
+
+OVERHEAD = 1 << 30
+"""Bytes: libraries, graphs, and the rows of a weight that are being quantized."""
+FLOAT = 4
+
+
+def export_bytes(plan: Plan) -> int:
+    target, draft = recipes(plan)
+    with torch.device("meta"):
+        head = DraftHead(plan.draft, max_seq_len=1)
+    skeleton = plan.skeleton
+    models = ((skeleton.model, target), (head, draft))
+    return OVERHEAD + round(sum(_model_bytes(*each) for each in models) + max(_copies(*each) for each in models))
+
+
+def _copies(model: nn.Module, recipe: Recipe) -> int:
+    """Bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice over, codes a
+    third time with their scales' hash behind them; codes of 4 bits were 8 before."""
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    codes = 2 if recipe.group else 3
+    return max(module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)
+
+
+def _model_bytes(model: nn.Module, recipe: Recipe) -> float:
+    """A tensor that a head and an embedding share is two where it is quantized."""
+    counted, total = set(), 0.0
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            covered = recipe.covers(module) and parameter is module.weight
+            key = id(parameter), covered and type(module)
+            if key not in counted:
+                counted.add(key)
+                total += parameter.numel() * (sum(recipe.weight_bytes(module)) if covered else 2 * FLOAT)
+    return total

@@ -1,0 +1,114 @@
+"""What an artifact holds beside its program: the tokenizer's files and ``export.json``, the record of its making."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from eagle3.runner.console.versions import version_of
+from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchProgramManager
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+PACKAGES = ("eagle3-export", "torch", "executorch", "torchao", "transformers", "safetensors")
+
+
+def copy_tokenizer(checkpoint: Path, folder: Path) -> list[str]:
+    """Copy the tokenizer's files that the checkpoint has; returns their names."""
+    names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    for name in names:
+        shutil.copyfile(checkpoint / name, folder / name)
+    return names
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
+    """Several files at a time: one is read while another is hashed."""
+    paths = list(paths)
+    with ThreadPoolExecutor() as pool:
+        return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
+
+
+class HashedFile:
+    """A file to write into; what is written is hashed meanwhile, by a thread of its own."""
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
+        self._file, self._pool, self._digest = file, pool, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        hashing = self._pool.submit(self._digest.update, data)
+        written = self._file.write(data)
+        hashing.result()
+        return written
+
+    def sha256(self) -> str:
+        """Of what has been written."""
+        return self._digest.hexdigest()
+
+
+@contextmanager
+def hashed_file(path: Path) -> Iterator[HashedFile]:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
+        yield HashedFile(file, pool)
+
+
+def write_program(program: "ExecutorchProgramManager", folder: Path) -> dict[str, str]:
+    """Write ``model.pte``, and beside it the files that a backend keeps outside of it; returns their sha256 by name."""
+    with hashed_file(folder / MODEL_FILE) as file:
+        program.write_to_file(file)
+    digests = {MODEL_FILE: file.sha256()}
+    for name, data in program._tensor_data.items():  # write_tensor_data_to_file opens files of its own
+        path = folder / (name if name.endswith(".ptd") else f"{name}.ptd")
+        with hashed_file(path) as file:
+            data.write_to_file(file)
+        digests[path.name] = file.sha256()
+    return digests
+
+
+def package_versions() -> dict[str, str]:
+    return {name: version_of(name) for name in PACKAGES}
+
+
+def program_digest(model: Path) -> dict[str, Any]:
+    """``{"program": {"bytes", "sha256"}}`` of the program at the head of a ``.pte``, up to its first segment: what a
+    runner can check of a file of any size at once. Empty for a file without ExecuTorch's extended header."""
+    from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header
+
+    with model.open("rb") as file:
+        header = _get_extended_header(file.read(_ExtendedHeader.NUM_HEAD_BYTES))
+        if header is None:
+            return {}
+        file.seek(0)
+        program = file.read(header.program_size)
+    return {"program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
+
+
+def write_record(folder: Path, record: dict[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Write ``export.json``, the record with size and sha256 of every other file, and return what it holds. ``known``:
+    sha256 by name, of files that were hashed as they were written."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)}
+        for path in sorted(folder.iterdir())
+        if path.name != EXPORT_RECORD
+    }
+    if MODEL_FILE in files:
+        files[MODEL_FILE] |= program_digest(folder / MODEL_FILE)
+    record = record | {"files": files}
+    (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    return record

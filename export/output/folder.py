@@ -1,0 +1,223 @@
+"""The output folder: it appears whole or not at all, and nothing that an export did not write is ever deleted.
+
+Everything is written into a hidden folder beside the final one, ``.NAME.partial-PID-RANDOM``, and renamed when it is
+complete; between two renames what was there is ``.NAME.replaced-PID-RANDOM``. Whatever ends an export early, the final
+name keeps what it had; ``claim.py`` keeps a second export out and tidies up after a killed one.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from eagle3.export.output.contents import sha256
+from eagle3.export.output.lock import claimed, put_aside
+from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    """Raises OSError for a folder that cannot be made or replaced, and for one that must not be: a mount point, the
+    working folder, one that is not empty, unless ``overwrite`` and every file in it is what ``export.json`` says."""
+    place = _resolved(folder)
+    try:
+        _check_parent(folder, place)
+        if place.is_dir():
+            _check_place(folder, place)
+            _check_content(folder, place, overwrite)
+        elif place.exists():
+            raise FileExistsError(f"{folder} is a file: --output-dir wants a folder")
+    except PermissionError as error:
+        at = error.filename or place
+        raise PermissionError(f"this user may not read or write {at}: name another --output-dir") from error
+
+
+@contextmanager
+def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder to write into that becomes ``folder`` at the end; after an exception nothing has changed.
+
+    Raises BlockingIOError at once where another export writes into the same folder, and FileExistsError at the end
+    where ``folder`` has meanwhile become what ``check_output`` refuses.
+    """
+    place = _resolved(folder)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _stopped_in_one_way(), claimed(place) as partial:
+        check_output(place, overwrite)  # a killed export's earlier artifact may be back
+        yield partial
+        check_output(place, overwrite)
+        _swap(partial, place)
+
+
+@contextmanager
+def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
+    """Turn whatever a full disk caused, in this process or in a compiler's, into one OSError with the numbers.
+
+    ``needed``: bytes that the artifact takes, roughly.
+    """
+    try:
+        yield
+    except Exception as error:
+        chain, cause = [], error
+        while cause is not None:
+            chain.append(cause)
+            cause = cause.__cause__ or cause.__context__
+        if not any("No space left on device" in str(link) for link in chain):
+            raise
+        places = {"output": folder.resolve().parent, "temporary files": Path(tempfile.gettempdir())}
+        free = ", ".join(
+            f"{name} ({path}): {shutil.disk_usage(path).free / 1e9:.1f} GB" for name, path in places.items()
+        )
+        raise OSError(
+            f"no space left on the disk; the artifact takes about {needed / 1e9:.1f} GB, free for {free}: "
+            "make room, name another --output-dir, or set TMPDIR"
+        ) from error
+
+
+def _resolved(folder: Path) -> Path:
+    try:
+        return folder.resolve()
+    except RuntimeError as error:  # Python 3.11's way to say that links go round in circles
+        raise OSError(f"{folder} is a link that leads back to itself: name another --output-dir") from error
+
+
+def _check_parent(folder: Path, place: Path) -> None:
+    above = next((path for path in place.parents if path.exists()), place)
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is a file, so {folder} cannot be made in it: name another --output-dir")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(13, "not writable", str(above))
+
+
+def _check_place(folder: Path, place: Path) -> None:
+    if _is_mount_point(place):
+        raise OSError(
+            f"{folder} is a mount point, which no finished folder can take the place of: "
+            f"type --output-dir {folder / 'NAME'}"
+        )
+    with suppress(FileNotFoundError):  # of a working folder that someone removed
+        if Path.cwd().is_relative_to(place):
+            raise OSError(
+                f"{folder} {'is' if Path.cwd() == place else 'contains'} the working folder {Path.cwd()}, which would "
+                f"be replaced under the shell: type --output-dir {folder / 'NAME'}"
+            )
+
+
+def _is_mount_point(place: Path) -> bool:
+    """Linux's own list knows those as well that are bound from the same file system."""
+    if os.path.ismount(place):
+        return True
+    escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(place))
+    with suppress(OSError):
+        return any(line.split(b" ")[4] == escaped for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
+    return False
+
+
+def _check_content(folder: Path, place: Path, overwrite: bool) -> None:
+    if not any(place.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} is not empty: type --overwrite to replace it, or name another --output-dir")
+    strange = _not_written(place)
+    if strange is not None:
+        name, why = strange
+        raise FileExistsError(
+            f"{folder} holds {name}, which eagle3-export did not write ({why}): --overwrite replaces an artifact "
+            "alone, name another --output-dir"
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(13, "not writable", str(place))
+
+
+def _not_written(place: Path) -> tuple[str, str] | None:
+    """The first entry of a folder that is not as ``export.json`` has it, and why; None for an artifact."""
+    with os.scandir(place) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        if not entry.is_file(follow_symlinks=False):
+            return entry.name, "it is a link" if entry.is_symlink() else "it is no file"
+    recorded = _recorded(place / EXPORT_RECORD)
+    if recorded is None:
+        return entries[0].name, f"{EXPORT_RECORD} is missing or no record of an export"
+    files = [entry for entry in entries if entry.name != EXPORT_RECORD]
+    for entry in files:
+        if entry.name not in recorded:
+            return entry.name, f"{EXPORT_RECORD} does not list it"
+        size, listed = entry.stat().st_size, recorded[entry.name][0]
+        if size != listed:
+            return entry.name, f"{size} bytes, but {listed} in {EXPORT_RECORD}"
+    for entry in files:
+        state = entry.stat()
+        identity = state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+        if _sha256_of(Path(entry.path), identity) != recorded[entry.name][1]:
+            return entry.name, f"its sha256 is not that of {EXPORT_RECORD}"
+    return None
+
+
+@cache
+def _sha256_of(path: Path, _identity: tuple[int, ...]) -> str:
+    """A file is hashed once, and again when it has changed: an artifact is looked at before the work and after it."""
+    return sha256(path)
+
+
+def _recorded(file: Path) -> dict[str, tuple[int, str]] | None:
+    """Name to bytes and sha256; None for what is no record of an export."""
+    try:
+        files = json.loads(file.read_text(encoding="utf-8"))["files"]
+        recorded = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    whole = all(type(size) is int and type(digest) is str for size, digest in recorded.values())
+    return recorded if whole and MODEL_FILE in recorded else None
+
+
+@contextmanager
+def _stopped_in_one_way() -> Iterator[None]:
+    """Ctrl-C and SIGTERM both unwind as KeyboardInterrupt, so that the partial folder goes, and as nothing else:
+    PyTorch's tracer may make another error of it and logs a traceback."""
+    if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+        yield
+        return
+    stopped, logged = False, logging.root.manager.disable
+
+    def interrupt(signum, frame):
+        nonlocal stopped
+        stopped = True
+        logging.disable(logging.CRITICAL)
+        raise KeyboardInterrupt
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
+    for number in previous:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except Exception as error:
+        if stopped:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        logging.disable(logged)
+
+
+def _swap(new: Path, place: Path) -> None:
+    """Rename ``new`` to ``place``; what was there goes once the new one stands, and comes back if it does not."""
+    earlier = put_aside(new, place)
+    try:
+        if place.exists():
+            shutil.copymode(place, new)
+            if any(place.iterdir()):  # an empty folder gives way to a rename
+                os.rename(place, earlier)
+        os.rename(new, place)
+    finally:
+        if earlier.exists() and not place.exists():
+            os.rename(earlier, place)
+        shutil.rmtree(earlier, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""What ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
+
+from dataclasses import asdict
+from typing import Any
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.planning.plan import Plan
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    draft, target, memory = plan.draft, plan.target_headers, plan.footprint
+    return {
+        "target": plan.config.target_model,
+        "backend": plan.config.backend,
+        "methods": [{"name": m.name, "min_len": m.min_len, "max_len": m.max_len} for m in plan.methods],
+        "taps": list(plan.taps),
+        "taps_are": str(plan.chosen_taps),
+        "chain_len": plan.chain_len,
+        "max_seq_len": plan.max_seq_len,
+        "target_parameters": sum(header.elements for header in target.values()),
+        "target_bytes": sum(header.bytes for header in target.values()),
+        "draft_kind": draft.kind,
+        "draft_dialect": draft.dialect,
+        "draft_parameters": sum(header.elements for header in draft.headers.values()),
+        "draft_bytes": sum(header.bytes for header in draft.headers.values()),
+        "draft_vocab_size": draft.draft_vocab_size,
+        "shares_embedding": not draft.has_embedding,
+        "export_bytes": BACKENDS[plan.config.backend].load().export_bytes(plan),
+        "gpu_memory": memory and asdict(memory) | {"total": memory.total},
+    }
+
+
+def plan_text(plan: Plan) -> str:
+    facts = plan_json(plan)
+    lines = [
+        f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
+        f"draft    {draft_text(plan)}: {_millions(facts['draft_parameters'])}, "
+        f"{_mb(facts['draft_bytes'])} on disk, {facts['draft_vocab_size']} draft tokens"
+        + (", the target's embedding" if facts["shares_embedding"] else "")
+        + (", the target's lm_head" if plan.draft.shares_lm_head else "")
+        + (f", trained for {plan.draft.verifier}" if plan.draft.verifier else ""),
+        f"taps     {plan.chosen_taps}",
+        f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
+    ]
+    if memory := plan.footprint:
+        lines.append(f"memory   a run takes {memory}")
+    if takes := facts["export_bytes"]:
+        lines.append(f"memory   the export takes about {_mb(takes)}")
+    if plan.quantized_headers:
+        lines.insert(1, quantized_text(plan))
+    for method in plan.methods:
+        span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
+        lines.append(f"method   {method.name:<14} {span} rows")
+    return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def draft_text(plan: Plan) -> str:
+    """Kind and dialect of the head."""
+    return f"{plan.draft.kind} head of {plan.draft.dialect}"
+
+
+def quantized_text(plan: Plan) -> str:
+    """How many of a quantized checkpoint's weights are, and what becomes of them."""
+    quantized = plan.quantized_headers
+    kinds = " and ".join(sorted({header.dtype for header in quantized}))
+    if BACKENDS[plan.config.backend].quantizes:
+        return f"weights  {len(quantized)} are quantized already ({kinds}) and keep their codes"
+    dense = sum(4 * header.elements for header in quantized)
+    line = f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load"
+    if plan.qlinear != "checkpoint":
+        return f"{line}, then quantized again: {plan.qlinear}"
+    again = "; then the embedding is quantized to 8 bits" if plan.config.qembedding == "8w" else ""
+    return f"{line}, {_mb(dense)}{again}"
+
+
+def result_text(plan: Plan, record: dict[str, Any]) -> str:
+    output = plan.config.output_dir
+    seconds = sum(stage["seconds"] for stage in record["stages"])
+    total = sum((output / name).stat().st_size for name in record["files"])
+    prompt = "--prompt TEXT" if "tokenizer.json" in record["files"] else "--prompt-tokens 1,2,3"
+    return f"{output}: {_mb(total)} in {seconds:.0f} s. Next: eagle3-run {output} {prompt}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M parameters"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,69 @@
+"""How much memory the KV caches of an artifact take, known from configurations alone, and what a run is made of."""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle3.export.draft.description import DraftDescription
+from eagle3.runner.hardware.gpus import CONTEXT_BYTES
+from eagle3.targets import TargetSpec
+from eagle3.targets.attention import KVCacheShape, ring_window
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes that a run takes of a GPU's memory, by what takes them."""
+
+    target: int
+    draft: int
+    caches: int
+    workspace: int
+    context: int = CONTEXT_BYTES
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in asdict(self).items())
+        return f"{self.total / GIB:.2f} GiB of GPU memory ({parts})"
+
+
+def free_memory() -> int | None:
+    """Bytes that programs may still take on this machine, None where Linux is not there to say it."""
+    return linux_bytes("/proc/meminfo", "MemAvailable")
+
+
+def linux_bytes(file: str, key: str) -> int | None:
+    """Of a line of one of Linux's own files, None where there is none."""
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: torch.dtype) -> int:
+    """Of a target of transformers' text configuration ``config``."""
+    shapes: list[KVCacheShape] = []
+
+    def note(shape: KVCacheShape) -> nn.Module:
+        shapes.append(shape)
+        return nn.Module()
+
+    family = spec.module()
+    family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, note, dtype)
+    return sum(shape.bytes for shape in shapes)
+
+
+def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> int:
+    layer = draft.layer
+    rings = (ring_window(window, max_seq_len) for window in draft.windows)
+    shapes = (KVCacheShape(layer.num_key_value_heads, layer.head_dim, max_seq_len, ring, dtype) for ring in rings)
+    return sum(shape.bytes for shape in shapes)

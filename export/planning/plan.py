@@ -1,0 +1,349 @@
+"""What an export is going to do, settled from flags, configurations and tensor headers before any weight is read."""
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checkpoints import Source, open_source
+from eagle3.export.checkpoints.gguf_file import GGUFFile
+from eagle3.export.checkpoints.gguf_metadata import check_metadata, rows_of_embedding, template_note
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.checkpoints.target_config import read_target_config, special_ids
+from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
+from eagle3.export.checks.tensors import check_target
+from eagle3.export.draft.description import P_EAGLE, DraftDescription
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.config import GROUPED, ExportConfig
+from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
+from eagle3.export.planning.taps import Taps, choose_taps
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
+from eagle3.targets import TARGETS, TargetSpec, spec_for
+from eagle3.targets.spec import Skeleton, sliding_window
+
+WINDOW_ROWS = 16  # a verify window is never longer: what the small-M kernel takes at one reading of the weights
+DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
+FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A method's lengths in rows, both ends included."""
+
+    name: str
+    min_len: int
+    max_len: int
+
+    @property
+    def traced_len(self) -> int:
+        """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
+        window, a few rows of what begins at one. Odd, so that it equals no size of a model by chance."""
+        if self.min_len == self.max_len:
+            return self.max_len
+        return min(self.max_len, 9 if self.min_len == 1 else self.max_len) - 1 | 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an export needs to know; sizes in tokens."""
+
+    config: ExportConfig
+    spec: TargetSpec
+    checkpoint: Path  # with the configuration and the tokenizer
+    target_source: Source
+    target_config: Any  # transformers' text configuration
+    target_headers: dict[str, TensorHeader]  # of the tensors that are read
+    draft: DraftDescription
+    chosen_taps: Taps
+    chain_len: int
+    max_seq_len: int
+    methods: tuple[MethodPlan, ...]
+    qlinear: str
+    draft_qlinear: str
+    """Of the weights: a recipe of the backend's; "checkpoint" where the target's are quantized already, and no recipe
+    quantizes them again."""
+    bos_id: int  # -1: none
+    eos_ids: tuple[int, ...]
+    warnings: tuple[str, ...]
+    """What may be wrong without being an error, a line each."""
+
+    @property
+    def quantized_headers(self) -> list[TensorHeader]:
+        """Of the target's weights that the checkpoint has quantized."""
+        return [header for header in self.target_headers.values() if header.quantized]
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """The target on the meta device, to be read and not to be changed."""
+        return self.spec.module().skeleton(self.target_config, self.max_seq_len)
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        """Of both models' KV caches."""
+        dtype = BACKENDS[self.config.backend].load().dtype
+        target = target_cache_bytes(self.spec, self.target_config, self.max_seq_len, dtype)
+        return target + draft_cache_bytes(self.draft, self.max_seq_len, dtype)
+
+    @cached_property
+    def footprint(self) -> GpuMemory | None:
+        """What a run takes of a GPU; None for a CPU."""
+        return BACKENDS[self.config.backend].load().footprint(self)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a greedy round is a method."""
+        return any(method.name == SPECULATE for method in self.methods)
+
+    def method(self, name: str) -> MethodPlan:
+        return next(method for method in self.methods if method.name == name)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.chosen_taps.layers
+
+    @property
+    def proposals(self) -> int:
+        """Tokens that one forward of the draft proposes."""
+        return self.chain_len if self.draft.kind == P_EAGLE else 1
+
+    @property
+    def sliding_window(self) -> int:
+        return sliding_window(self.target_config)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of both checkpoints: most of what an artifact takes."""
+        headers = [*self.target_headers.values(), *self.draft.headers.values()]
+        return sum(header.bytes for header in headers)
+
+    @property
+    def small_m_limit(self) -> int:
+        return small_m_limit(self.chain_len)
+
+
+def small_m_limit(chain_len: int) -> int:
+    """Rows that the small-M kernel takes: 8, or 16 for a verify window longer than that."""
+    return WINDOW_ROWS if chain_len + 1 > 8 else 8
+
+
+def make_plan(config: ExportConfig) -> Plan:
+    """Read configurations and headers, settle every length, check that target and draft are a pair.
+
+    Raises FileNotFoundError or ValueError whose message is one line: the fact, both values, what to type.
+    """
+    check_flags(config)
+    spec = TARGETS[config.target_model]
+    weights, checkpoint = target_paths(config, spec)
+    target_config = read_target_config(checkpoint, config.target_model)
+    spec = spec_for(config.target_model, target_config.model_type)
+    target_source = open_source(weights)
+    bos_id, eos_ids = special_ids(checkpoint, target_config)
+    if isinstance(target_source, GGUFFile):
+        check_metadata(target_source, target_config, checkpoint, eos_ids)
+    target_headers, whole_config = target_source.headers(), target_config
+    if isinstance(target_source, GGUFFile):
+        target_config = copy(target_config)
+        target_config.vocab_size = rows_of_embedding(target_source, target_headers, whole_config, checkpoint)
+    max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
+    check_context(spec, target_config, max_seq_len)
+    skeleton = spec.module().skeleton(target_config, max_seq_len)
+    target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
+    folder = _folder(config.draft or spec.draft, config.target_model, "--draft")
+    draft = read_draft(folder, config.draft_dialect, config.norm_before_residual)
+    taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
+    check_trained_for(draft, checkpoint)
+    check_pair(draft, whole_config, taps.layers)
+    draft = within_vocabulary(draft, target_config.vocab_size)
+    chain_len = config.chain_len or draft.chain_len
+    whole, left_out = whole_rounds(config, draft, chain_len)
+    return Plan(
+        config=config,
+        spec=spec,
+        checkpoint=checkpoint,
+        target_source=target_source,
+        target_config=target_config,
+        target_headers=target_headers,
+        draft=draft,
+        chosen_taps=taps,
+        chain_len=chain_len,
+        max_seq_len=max_seq_len,
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len), whole),
+        qlinear=choose_recipe(config, target_headers),
+        draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe,
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+        warnings=(
+            *draft.warnings,
+            *(template_note(target_source, checkpoint) if isinstance(target_source, GGUFFile) else ()),
+            *_length_warnings(draft, max_seq_len),
+            *left_out,
+            *([taps.doubt] if taps.doubt else []),
+        ),
+    )
+
+
+def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
+    """``Plan.qlinear``. Raises ValueError for a recipe where the checkpoint's own codes are kept."""
+    keeps_codes = BACKENDS[config.backend].quantizes
+    if any(header.quantized for header in headers.values()):
+        if keeps_codes and config.qlinear is not None:
+            raise ValueError(f"the checkpoint is quantized already: leave --qlinear {config.qlinear} out")
+        if config.qlinear in (None, "none"):
+            return "checkpoint"
+    return config.qlinear or ("default" if keeps_codes else "none")
+
+
+def whole_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) -> tuple[bool, tuple[str, ...]]:
+    """Whether a greedy round is to be a method, and a line where it cannot be. Raises ValueError where it was asked
+    for."""
+    rows, most = 2 * chain_len, small_m_limit(chain_len)
+    wanted = BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
+    quantized = BACKENDS[config.backend].quantizes and config.draft_qlinear not in (None, "none")
+    if not (wanted and quantized and draft.kind == P_EAGLE and rows > most):
+        return wanted, ()
+    reason = f"a P-EAGLE of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
+    if config.speculate:
+        raise ValueError(f"--speculate: {reason}: type --no-speculate, or leave --draft-qlinear out")
+    return False, (f"there will be no method speculate ({reason}): rounds take several calls",)
+
+
+def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
+    trained = getattr(draft.layer, "max_position_embeddings", max_seq_len)
+    if trained < max_seq_len:
+        yield (
+            f"the draft head knows {trained} positions, the context has {max_seq_len}: past {trained} it may accept "
+            "less, though the tokens stay greedy decoding's"
+        )
+
+
+def check_flags(config: ExportConfig) -> None:
+    """Raise ValueError for a flag that the backend would ignore, and for two that exclude each other."""
+    if config.with_decode and config.with_forward:
+        raise ValueError(
+            "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
+            "end the process, since that gives more than logits: leave one of the two out"
+        )
+    backend = BACKENDS[config.backend]
+    for flag in ("cuda_arch", "qembedding", "group_size"):
+        if getattr(config, flag) is not None and flag not in backend.flags:
+            name = f"--{flag.replace('_', '-')}"
+            raise ValueError(
+                f"{name} {getattr(config, flag)} means nothing to --backend {config.backend}: leave it out"
+            )
+    for flag, recipe in (("--qlinear", config.qlinear), ("--draft-qlinear", config.draft_qlinear)):
+        if recipe is not None and recipe not in backend.recipes:
+            raise ValueError(
+                f"{flag} {recipe}: --backend {config.backend} has no kernels for it, but for "
+                f"{', '.join(backend.recipes)}"
+            )
+    if config.group_size is not None and GROUPED not in (config.qlinear, config.draft_qlinear):
+        raise ValueError(
+            f"--group-size {config.group_size} is for {GROUPED}: type --qlinear {GROUPED}, or leave it out"
+        )
+
+
+def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> None:
+    """Raise ValueError for a context longer than the target knows, with the memory that it would take."""
+    import torch
+
+    most = target_config.max_position_embeddings
+    if max_seq_len > most:
+        takes = target_cache_bytes(spec, target_config, max_seq_len, torch.bfloat16)
+        raise ValueError(
+            f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings {most} (its KV caches would "
+            f"take {takes / 1e9:,.1f} GB in bfloat16): type --max-seq-len {most} or less"
+        )
+
+
+def plan_methods(
+    config: ExportConfig,
+    spec: TargetSpec,
+    target_config: Any,
+    chain_len: int,
+    max_seq_len: int,
+    draft_longest: int = 0,
+    whole: bool = False,
+) -> tuple[MethodPlan, ...]:
+    """Lengths of every method, within the target's own bounds and the draft's (0: none); ``whole``: greedy rounds are a
+    method.
+
+    Raises ValueError naming the flag to change.
+    """
+    shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
+    longest = min(longest, draft_longest or longest)
+    window = chain_len + 1
+    fewest_rows, most_rows = max(2, shortest), min(WINDOW_ROWS, longest)
+    if not fewest_rows <= window <= most_rows:
+        raise ValueError(
+            f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and the small-M kernel "
+            f"take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
+        )
+    min_prefill = max(shortest, small_m_limit(chain_len) + 1)
+    most = min(longest, max_seq_len - 1)
+    if most < min_prefill:
+        raise ValueError(
+            f"prefill takes {min_prefill} tokens or more, but --max-seq-len {max_seq_len} and the target leave {most}: "
+            f"type --max-seq-len {min_prefill + 1} or more"
+        )
+    max_prefill = config.max_prefill or min(most, DEFAULT_MAX_PREFILL)
+    if not min_prefill <= max_prefill <= most:
+        raise ValueError(
+            f"prefill chunks of {min_prefill} to {max_prefill} tokens: --max-prefill must be {min_prefill} to {most} "
+            f"(the sliding window and --max-seq-len {max_seq_len} bound it)"
+        )
+    methods = [
+        MethodPlan(PREFILL, min_prefill, max_prefill),
+        MethodPlan(TARGET_VERIFY, 2, window),
+        MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window)),
+    ]
+    if whole:
+        methods.append(MethodPlan(SPECULATE, window, window))
+    if config.with_decode:
+        methods.append(MethodPlan(DECODE, 1, 1))
+    if config.with_forward:
+        methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))
+    return tuple(methods)
+
+
+def draft_rows(draft: DraftDescription, chain_len: int) -> int:
+    """The longest forward that the draft's windows allow, 0 for any; a P-EAGLE's mask rows stand behind each.
+
+    Raises ValueError for a window that its mask rows fill.
+    """
+    masks = chain_len - 1 if draft.kind == P_EAGLE else 0
+    if draft.window and draft.window <= masks:
+        raise ValueError(
+            f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "
+            f"{draft.window}"
+        )
+    return draft.window and draft.window - masks
+
+
+def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
+    """Of the target: its weights, and the folder with its configuration and tokenizer."""
+    path, folder = config.checkpoint or spec.checkpoint, config.config_folder
+    if path is None or not GGUFFile.recognizes(path):
+        if folder is not None:
+            raise ValueError(f"--config {folder} is for a GGUF file, other checkpoints bring theirs: leave it out")
+        path = _folder(path, config.target_model, "--checkpoint")
+        return path, path
+    if not path.is_file():
+        raise FileNotFoundError(f"--checkpoint {path} is not there: it wants a GGUF file on this machine")
+    folder = folder or path.parent
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER with the "
+            "Hugging Face folder of the model that it was made from"
+        )
+    return path, folder
+
+
+def _folder(path: Path | None, target: str, flag: str) -> Path:
+    if path is None:
+        raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{flag} {path} is no folder: it wants a checkpoint folder on this machine")
+    return path

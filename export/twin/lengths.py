@@ -1,0 +1,147 @@
+"""Lengths in tokens that a configuration has (windows, chunks, original rope lengths): which there are, how a twin cuts
+them, and how long a prompt must be to pass each.
+
+Most go by the names of fields. ``unnamed_lengths`` finds the others by what they do to transformers' own model.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LONGEST, SHORTEST, APART, POSITIONS = 32, 16, 4, 256
+"""Tokens: the longest length that a prompt passes twice, the shortest one, the least between two lengths that differ,
+max_position_embeddings where nothing rules it."""
+PAST = 24
+"""Tokens of a prompt behind a length that it passes once."""
+RUN_LENGTHS = (
+    *("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention"),
+    *("attention_chunk_size", "floor_scale", "log_scaling_n_floor", "index_topk"),
+)
+"""In tokens, and compared with positions in a forward."""
+ORIGINAL, MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
+TRIED = 19
+"""Tokens: what a number is set to for a look whether it is a length. No other number of a twin."""
+TOLERANCE = 1e-5  # of logits whose spread is about 3
+
+Path = tuple[str, ...]
+
+
+def parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The fields and every dictionary in them: rope parameters, also per layer type, and overrides per layer."""
+    if isinstance(value, dict):
+        yield path, value
+        for name, inner in value.items():
+            yield from parts(inner, (*path, name))
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
+    """Cut every length by one ratio, in place: what a prompt passes (any below max_position_embeddings) to about
+    ``LONGEST``. Lengths that differ stay different, in their order.
+
+    A yarn table of fewer tokens than 2 pi beta_fast would not depend on beta_fast, by its formula: it stays longer.
+    """
+    positions = fields.get(MAX_POSITIONS) or math.inf
+    found = list(_lengths(fields, unnamed))
+    reached = [each for each in found if each[0][each[1]] < positions]
+    ranked = sorted({part[name] for part, name in reached if not _table(part, name)})
+    cuts: dict[int, int] = {}
+    for value in ranked:
+        least = max(cuts.values(), default=SHORTEST - APART) + APART
+        cuts[value] = min(value, max(round(value * LONGEST / ranked[-1]), least))
+
+    def cut(part: dict[str, Any], name: str) -> int:
+        table = _table(part, name)
+        return min(part[name], table) if table else cuts[part[name]]
+
+    # Where a factor is not given, it is max_position_embeddings by the original length.
+    ruled = [cut(part, name) * positions // part[name] for part, name in reached if name == ORIGINAL]
+    fewer = min(positions, max(ruled, default=POSITIONS))
+    for part, name in found:
+        part[name] = cut(part, name) if part[name] < positions else part[name] * fewer // positions
+    for _, part in parts(fields):
+        if is_count(part.get(MAX_POSITIONS)):
+            part[MAX_POSITIONS] = min(part[MAX_POSITIONS], fewer)
+
+
+def passed_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> dict[int, bool]:
+    """Each length of a twin's fields that its prompt passes, ascending, and whether it passes it twice."""
+    positions = fields.get(MAX_POSITIONS) or math.inf
+    found: dict[int, bool] = {}
+    for part, name in _lengths(fields, unnamed):
+        if part[name] < positions:
+            found[part[name]] = found.get(part[name], False) or not _table(part, name)
+    return dict(sorted(found.items()))
+
+
+def prompt_length(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> int:
+    """Tokens of a prompt that passes every length of a twin: two and a half times the longest, a little more than a
+    yarn table's."""
+    passed = passed_lengths(fields, unnamed)
+    twice = max((length for length, whether in passed.items() if whether), default=LONGEST)
+    wanted = max(5 * twice // 2, max(passed, default=0) + PAST)
+    positions = fields.get(MAX_POSITIONS)
+    return min(wanted, positions - 4) if positions else wanted  # 4: a rejected window past the end
+
+
+def unnamed_lengths(
+    fields: dict[str, Any], build: Callable[[dict[str, Any]], nn.Module], known: set[str], tokens: Tensor
+) -> tuple[Path, ...]:
+    """Paths of the numbers in ``fields`` that the prompt ``tokens`` [1, T] does not reach and that are lengths all the
+    same: set to ``TRIED``, they leave every tensor's shape and the first logits, and change later ones.
+
+    ``build``: fields to a model in which equal shapes get equal random weights.
+    """
+    numbers = [
+        (*path, name)
+        for path, part in parts(fields)
+        for name, value in part.items()
+        if is_count(value) and value > tokens.shape[1] and name not in known and not name.endswith("_token_id")
+    ]
+    if not numbers:
+        return ()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = build(fields)
+        shapes, logits = _shapes(model), model(tokens, use_cache=False).logits
+        found = []
+        for path in numbers:
+            try:
+                other = build(with_value(fields, path, TRIED))
+                if _shapes(other) != shapes:
+                    continue
+                gap = (other(tokens, use_cache=False).logits - logits).abs().amax(-1)[0]
+            except Exception:  # of whatever kind: the number is a size, and others depend on it
+                continue
+            if gap[: TRIED // 2].max() <= TOLERANCE < gap.max():
+                found.append(path)
+    return tuple(found)
+
+
+def with_value(fields: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    """A copy of ``fields`` with another value at ``path``."""
+    name, *rest = path
+    return fields | {name: with_value(fields[name], tuple(rest), value) if rest else value}
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _lengths(fields: dict[str, Any], unnamed: tuple[Path, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    names = (*RUN_LENGTHS, ORIGINAL)
+    for path, part in parts(fields):
+        for name, value in part.items():
+            if is_count(value) and (name in names or (*path, name) in unnamed):
+                yield part, name
+
+
+def _table(part: dict[str, Any], name: str) -> int:
+    """Tokens that a yarn table is made for at the most, 0 for what is no yarn table."""
+    yarn = name == ORIGINAL and part.get("rope_type", part.get("type")) == "yarn"
+    return int(6.5 * (part.get("beta_fast") or 32)) if yarn else 0

@@ -1,0 +1,77 @@
+"""Which tensors of a target's checkpoint may go unread: those that transformers does not read either, and those of a
+multimodal model's parts that read no text.
+
+transformers lists by class what it leaves unread (``_keys_to_ignore_on_load_unexpected``): layers that predict further
+tokens (MTP), masks of old. Whatever else has no place in the model is refused by ``tensors.check_target``.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+UNREAD = {
+    r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are made anew",
+    r"(model\.)?(vision_tower|vision_model|visual|embed_vision|multi_modal_projector)\..*": "of the vision tower",
+    r"(model\.)?(audio_tower|embed_audio)\..*": "of the audio tower",
+    r"(model\.)?mtp(_layers)?\..*": "layers that predict further tokens (MTP)",
+}
+"""Full names of a target's tensors that may go unread, and what they are."""
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.*)")
+_MTP = ("eh_proj", "enorm", "hnorm")
+"""Modules that only a layer that predicts further tokens has: DeepSeek V3's and GLM-4.5's."""
+
+
+def is_read(name: str) -> bool:
+    """Whether a target's tensor of this name must have a place in a model, whatever the model is."""
+    return not any(re.fullmatch(pattern, name) for pattern in UNREAD)
+
+
+def unread(without: Collection[str], headers: Collection[str], model: Any, config: Any, checkpoint: Path) -> set[str]:
+    """Of the tensors ``without`` a place in ``model``, those that may go unread.
+
+    Args:
+        without: names in the checkpoint
+        headers: the names of all its tensors
+        model: transformers' text model, or ExecuTorch's
+        config: its text configuration
+        checkpoint: the folder of ``config.json``
+    """
+    layers = config.num_hidden_layers
+    spare = _further_layers(headers, layers).intersection(without)
+    wrapper = _wrapper(checkpoint) if len(spare) < len(without) else None
+    for owner in (model, wrapper and wrapper.model):
+        listed = getattr(owner, "_keys_to_ignore_on_load_unexpected", None) or ()
+        patterns = [pattern for pattern in listed if _lies_behind(pattern, layers)]
+        spare |= {name for name in without if any(re.search(pattern, name) for pattern in patterns)}
+    return spare | {name for name in without if wrapper is not None and wrapper.is_elsewhere(name)}
+
+
+def _further_layers(names: Collection[str], layers: int) -> set[str]:
+    """The tensors of layers behind the last that have the modules of an MTP layer: ``model.layers.N.*``."""
+    by_layer: dict[tuple[str, int], list[tuple[str, str]]] = defaultdict(list)
+    for name in names:
+        if (found := _LAYER.fullmatch(name)) and int(found[2]) >= layers:
+            by_layer[found[1], int(found[2])].append((name, found[3]))
+    return {
+        name
+        for tensors in by_layer.values()
+        if any(part.startswith(_MTP) for _, part in tensors)
+        for name, _ in tensors
+    }
+
+
+def _lies_behind(pattern: str, layers: int) -> bool:
+    """Whether a pattern of transformers' names no layer of the model itself: a class has one for each size."""
+    found = re.search(r"\.(\d+)", pattern)
+    return found is None or int(found[1]) >= layers
+
+
+def _wrapper(checkpoint: Path) -> Any:
+    from transformers import AutoConfig
+
+    from eagle3.targets.wrapper import wrapper_of
+
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    return wrapper_of(config, getattr(config, "architectures", None) or ())

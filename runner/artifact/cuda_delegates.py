@@ -1,0 +1,48 @@
+"""The CUDA delegates of a program: the table of weights and the library of each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, read_library
+from eagle3.runner.artifact.cuda_weights import WeightTable, decode_weight_table
+from eagle3.runner.artifact.pte import Pte, read_pte
+
+
+def cuda_delegates(model: Path) -> dict[str, list[tuple[WeightTable, bytes]]]:
+    """Method to its CUDA delegates: the table of weights and the library of each."""
+    pte = read_pte(model)
+    return {
+        name: [(table, pte.named(table.library_key)) for table in tables] for name, tables in weight_tables(pte).items()
+    }
+
+
+def cuda_kernels(model: Path) -> dict[str, dict[str, bytes]]:
+    """Method to its CUDA kernels, as fatbins by name. Raises ValueError for a library that is damaged."""
+    pte = read_pte(model)
+    found: dict[str, dict[str, bytes]] = {}
+    for name, tables in weight_tables(pte).items():
+        with naming(pte, name):
+            libraries = [read_library(pte.named(table.library_key)) for table in tables]
+        found[name] = {kernel: fatbin for library in libraries for kernel, fatbin in library.kernels.items()}
+    return found
+
+
+def weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:
+    """Those of the CUDA delegates, by method."""
+    tables = {}
+    for plan in pte.program.execution_plan:
+        blobs = [pte.delegate_blob(delegate) for delegate in plan.delegates if delegate.id == CUDA_BACKEND]
+        if blobs:
+            with naming(pte, plan.name):
+                tables[plan.name] = [decode_weight_table(blob) for blob in blobs]
+    return tables
+
+
+@contextmanager
+def naming(pte: Pte, method: str) -> Iterator[None]:
+    """A ValueError inside names the file and the method."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{pte.path}, method {method}: {error}") from error

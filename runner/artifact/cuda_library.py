@@ -1,0 +1,190 @@
+"""What a method's CUDA delegates hold, as plain values: libraries, architectures, kernels, symbols, weights.
+
+1. Delegates: the facts, from weight tables (``cuda_weights.py``) and the libraries' bytes.
+2. Libraries: what AOTInductor built, an ELF ``.so`` each; kernel ``X`` lies in it from ``__X_start`` to ``__X_end``.
+3. Fatbins: what a kernel is, once per architecture, as SASS (machine code) or PTX (compiled when it is loaded).
+"""
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3.runner.artifact.cuda_weights import CudaWeight, WeightTable
+from eagle3.runner.artifact.elf import DAMAGED, Elf
+
+CUDA_BACKEND = "CudaBackend"
+"""ExecuTorch's name of it."""
+
+# --- 1. Delegates
+
+# The first that matches a kernel's name, from its start. Inductor names its own kernels triton_<kind>_<operators>.
+KERNEL_KINDS = {
+    "small_m_sum": re.compile(r"(?!triton_).*small_m_sum"),
+    "small_m": re.compile(r"(?!triton_).*small_m"),
+    "large_m": re.compile(r"(?!triton_).*_matmul"),
+    "template_matmul": re.compile(r"triton_(tem|b?mm|addmm)_"),
+    "attention": re.compile(r"(?!triton_).*(attention|sdpa)"),
+    "fused": re.compile(r"triton_"),
+    "other": re.compile(r""),
+}
+SYMBOL_FAMILIES = {
+    "aoti": re.compile(r"aoti_"),
+    "cuda": re.compile(r"cu[A-Z]|cuda[A-Z]"),
+    "other": re.compile(r""),
+}
+
+
+def cuda_details(name: str, tables: dict[str, list[WeightTable]], read: Callable[[str], bytes]) -> dict[str, Any]:
+    """The CUDA delegates of method ``name``: ``tables`` has those of every method, ``read`` gives named data.
+
+    Kernels are counted once, however often they are launched. Raises ValueError for a library that is damaged.
+    """
+    blobs = [read(table.library_key) for table in tables[name]]
+    libraries = [read_library(blob) for blob in blobs]
+    kernels = [(kernel, fatbin) for library in libraries for kernel, fatbin in library.kernels.items()]
+    symbols = sorted({symbol for library in libraries for symbol in library.needs})
+    return {
+        "library": _extent([len(blob) for blob in blobs]),
+        "architectures": architectures(kernels),
+        "kernels": {kind: _kernels(members) for kind, members in _sorted_into(KERNEL_KINDS, kernels).items()},
+        "symbols": {
+            family: [symbol for (symbol,) in members]
+            for family, members in _sorted_into(SYMBOL_FAMILIES, zip(symbols, strict=True)).items()
+        },
+        "weights": weights(_storages(tables[name])),
+        "shared_weights": {
+            other: _weights_extent(_shared(tables[name], theirs)) for other, theirs in tables.items() if other != name
+        },
+    }
+
+
+def kind_of(name: str, kinds: dict[str, re.Pattern] = KERNEL_KINDS) -> str:
+    """The first of ``kinds`` that matches."""
+    return next(kind for kind, pattern in kinds.items() if pattern.match(name))
+
+
+def _sorted_into(kinds: dict[str, re.Pattern], named: Iterable[tuple]) -> dict[str, list[tuple]]:
+    """Tuples that begin with a name, by the first of ``kinds`` that matches it; kinds without any stay, empty."""
+    found: dict[str, list[tuple]] = {kind: [] for kind in kinds}
+    for entry in named:
+        found[kind_of(entry[0], kinds)].append(entry)
+    return found
+
+
+def _kernels(members: list[tuple[str, bytes]]) -> dict[str, Any]:
+    return _extent([len(fatbin) for _, fatbin in members]) | {"names": sorted(kernel for kernel, _ in members)}
+
+
+def architectures(kernels: Iterable[tuple[str, bytes]]) -> dict[str, dict[str, int]]:
+    """``sass`` and ``ptx``: each architecture and how many of the kernels have code for it."""
+    found: dict[str, Counter] = {"sass": Counter(), "ptx": Counter()}
+    for kernel, fatbin in kernels:
+        try:
+            for form, architecture in set(fatbin_entries(fatbin)):
+                found[form][architecture] += 1
+        except (ValueError, struct.error) as error:
+            raise ValueError(f"kernel {kernel} is no fatbin ({error}): export it again") from error
+    return {form: dict(sorted(counts.items())) for form, counts in found.items()}
+
+
+def _storages(tables: list[WeightTable]) -> dict[str, CudaWeight]:
+    return {key: weight for table in tables for key, weight in table.storages().items()}
+
+
+def _shared(mine: list[WeightTable], theirs: list[WeightTable]) -> dict[str, CudaWeight]:
+    """The storages that both have."""
+    keys = _storages(theirs).keys()
+    return {key: weight for key, weight in _storages(mine).items() if key in keys}
+
+
+def weights(storages: dict[str, CudaWeight]) -> dict[str, Any]:
+    """Storages, caches among them, each in the dtype of a weight that lies in it."""
+    by_dtype: dict[str, dict[str, CudaWeight]] = {}
+    for key, weight in storages.items():
+        by_dtype.setdefault(str(weight.dtype).removeprefix("torch."), {})[key] = weight
+    extents = {dtype: _weights_extent(members) for dtype, members in sorted(by_dtype.items())}
+    return _weights_extent(storages) | {"by_dtype": extents}
+
+
+def _weights_extent(storages: dict[str, CudaWeight]) -> dict[str, int]:
+    return _extent([weight.storage_bytes for weight in storages.values()])
+
+
+def _extent(sizes: list[int]) -> dict[str, int]:
+    return {"count": len(sizes), "bytes": sum(sizes)}
+
+
+# --- 2. Libraries
+
+
+@dataclass(frozen=True)
+class Library:
+    """Kernels' fatbins by name, the symbols that whoever loads the library must have, the system's left out, and the
+    libraries that it asks the loader for."""
+
+    kernels: dict[str, bytes]
+    needs: list[str]
+    asks_for: tuple[str, ...] = ()
+
+
+def read_library(data: bytes) -> Library:
+    """Read a 64-bit ELF shared library. Raises ValueError for anything else and a damaged one."""
+    elf = Elf(data)
+    try:
+        symbols, asks_for = elf.symbols, tuple(elf.asks_for)
+    except DAMAGED as error:
+        raise ValueError(f"library is damaged (its symbols do not parse: {error}): export it again") from error
+    places = {symbol.name: symbol.place for symbol in symbols if symbol.place is not None}
+    ends = {name: f"{name.removesuffix('_start')}_end" for name in places if re.fullmatch("__.+_start", name)}
+    kernels = {name[2:-6]: data[places[name] : places[end]] for name, end in ends.items() if end in places}
+    return Library(kernels, [symbol.name for symbol in symbols if symbol.is_needed()], asks_for)
+
+
+# --- 3. Fatbins
+
+FATBIN_MAGIC = 0xBA55ED50
+FATBIN_FORMS = {1: "ptx", 2: "sass"}
+# No public document has these; they are what nvcc 13.0 sets, and cuobjdump shows as sm_90a, sm_100f.
+FATBIN_VARIANTS = {0x100000: "a", 0x200000: "f"}
+
+
+def fatbin_entries(data: bytes) -> Iterator[tuple[str, str]]:
+    """Form and architecture of each image: ``("sass", "sm_90a")``. Raises ValueError or struct.error if damaged."""
+    magic, _, header, size = struct.unpack_from("<IHHQ", data)
+    if magic != FATBIN_MAGIC:
+        raise ValueError(f"begins with {magic:#x}, not {FATBIN_MAGIC:#x}")
+    at, end = header, header + size
+    if end > len(data):
+        raise ValueError(f"takes {end} bytes, has {len(data)}")
+    while at < end:
+        kind, _, entry_header, payload = struct.unpack_from("<HHIQ", data, at)
+        (architecture,), (flags,) = struct.unpack_from("<I", data, at + 28), struct.unpack_from("<Q", data, at + 40)
+        if kind in FATBIN_FORMS:
+            variant = "".join(letter for bit, letter in FATBIN_VARIANTS.items() if flags & bit)
+            yield FATBIN_FORMS[kind], f"sm_{architecture}{variant}"
+        at += entry_header + payload
+        if not entry_header or at > end:
+            raise ValueError(f"an image ends at byte {at} of {end}")
+
+
+def images_of(what: str, code: bytes, arch: str | None) -> list[tuple[str, str]]:
+    """Form and architecture of each image of a kernel."""
+    if code.startswith(b"\x7fELF") and arch:
+        return [("sass", arch)]
+    try:
+        return list(fatbin_entries(code))
+    except (ValueError, struct.error) as error:
+        raise ValueError(f"{what} is no fatbin ({error}): export it again") from error
+
+
+def runs_on(form: str, arch: str, capability: tuple[int, int]) -> bool:
+    """SASS runs on its major version from its minor version on, PTX on every later one. ``sm_90a`` is for that GPU
+    alone, ``sm_100f`` for its family."""
+    number, variant = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()
+    made_for = int(number[:-1]), int(number[-1])
+    if variant == "a":
+        return made_for == capability
+    return made_for <= capability and (form == "ptx" and not variant or made_for[0] == capability[0])

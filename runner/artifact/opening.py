@@ -1,0 +1,80 @@
+"""Open an artifact: find its files, check that it is one and undamaged, read its metadata. Nothing is executed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3.runner.artifact.pte import read_constants
+from eagle3.runner.artifact.record import compare, silent
+from eagle3.runner.contract import METHODS, MODEL_FILE, Metadata
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An opened artifact. Methods load when a session is made (``hosts/opening.py``). ``checked``: its files were
+    compared with its ``export.json``; a ``model.pte`` alone has none."""
+
+    folder: Path
+    model: Path
+    metadata: Metadata
+    checked: bool
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.folder / "tokenizer.json"
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.metadata.manifest.get("backend") == "cuda"
+
+
+def find_model(path: Path) -> Path:
+    """The ``model.pte`` of an artifact's folder, or the file itself.
+
+    Raises FileNotFoundError, and ValueError for a file that is no ExecuTorch program.
+    """
+    model = path / MODEL_FILE if path.is_dir() else path
+    if not model.is_file():
+        raise FileNotFoundError(
+            f"{model} is missing: ARTIFACT is a folder that eagle3-export made, or its {MODEL_FILE}"
+        )
+    with model.open("rb") as file:
+        head = file.read(8)
+    if head[4:6] != b"ET" or not head[6:].isdigit():  # ET12, so far; the runtime aborts over what is no number
+        raise ValueError(
+            f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file, copy or "
+            "export it again"
+        )
+    return model
+
+
+def open_artifact(path: Path, verify: bool = False, say: Callable[[str], None] = silent) -> Artifact:
+    """Open an artifact's folder or its ``model.pte``, once its files are as ``export.json`` says (``record.py``).
+
+    Args:
+        verify: read and hash every file, however large
+        say: takes a line for the user before anything is loaded: that there is no record, what is being verified
+
+    Raises:
+        FileNotFoundError: no ``model.pte``
+        ValueError: a damaged or foreign file, a record that is not ours, nothing to verify against
+        MissingMetadata: a foreign program
+    """
+    model = find_model(path)
+    comparison = compare(model, verify, say)
+    comparison.refuse_faults()
+    return load_artifact(model, comparison.recorded)
+
+
+def load_artifact(model: Path, checked: bool) -> Artifact:
+    """Read the metadata of a program. Raises as ``open_artifact``."""
+    constants, methods = read_constants(model)
+    try:
+        metadata = Metadata.read(set(constants), constants.__getitem__)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{model} is damaged (its manifest is no JSON: {error}): export it again") from error
+    missing = [name for name in METHODS if name not in methods]
+    if missing:
+        raise ValueError(f"{model} has no method {missing[0]}: export it again")
+    return Artifact(model.parent, model, metadata, checked)

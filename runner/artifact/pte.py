@@ -1,0 +1,140 @@
+"""The program at the head of a ``.pte``, by ExecuTorch's own schema and generated reader.
+
+Neither ExecuTorch's runtime nor its compiler takes part, so that constants are the same under every host: the runtime's
+Python bindings hand out no tensor to a PyTorch other than the one that they were built with.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.runner.artifact.light_imports import without_compiler
+from eagle3.runner.console.command import calm_stderr
+
+EXTENDED_HEADER = struct.Struct("<8x4sIQQ")
+"""After the flatbuffer's root and identifier: "eh00", the header's length, the program's size, where segments begin."""
+
+
+@dataclass(frozen=True)
+class Pte:
+    """A ``.pte``: its program (``executorch.exir.schema.Program``), then segments that the program lists."""
+
+    path: Path
+    bytes: int
+    program: Any
+    program_bytes: int
+    segments_at: int
+
+    def plan(self, method: str) -> Any:
+        """How a method is executed: its ``ExecutionPlan``."""
+        return next(plan for plan in self.program.execution_plan if plan.name == method)
+
+    def segment(self, index: int) -> bytes:
+        entry = self.program.segments[index]
+        with self.path.open("rb") as file:
+            file.seek(self.segments_at + entry.offset)
+            return file.read(entry.size)
+
+    def named(self, key: str) -> bytes:
+        """Data that delegates name, such as a library."""
+        named = {item.key: item.segment_index for item in self.program.named_data or ()}
+        return self.segment(named[key])
+
+    def delegate_bytes(self, delegate) -> int:
+        index = delegate.processed.index
+        if delegate.processed.location.name == "SEGMENT":
+            return self.program.segments[index].size
+        return len(self.program.backend_delegate_data[index].data)
+
+    def delegate_blob(self, delegate) -> bytes:
+        index = delegate.processed.index
+        if delegate.processed.location.name == "SEGMENT":
+            return self.segment(index)
+        return bytes(self.program.backend_delegate_data[index].data)
+
+
+def read_pte(path: Path) -> Pte:
+    """Read the program of a file, and no segment. Raises ValueError for one that does not parse."""
+    head, segments_at, size = _head(path)
+    with calm_stderr(), without_compiler():
+        from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program
+
+        try:
+            program = _flatbuffer_to_program(head)
+        except Exception as error:  # a damaged flatbuffer fails wherever its offsets lead
+            raise ValueError(f"{path} is damaged (its program does not parse: {error}): export it again") from error
+    return Pte(path, size, program, len(head), segments_at)
+
+
+def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
+    """The program's constant methods, name to outputs (int, bool, float, str, or a tensor), and the names of the
+    others. Only the constants are parsed.
+
+    Raises ValueError for a program that does not parse.
+    """
+    head, segments_at, _ = _head(path)
+    with calm_stderr(), without_compiler():
+        from executorch.exir._serialize import _flatbuffer_program
+        from executorch.exir._serialize.generated.executorch_flatbuffer.Program import Program
+
+        _flatbuffer_program._patch_generated_flatbuffer_aliases()
+        try:
+            program = Program.GetRootAs(head)
+            plans = [program.ExecutionPlan(index) for index in range(program.ExecutionPlanLength())]
+            found = {}
+            for plan in filter(_is_constant, plans):
+                values = [plan.Values(plan.Outputs(place)) for place in range(plan.OutputsLength())]
+                found[plan.Name().decode()] = [_constant(path, program, segments_at, value) for value in values]
+            return found, {plan.Name().decode() for plan in plans} - set(found)
+        except Exception as error:  # as above
+            raise ValueError(f"{path} is damaged (its constants do not parse: {error}): export it again") from error
+
+
+def _is_constant(plan) -> bool:
+    instructions = sum(plan.Chains(place).InstructionsLength() for place in range(plan.ChainsLength()))
+    return not plan.InputsLength() and not instructions
+
+
+def _head(path: Path) -> tuple[bytes, int, int]:
+    """The program's bytes, where segments begin, the file's size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        magic, _, program_bytes, segments_at = EXTENDED_HEADER.unpack(file.read(EXTENDED_HEADER.size).ljust(32, b"\0"))
+        if magic != b"eh00":
+            program_bytes, segments_at = size, 0
+        file.seek(0)
+        return file.read(program_bytes), segments_at, size
+
+
+def _constant(path: Path, program, segments_at: int, value) -> Any:
+    """``value``: an ``EValue`` of the generated reader."""
+    from executorch.exir._serialize.generated.executorch_flatbuffer.EValue import EValueT
+
+    found = EValueT.InitFromObj(value).val
+    kind = type(found).__name__
+    if kind == "TensorT":
+        return _tensor(path, program, segments_at, found)
+    return {
+        "IntT": lambda: found.intVal,
+        "BoolT": lambda: bool(found.boolVal),
+        "DoubleT": lambda: found.doubleVal,
+        "StringT": lambda: found.stringVal.decode(),
+    }[kind]()
+
+
+def _tensor(path: Path, program, segments_at: int, tensor) -> Any:
+    """int64, the one dtype that constants of the contract have."""
+    import torch
+    from executorch.exir.schema import ScalarType
+
+    if tensor.scalarType != ScalarType.LONG:
+        raise ValueError(f"a constant of {ScalarType(tensor.scalarType).name}")
+    stored = program.ConstantSegment()
+    segment = program.Segments(stored.SegmentIndex())
+    sizes = [int(size) for size in tensor.sizes]
+    with path.open("rb") as file:
+        file.seek(segments_at + segment.Offset() + stored.Offsets(tensor.dataBufferIdx))
+        data = bytearray(file.read(8 * math.prod(sizes)))
+    return torch.frombuffer(data, dtype=torch.int64).reshape(sizes)

@@ -1,0 +1,109 @@
+"""The file that a batch writes its results into: JSON lines, which a later run of the same batch goes on with."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from eagle3.runner.console.text_input import shown
+from eagle3.runner.contract import Metadata
+from eagle3.runner.options import Options
+from eagle3.runner.prompts import Prompt
+
+BEGINNING = b'{"line": '
+"""What every result begins with."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The results that a file holds.
+
+    ``texts``: line of the prompt to the text of each turn, from the first on, None where the artifact has no tokenizer.
+    ``size``: bytes up to the end of the last whole result; ``ends_line``: a line end is among them.
+    """
+
+    texts: dict[int, list[str | None]] = field(default_factory=dict)
+    size: int = 0
+    ends_line: bool = True
+
+
+def request_digest(metadata: Metadata, prompt: Prompt, template: Any, options: Options) -> str:
+    """16 hexadecimal digits of what a prompt's results depend on: its text, the options, the artifact.
+
+    ``template``: whatever says how the text goes into the chat template. The chain length is left out, since tokens do
+    not depend on it.
+    """
+    asked = asdict(prompt) | {"line": None, "id": None, "category": None, "options": None}
+    given = asdict(options) | {"chain_len": None}
+    record = json.dumps([asked, template, given, metadata.manifest], sort_keys=True)
+    return hashlib.sha256(record.encode()).hexdigest()[:16]
+
+
+def read_earlier(output: Path | None, digests: dict[int, str]) -> Earlier:
+    """What ``output`` holds of a batch whose prompts have these digests, by line; nothing where there is no such file.
+    An incomplete last line, of a run that was ended, is left out.
+
+    Raises ValueError, one line, for a result of anything else: it would be lost or be mistaken for this batch's.
+    """
+    if output is None or not output.is_file():
+        return Earlier()
+    data = output.read_bytes()
+    lines = data.split(b"\n")
+    if _is_incomplete(lines[-1]):
+        lines[-1] = b""
+    earlier = Earlier(size=sum(map(len, lines)) + len(lines) - 1, ends_line=not lines[-1])
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                _add(earlier.texts, json.loads(line), digests)
+            except (ValueError, RecursionError) as error:
+                reason = "it is not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else error
+                raise ValueError(
+                    f"{output} line {number} is no result of this batch ({reason}): give another --output, or remove "
+                    "that file"
+                ) from error
+    return earlier
+
+
+def _add(texts: dict[int, list[str | None]], record: Any, digests: dict[int, str]) -> None:
+    """Raises ValueError, with the reason alone, for what is no result of the batch."""
+    if not isinstance(record, dict) or not all(type(record.get(name)) is int for name in ("line", "turn")):
+        raise ValueError("it has no line and turn")
+    line, turns = record["line"], texts.setdefault(record["line"], [])
+    if line not in digests:
+        raise ValueError(f"line {line} has no prompt that can be run")
+    if record.get("request", digests[line]) != digests[line]:
+        raise ValueError(f"the prompt of line {line}, its options or the artifact were others")
+    if record["turn"] != len(turns):
+        raise ValueError(f"turn {shown(record['turn'])} of line {line} follows {len(turns)} turns")
+    if not isinstance(text := record.get("text"), str | None):
+        raise ValueError(f"its text is {shown(text)}")
+    turns.append(text)
+
+
+def _is_incomplete(line: bytes) -> bool:
+    """Whether it is the beginning of a result, and no whole one."""
+    if not (line.startswith(BEGINNING) or BEGINNING.startswith(line)):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+@contextmanager
+def opened(output: Path | None, earlier: Earlier) -> Iterator[TextIO]:
+    """To write behind what is there already, but for an incomplete last line; None: stdout."""
+    if output is None:
+        yield sys.stdout
+        return
+    with output.open("a", encoding="utf-8") as file:
+        if output.is_file():  # /dev/null and pipes are none
+            file.truncate(earlier.size)
+            file.write("" if earlier.ends_line else "\n")
+        yield file

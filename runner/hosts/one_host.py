@@ -1,0 +1,38 @@
+"""One host of CUDA artifacts a process: PyTorch's and ExecuTorch's give a method's library other functions under the
+same names, and the loader takes those that came first. The first call would end the process."""
+
+import ctypes
+from pathlib import Path
+
+SHARED = "aoti_torch_get_data_ptr"  # every library calls it, both hosts have it
+
+
+class _Place(ctypes.Structure):
+    """``Dl_info`` of dlfcn.h."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p)
+    ]  # fmt: skip
+
+
+def provider() -> str | None:
+    """The file name of the library whose functions a method's library would call, None before either host ran."""
+    process, place = ctypes.CDLL(None), _Place()
+    try:
+        function = ctypes.cast(getattr(process, SHARED), ctypes.c_void_p)
+    except AttributeError:
+        return None
+    process.dladdr(function, ctypes.byref(place))
+    return Path(place.file.decode()).name
+
+
+def check_only_host(torch: bool) -> None:
+    """Raises ValueError where PyTorch (``torch``) or ExecuTorch is to run an artifact and the other already has."""
+    found = provider()
+    if found is None or found.startswith("libtorch") == torch:
+        return
+    host, other = ("PyTorch", "ExecuTorch") if torch else ("ExecuTorch", "PyTorch")
+    raise ValueError(
+        f"{host} cannot run a CUDA artifact in a process in which {other} has run one (libraries would call {found}): "
+        "take one --runtime a process"
+    )

@@ -1,0 +1,77 @@
+"""Load an artifact's methods: choose what runs them, ExecuTorch's runtime or PyTorch itself."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE
+from eagle3.runner.artifact.opening import Artifact
+from eagle3.runner.console.command import calm_stderr, verbose_note
+from eagle3.runner.contract import RUNTIMES
+from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
+from eagle3.runner.hosts.one_host import check_only_host
+from eagle3.runner.hosts.session import Session
+from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
+
+EXECUTORCH, TORCH, AUTO = RUNTIMES
+
+
+def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO) -> Session:
+    """Load the methods. ``runtime`` is one of RUNTIMES, ``cuda_graph`` one of CUDA_GRAPHS.
+
+    Raises FileNotFoundError or ValueError where a file ends early or is missing, the artifact needs what this machine
+    or the runtime lacks, or the runtime does not run such artifacts.
+    """
+    host = choose_runtime(artifact, runtime)
+    if artifact.is_cuda:
+        verbose_note(f"{artifact.folder} holds native code for NVIDIA GPUs, which is loaded now with your rights")
+    if host == TORCH:
+        with calm_stderr():  # importing Inductor's parts takes seconds, for CUDA artifacts alone
+            from eagle3.runner.hosts.torch_host import open_torch_session
+
+            return open_torch_session(artifact.model, _weights(artifact), artifact.metadata, cuda_graph == AUTO)
+    with calm_stderr():
+        try:
+            if artifact.is_cuda:
+                check_only_host(torch=False)
+                program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
+            else:
+                load_llm_ops(load_runtime())
+                program = load_runtime().load_program(artifact.model)
+            with nullcontext() if artifact.is_cuda else packed_weights_shared():
+                return ExecuTorchSession(program, artifact.metadata)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            advice = "it needs an NVIDIA GPU with memory free" if artifact.is_cuda else "export it again"
+            raise ValueError(f"{artifact.model}: a method does not load ({reason}): {advice}") from error
+
+
+def _weights(artifact: Artifact) -> Path:
+    """The file of a CUDA artifact's weights. Raises FileNotFoundError."""
+    stored = artifact.folder / WEIGHTS_FILE
+    if not stored.is_file():
+        raise FileNotFoundError(f"{stored} is missing: it holds the artifact's weights, copy or export it again")
+    return stored
+
+
+def choose_runtime(artifact: Artifact, asked: str) -> str:
+    """EXECUTORCH or TORCH. ExecuTorch goes first where it registers the artifact's backend.
+
+    Raises ValueError for a runtime that cannot run such an artifact.
+    """
+    if not artifact.is_cuda:
+        if asked == TORCH:
+            made_for = artifact.metadata.manifest.get("backend")
+            raise ValueError(
+                f"--runtime torch runs CUDA artifacts, {artifact.model} is for {made_for}: leave --runtime out"
+            )
+        return EXECUTORCH
+    registry = load_runtime().backend_registry
+    registered = registry.is_available(CUDA_BACKEND)
+    if asked == EXECUTORCH and not registered:
+        has = ", ".join(sorted(registry.registered_backend_names))
+        raise ValueError(
+            f"{artifact.model} needs {CUDA_BACKEND}, this ExecuTorch has {has}: type --runtime torch, or install "
+            "ExecuTorch's CUDA build"
+        )
+    return EXECUTORCH if registered and asked != TORCH else TORCH

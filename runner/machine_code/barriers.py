@@ -1,0 +1,190 @@
+"""Global memory that threads of a block share without a barrier between them, by a kernel's PTX.
+
+One warp's store and another's load of the same place are in order only by a barrier (``bar.sync``) on every path
+between them; without one the load may give what was there before, now and then. An interpreter that runs the threads of
+a block together cannot see it. So a kernel's instructions are followed along every path: what was accessed since the
+last barrier must not meet what is accessed next. Two accesses may meet where their addresses come from the same pointer
+argument; different arguments are taken to be different memory. What is provably each thread's own is left out
+(``thread_places.py``), and so are two stores, of which masked ones often stand side by side.
+
+Blocks of a grid hand memory to each other by an atomic (NVIDIA's PTX ISA, memory consistency model): it must release
+and acquire for the GPU; what all threads of a block stored is released by one of them only behind a barrier, acquired
+for the others only before one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from eagle3.runner.machine_code.ptx_flow import Flow, Instruction
+from eagle3.runner.machine_code.thread_places import Places
+
+LOAD, STORE, ATOMIC = "loaded", "stored", "changed by an atomic"
+HARMLESS = ("param", "shared", "local", "const")
+MEMORY = ("ld", "st", "atom", "red", "cp", "multimem", "tensormap", "discard", "applypriority")
+ASYNC_GROUPS = ("commit_group", "wait_group", "wait_all", "mbarrier")
+FUNCTIONS = ("__assertfail", "vprintf")
+NO_BARRIER = "with no barrier on a path between them"
+UNRELEASED = f"stored by all threads, then released by an atomic of one, {NO_BARRIER}"
+CACHED = "stored, then loaded by a load that is for constants (ld.global.nc)"
+WEAK = "stored, then loaded behind an atomic that does not release and acquire for the GPU"
+UNFOLLOWED = "stored by other blocks, then loaded with no barrier behind the atomic that acquires it"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What two instructions do to the memory of a pointer ``argument``, and what is lacking, in words."""
+
+    argument: str
+    first: Instruction
+    second: Instruction
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.argument} is {self.what}: PTX {self.first} and {self.second}"
+
+
+def faults(ptx: str, names: Mapping[int, str] | None = None) -> list[Fault]:
+    """Those of a kernel, one for each argument and lack, by the first pair of instructions that has it.
+
+    ``names``: of arguments by number. Raises ValueError for instructions that are not read here.
+    """
+    kernel = _Kernel(Flow(ptx), names or {})
+    found: dict[tuple[str, str], Fault] = {}
+    for fault in kernel.faults():
+        found.setdefault((fault.argument, fault.what), fault)
+    return list(found.values())
+
+
+class _State(NamedTuple):
+    """Accesses on some path to an instruction, each a bit: those since the last barrier; stores since the kernel began,
+    those of them before an atomic that is too weak, and those before one that no barrier has followed yet."""
+
+    recent: int = 0
+    stored: int = 0
+    weakly: int = 0
+    unfollowed: int = 0
+
+    def joined(self, other: "_State") -> "_State":
+        return _State(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class _Kernel:
+    def __init__(self, flow: Flow, names: Mapping[int, str]):
+        self.flow, self.names, self.places = flow, names, Places(flow)
+        kinds = ((at, access_of(instruction)) for at, instruction in enumerate(flow.instructions))
+        self.accesses = {at: kind for at, kind in kinds if kind}
+        self.bits = {at: 1 << bit for bit, at in enumerate(self.accesses)}
+
+    def arguments(self, at: int) -> frozenset[str]:
+        name, _ = self.flow.instructions[at].place
+        found = self.flow.bases.get(name, frozenset())
+        if not found:
+            raise ValueError(f"PTX {self.flow.instructions[at]}: from which argument {name} comes is not seen")
+        return found
+
+    @cached_property
+    def before(self) -> dict[int, _State]:
+        """What lies before each instruction that can be reached."""
+        states, changed = {0: _State()}, [0]
+        while changed:
+            at = changed.pop()
+            after = self._after(at, states[at])
+            for following in self.flow.following[at]:
+                earlier = states.get(following)
+                joined = after if earlier is None else earlier.joined(after)
+                if joined != earlier:
+                    states[following] = joined
+                    changed.append(following)
+        return states
+
+    def _after(self, at: int, state: _State) -> _State:
+        instruction = self.flow.instructions[at]
+        if is_barrier(instruction):
+            return state._replace(recent=0, unfollowed=0)
+        if at not in self.accesses:
+            return state
+        recent, stored, weakly, unfollowed = state
+        if self.accesses[at] == ATOMIC:
+            if is_strong(instruction):
+                weakly, unfollowed = 0, unfollowed | stored
+            else:
+                weakly |= stored
+        elif self.accesses[at] == STORE:
+            stored |= self.bits[at]
+        return _State(recent | self.bits[at], stored, weakly, unfollowed)
+
+    def faults(self) -> Iterator[Fault]:
+        for at, kind in self.accesses.items():
+            if at not in self.before:
+                continue  # not reached
+            recent, stored, weakly, unfollowed = self.before[at]
+            yield from self._unordered(at, kind, recent)
+            if kind == LOAD:
+                cached = "nc" in self.flow.instructions[at].parts
+                for stores, what in ((stored if cached else 0, CACHED), (weakly, WEAK), (unfollowed, UNFOLLOWED)):
+                    yield from self._met(at, stores, what)
+            if kind == ATOMIC and is_strong(self.flow.instructions[at]):
+                yield from self._unreleased(at, recent)
+
+    def _unordered(self, at: int, kind: str, recent: int) -> Iterator[Fault]:
+        for other in self._of(recent):
+            pair = self.accesses[other], kind
+            if LOAD in pair and pair != (LOAD, LOAD):
+                yield from self._pair(other, at, f"{pair[0]}, then {kind} by other threads, {NO_BARRIER}")
+
+    def _unreleased(self, at: int, recent: int) -> Iterator[Fault]:
+        for other in self._of(recent):
+            if self.accesses[other] == STORE and not self.arguments(other) & self.arguments(at):
+                for argument in self.arguments(other):
+                    yield self._fault(argument, other, at, UNRELEASED)
+
+    def _met(self, at: int, stored: int, what: str) -> Iterator[Fault]:
+        for other in self._of(stored):
+            for argument in self.arguments(other) & self.arguments(at):
+                yield self._fault(argument, other, at, what)
+
+    def _pair(self, first: int, second: int, what: str) -> Iterator[Fault]:
+        shared = self.arguments(first) & self.arguments(second)
+        if shared and not self.places.apart(self.flow.instructions[first], self.flow.instructions[second]):
+            for argument in shared:
+                yield self._fault(argument, first, second, what)
+
+    def _of(self, bits: int) -> Iterable[int]:
+        return [at for at, bit in self.bits.items() if bits & bit]
+
+    def _fault(self, argument: str, first: int, second: int, what: str) -> Fault:
+        number = argument.rpartition("_param_")[2]
+        name = self.names.get(int(number)) if number.isdigit() else None
+        shown = f"argument {number} ({name})" if name else f"argument {number}"
+        return Fault(shown, self.flow.instructions[first], self.flow.instructions[second], what)
+
+
+def access_of(instruction: Instruction) -> str | None:
+    """What an instruction does to global memory. Raises ValueError for one whose memory is not seen."""
+    kind, *parts = instruction.parts
+    if kind == "call" and not any(name in operand for operand in instruction.operands for name in FUNCTIONS):
+        raise ValueError(f"PTX {instruction}: {instruction.name} {' '.join(instruction.operands)} is not read")
+    if kind not in MEMORY or kind == "cp" and parts[1:2] and parts[1] in ASYNC_GROUPS:
+        return None
+    copies = kind == "cp" and parts[:2] in (["async", "ca"], ["async", "cg"])
+    if copies or kind == "ld" and "global" in parts:
+        return LOAD
+    if kind in ("st", "atom", "red") and "global" in parts:
+        return STORE if kind == "st" else ATOMIC
+    if kind in ("ld", "st", "atom", "red") and any(part.split("::")[0] in HARMLESS for part in parts):
+        return None
+    raise ValueError(f"PTX {instruction}: {instruction.name} is not read, whether of global memory is not seen")
+
+
+def is_barrier(instruction: Instruction) -> bool:
+    """Of all threads of a block."""
+    kind, *parts = instruction.parts
+    whole = len(instruction.operands) == 1 and not instruction.predicate
+    return whole and kind in ("bar", "barrier") and "sync" in parts and "warp" not in parts
+
+
+def is_strong(instruction: Instruction) -> bool:
+    """Whether an atomic releases and acquires what blocks of the whole GPU store."""
+    return "acq_rel" in instruction.parts and not {"cta", "cluster"} & set(instruction.parts)

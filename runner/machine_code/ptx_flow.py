@@ -1,0 +1,149 @@
+"""A kernel's PTX as a graph of instructions, with the pointer arguments that each address may come from.
+
+Registers are assigned several times (a loop's variables, zeros before a load that a predicate skips), so what a
+register may come from is gathered over all of its assignments. What is loaded from memory is taken to be no pointer.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+LINE = re.compile(
+    r"\s*(?:\{\s*)?(?:(?P<label>[$\w]+):(?!:)\s*)?(?:\{\s*)?"
+    r"(?:(?:@(?P<negated>!?)(?P<predicate>[%\w]+)\s+)?(?P<name>[a-z][\w.:]*)\s*(?P<text>[^;]*?)\s*;)?"
+)
+LOCATION = re.compile(r"\s*\.loc\s+(\d+)\s+([1-9]\d*)")
+FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]*)"', re.MULTILINE)
+POINTER = re.compile(r"\.param\s+\.u64\s+\.ptr\b[^\n,]*?(\w+_param_\d+)")
+VARIABLE = re.compile(r"^\s*(?:\.\w+\s+)*\.(?:global|const)\s[^=;\n]*?([\w$]+)\s*(?:\[|=|;)", re.MULTILINE)
+THREADS = re.compile(r"\.reqntid (\d+)")
+PLACE = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
+OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]\s][^,]*")
+REGISTER = re.compile(r"%[a-z]+\d+")
+NAME = re.compile(r"[A-Za-z_$][\w$]*")
+BRANCHES, ENDS = ("bra", "brx"), ("ret", "exit", "trap")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``line``: of the PTX, from 1; ``source``: file and line that it was compiled from, empty where unknown."""
+
+    line: int
+    source: str
+    negated: bool
+    predicate: str
+    name: str
+    operands: tuple[str, ...]
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """``ld.global.v4.b32``: ld, global, v4, b32."""
+        return tuple(self.name.split("."))
+
+    @cached_property
+    def place(self) -> tuple[str, int]:
+        """Register or variable, and offset in bytes, of the last address among its operands: a copy's source."""
+        register, offset = PLACE.findall(" ".join(self.operands))[-1]
+        return register, int(offset or "0", 0)
+
+    @cached_property
+    def targets(self) -> list[str]:
+        """Registers that it assigns: those of its first operand, unless that is an address, as a store's is."""
+        if not self.operands or self.operands[0].startswith("["):
+            return []
+        return REGISTER.findall(self.operands[0])
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Registers and variables whose values it takes."""
+        found = [word for operand in self.operands[1:] for word in re.findall(r"[%\w$.]+", operand)]
+        return [word for word in found if REGISTER.fullmatch(word) or NAME.fullmatch(word)]
+
+    def __str__(self) -> str:
+        return f"line {self.line} ({self.source})" if self.source else f"line {self.line}"
+
+
+class Flow:
+    """The body of the first kernel in ``ptx``, whose blocks have so many ``threads``.
+
+    Raises ValueError where there is none, and for what is not read here.
+    """
+
+    def __init__(self, ptx: str):
+        self.pointers = frozenset(POINTER.findall(ptx) + VARIABLE.findall(ptx))
+        self.instructions: list[Instruction] = []
+        self.labels: dict[str, list[int]] = defaultdict(list)
+        self._read(ptx)
+        threads = THREADS.search(ptx)
+        if not self.instructions or not threads:
+            raise ValueError("there is no kernel with a number of threads in the PTX")
+        self.threads = int(threads[1])
+        self.definitions: dict[str, list[Instruction]] = defaultdict(list)
+        for instruction in self.instructions:
+            for register in instruction.targets:
+                self.definitions[register].append(instruction)
+
+    def _read(self, ptx: str) -> None:
+        files, source, depth = dict(FILE.findall(ptx)), "", 0
+        for number, line in enumerate(ptx.splitlines(), 1):
+            if not depth and not line.startswith("{"):
+                continue  # the head of the kernel
+            depth += line.count("{") - line.count("}")
+            if not depth:
+                return
+            if located := LOCATION.match(line):
+                source = f"{files.get(located[1], 'source')}:{located[2]}"
+            found = LINE.match(line)
+            if found["label"]:
+                self.labels[found["label"]].append(len(self.instructions))
+            if found["name"]:
+                operands = tuple(operand.strip() for operand in OPERAND.findall(found["text"]))
+                read = bool(found["negated"]), found["predicate"] or "", found["name"], operands
+                self.instructions.append(Instruction(number, source, *read))
+
+    @cached_property
+    def following(self) -> list[tuple[int, ...]]:
+        """The instructions that may come after each."""
+        return [tuple(self._following(at)) for at in range(len(self.instructions))]
+
+    def _following(self, at: int) -> Iterator[int]:
+        instruction = self.instructions[at]
+        kind = instruction.parts[0]
+        if kind in BRANCHES:
+            places = self.labels.get(instruction.operands[0])
+            if kind != "bra" or not places:
+                raise ValueError(f"PTX {instruction}: {instruction.name} {instruction.operands[0]} is not read")
+            yield min(
+                places, key=lambda place: abs(place - at)
+            )  # inline assembly repeats labels, in scopes of a few lines
+        falls_through = kind not in (*BRANCHES, *ENDS) or instruction.predicate
+        if falls_through and at + 1 < len(self.instructions):
+            yield at + 1
+
+    @cached_property
+    def bases(self) -> dict[str, frozenset[str]]:
+        """Register or variable to the pointer arguments and the variables that its value may come from."""
+        found: dict[str, set[str]] = defaultdict(set)
+        users: dict[str, list[Instruction]] = defaultdict(list)
+        for instruction in self.instructions:
+            if instruction.parts[0] in ("setp", "set", "atom", "call") or _loads(instruction):
+                continue
+            for source in instruction.sources:
+                users[source].append(instruction)
+        changed = list(self.pointers)
+        for name in changed:
+            found[name] = {name}
+        while changed:
+            source = changed.pop()
+            for register in (target for user in users[source] for target in user.targets):
+                if not found[source] <= found[register]:
+                    found[register] |= found[source]
+                    changed.append(register)
+        return {register: frozenset(names) for register, names in found.items()}
+
+
+def _loads(instruction: Instruction) -> bool:
+    """From memory; an argument is no memory."""
+    return instruction.parts[0] == "ld" and "param" not in instruction.parts

@@ -1,0 +1,174 @@
+"""What a kernel's machine code says of it: registers, spills, loops and what they load. No GPU is needed.
+
+NVIDIA's ``cuobjdump`` disassembles; Triton's wheel has it, and every CUDA toolkit. Mnemonics are those of sm_80 to
+sm_120: LDG loads to registers, LDGSTS copies to shared memory without waiting, LDGDEPBAR ends a group of such copies,
+DEPBAR waits until no more than so many groups are under way, HMMA multiplies 16 x 8 by k on the matrix units.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOOL = "cuobjdump"
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", re.MULTILINE)
+REGISTERS, STACK = re.compile(r"REG:(\d+)"), re.compile(r"STACK:(\d+)")
+SOURCE = "Fatbin ptx code:"
+THREADS = re.compile(r"\.reqntid (\d+)")
+TABLES = re.compile(r"\.local .*__local_depot\d+\[(\d+)\]")
+SHARED = re.compile(r"^\s*\.shared .*\[(\d+)\]", re.MULTILINE)
+RELOAD = re.compile(r"LDL(?:\.[A-Z]+)*(?:\.(\d+))?\S* R\w+, \[R1(?:\+0x([0-9a-f]+))?\]")
+BRANCH = re.compile(r"BRA\b.*\b0x([0-9a-f]+)$")
+WAIT = re.compile(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)")
+WIDTH = re.compile(r"\.[US]?(8|16|32|64|128|256)\b")
+MATRIX = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b|HGMMA\.(64)x(\d+)x(16)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Of one pass through its body, ``multiply_adds`` of a warp, bytes of a thread. ``ahead``: how many passes the
+    copies to shared memory run ahead of their use."""
+
+    instructions: int
+    multiply_adds: int
+    load_bytes: int
+    copy_bytes: int
+    ahead: int
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel, its bytes those of a thread. ``spill_bytes``: what is reloaded from a fixed place of the stack, which
+    holds small tables too (of sine and cosine); ``load_bytes``: each load of the code once; ``ptx``: its
+    source, empty where there is none."""
+
+    registers: int
+    spill_bytes: int
+    instructions: int
+    load_bytes: int
+    loops: tuple[Loop, ...]
+    ptx: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a kernel's blocks take: registers and bytes of spills of a thread; the number of threads, 0 where it is not
+    known; bytes of shared memory that it has without being given any. ``ptx``: its sources, one for an architecture."""
+
+    registers: int
+    spill_bytes: int
+    threads: int
+    shared_bytes: int
+    ptx: tuple[str, ...]
+
+
+def disassembler() -> Path:
+    """Raises FileNotFoundError saying what to install."""
+    spec = importlib.util.find_spec("triton")
+    folders = [Path(spec.origin).parent / "backends" / "nvidia"] if spec and spec.origin else []
+    folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders.append(Path("/usr/local/cuda"))
+    found = next((folder / "bin" / TOOL for folder in folders if (folder / "bin" / TOOL).is_file()), shutil.which(TOOL))
+    if found is None:
+        raise FileNotFoundError(
+            f"{TOOL}, which reads machine code, is neither in Triton's package nor in CUDA_HOME, PATH or "
+            "/usr/local/cuda: type pip install 'eagle3-export[cuda]'"
+        )
+    return Path(found)
+
+
+def read_codes(fatbins: Iterable[bytes]) -> dict[bytes, Code]:
+    """What is known of each. Raises FileNotFoundError without a disassembler, ValueError for what it cannot read."""
+    return _read_all(fatbins, ("-res-usage", "-sass", "-ptx"), parse)
+
+
+def read_usages(fatbins: Iterable[bytes]) -> dict[bytes, Usage]:
+    """What the blocks of each take, without its machine code. Raises as ``read_codes``."""
+    return _read_all(fatbins, ("-res-usage", "-ptx"), parse_usage)
+
+
+def _read_all(fatbins: Iterable[bytes], forms: tuple[str, ...], parse: Callable[..., Any]) -> dict[bytes, Any]:
+    tool, different = disassembler(), list(dict.fromkeys(fatbins))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda data: parse(*_printed(tool, Path(folder), data, forms)), different)
+        return dict(zip(different, found, strict=True))
+
+
+def _printed(tool: Path, folder: Path, fatbin: bytes, forms: tuple[str, ...]) -> list[str]:
+    file = folder / f"{hashlib.sha256(fatbin).hexdigest()}.fatbin"
+    file.write_bytes(fatbin)
+    printed = [subprocess.run([tool, form, file], capture_output=True, text=True) for form in forms]
+    if any(run.returncode for run in printed):
+        reason = " ".join(" ".join(run.stderr for run in printed).split())
+        raise ValueError(f"{tool} does not read a kernel ({reason[:200]})")
+    return [run.stdout for run in printed]
+
+
+def parse_usage(usage: str, ptx: str) -> Usage:
+    """What ``cuobjdump -res-usage`` and ``-ptx`` print of a fatbin. Local tables of the source are no spills."""
+    sources = tuple(ptx.split(SOURCE)[1:])
+    tables = max((int(found) for found in TABLES.findall(ptx)), default=0)
+    return Usage(
+        max((int(found) for found in REGISTERS.findall(usage)), default=0),
+        max(0, *(int(found) - -(-tables // 8) * 8 for found in STACK.findall(usage)), 0),
+        max((int(found) for found in THREADS.findall(ptx)), default=0),
+        sum(int(found) for found in SHARED.findall(sources[0] if sources else "")),
+        sources,
+    )
+
+
+def parse(usage: str, sass: str, ptx: str) -> Code:
+    """What ``cuobjdump -res-usage``, ``-sass`` and ``-ptx`` print of a fatbin.
+
+    Raises ValueError where there is no machine code.
+    """
+    used, code = REGISTERS.search(usage), [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
+    if used is None or not code:
+        raise ValueError("a kernel has no machine code (PTX alone?): export it again for the GPU that it is to run on")
+    ends: dict[int, int] = {}
+    for at, text in code:
+        branch = BRANCH.match(text)
+        if branch and int(branch[1], 16) < at:
+            ends[int(branch[1], 16)] = at
+    loops = (_loop([text for at, text in code if start <= at <= end]) for start, end in sorted(ends.items()))
+    texts = [text for _, text in code if text != "NOP"]  # they fill up the last lines
+    load_bytes = _bytes(texts, "LDG.", "LDGSTS.")
+    return Code(int(used[1]), _spilled(texts), len(texts), load_bytes, tuple(loops), ptx)
+
+
+def _spilled(texts: list[str]) -> int:
+    places: set[int] = set()
+    for found in filter(None, map(RELOAD.match, texts)):
+        start = int(found[2] or "0", 16)
+        places |= set(range(start, start + int(found[1] or 32) // 8))
+    return len(places)
+
+
+def _loop(body: list[str]) -> Loop:
+    groups = sum(text.startswith("LDGDEPBAR") for text in body)
+    waits = [int(match[1], 16) for text in body if (match := WAIT.match(text))]
+    ahead = max(waits, default=0) // groups + 1 if groups else 0
+    return Loop(len(body), sum(map(_multiply_adds, body)), _bytes(body, "LDG."), _bytes(body, "LDGSTS."), ahead)
+
+
+def _bytes(body: list[str], *opcodes: str) -> int:
+    """What a thread loads; a load without a width in its name is of 32 bits."""
+    loads = (text.split()[0] for text in body if text.startswith(opcodes))
+    return sum(int(found[1]) // 8 if (found := WIDTH.search(load)) else 4 for load in loads)
+
+
+def _multiply_adds(text: str) -> int:
+    """Of a warp; HGMMA is one instruction of four."""
+    found = MATRIX.match(text)
+    if not found:
+        return 0
+    m, n, k = (int(size) for size in found.groups() if size)
+    return m * n * k // (4 if text.startswith("HG") else 1)

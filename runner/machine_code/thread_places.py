@@ -1,0 +1,232 @@
+"""Which places each thread of a block accesses, as far as a kernel's PTX says it without its arguments' values.
+
+An address is taken apart into a number for each thread, a sum of values that all threads of a block have in common
+(arguments, the block's number), and steps of loops. Of two addresses with the same sum it is then known whether two
+threads ever access the same byte. Sums are taken not to overflow.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eagle3.runner.machine_code.ptx import NUMBER, Unknown, computed
+from eagle3.runner.machine_code.ptx_flow import Flow, Instruction
+
+COPIES = ("mov", "cvt", "cvta")
+FLOAT = re.compile(r"(f|bf|tf|e)\d")
+SIZE = re.compile(r"(?:v(\d)\.)?[a-z]+(\d+)$")
+
+
+@dataclass(frozen=True)
+class Value:
+    """``by_thread``, int64 [threads], plus ``common``: register or argument to its factor, plus any multiple of
+    ``step``."""
+
+    by_thread: np.ndarray
+    common: Mapping[str, int] = field(default_factory=dict)
+    step: int = 0
+
+    def is_number(self) -> bool:
+        return not self.common and not self.step
+
+    def is_common(self) -> bool:
+        """To all threads, and the same whenever it is asked for."""
+        return not self.step and bool((self.by_thread == self.by_thread[0]).all())
+
+    def plus(self, other: "Value", sign: int = 1) -> "Value":
+        common = dict(self.common)
+        for name, factor in other.common.items():
+            common[name] = common.get(name, 0) + sign * factor
+        kept = {name: factor for name, factor in common.items() if factor}
+        return Value(self.by_thread + sign * other.by_thread, kept, math.gcd(self.step, other.step))
+
+    def times(self, factor: int) -> "Value":
+        common = {name: factor * each for name, each in self.common.items()}
+        return Value(self.by_thread * factor, common, abs(self.step * factor))
+
+
+class Places:
+    """Of one kernel's threads."""
+
+    def __init__(self, flow: Flow):
+        self.flow = flow
+        self.known: dict[str, Value | None] = {}
+
+    def apart(self, one: Instruction, other: Instruction) -> bool:
+        """Whether no two threads can meet, one by the access ``one``, another by ``other``: False where unknown."""
+        try:
+            first, second = (self._address(each) for each in (one, other))
+        except Unknown:
+            return False
+        difference = first.plus(second, -1)
+        if difference.common:
+            return False
+        step = difference.step
+        distance = first.by_thread[:, None] - second.by_thread[None, :]
+        near = np.zeros_like(distance, dtype=bool)
+        for start, size in ((distance, accessed_bytes(other)), (-distance, accessed_bytes(one))):
+            near |= (start % step < size) if step else (start >= 0) & (start < size)
+        np.fill_diagonal(near, False)
+        return not bool(near[np.ix_(self._made(one), self._made(other))].any())
+
+    def _address(self, instruction: Instruction) -> Value:
+        register, offset = instruction.place
+        value = self.value(register)
+        return Value(value.by_thread + offset, value.common, value.step)
+
+    def _made(self, instruction: Instruction) -> np.ndarray:
+        """Whether each thread makes the access, as far as it is known: True where it may."""
+        if not instruction.predicate:
+            return np.ones(self.flow.threads, dtype=bool)
+        return self._may_be(instruction.predicate, not instruction.negated)
+
+    def _may_be(self, predicate: str, true: bool) -> np.ndarray:
+        found = self.flow.definitions[predicate]
+        if true and len(found) == 1 and found[0].name == "and.pred" and not found[0].predicate:
+            first, second = (self._may_be(source, True) for source in found[0].operands[1:])
+            return first & second
+        try:
+            value = self.value(predicate)
+        except Unknown:
+            return np.ones(self.flow.threads, dtype=bool)
+        return (value.by_thread != 0) == true if value.is_number() else np.ones(self.flow.threads, dtype=bool)
+
+    def value(self, name: str) -> Value:
+        """Of a register or an operand. Raises Unknown."""
+        if name not in self.known:
+            self.known[name] = None  # where it is asked for on the way, or is not found
+            self.known[name] = self._worked_out(name)
+        found = self.known[name]
+        if found is None:
+            raise Unknown(name)
+        return found
+
+    def _worked_out(self, name: str) -> Value | None:
+        threads = self.flow.threads
+        if name == "%tid.x":
+            return Value(np.arange(threads))
+        if number := NUMBER.fullmatch(name):
+            return Value(np.full(threads, int(number[1], 0)))
+        if re.fullmatch(r"%n?ctaid\.[xyz]", name) or name in self.flow.pointers:
+            return Value(np.zeros(threads, np.int64), {name: 1})
+        definitions = self.flow.definitions.get(name, [])
+        if any(definition.predicate for definition in definitions):
+            return None
+        if len(definitions) == 1:
+            return self._result(definitions[0])
+        return self._of_loop(name, definitions) if definitions else None
+
+    def _of_loop(self, name: str, definitions: list[Instruction]) -> Value | None:
+        """Of a variable that begins as one value and has a number added to it from time to time."""
+        step, begins = 0, []
+        for definition in definitions:
+            added = self._added(name, definition)
+            if added is None:
+                begins.append(definition)
+            else:
+                step = math.gcd(step, added)
+        if len(begins) != 1:
+            return None
+        begin = self._result(begins[0])
+        return begin and Value(begin.by_thread, begin.common, math.gcd(begin.step, step))
+
+    def _added(self, name: str, definition: Instruction) -> int | None:
+        """What the definition makes of the variable, less the variable itself; None if it is not made of it so."""
+        total = 0
+        while definition.name.startswith(("mov.", "add.")):
+            sources = definition.operands[1:]
+            numbers = [int(found[1], 0) for found in map(NUMBER.fullmatch, sources) if found]
+            others = [source for source in sources if not NUMBER.fullmatch(source)]
+            if len(others) != 1:
+                return None
+            total += sum(numbers)
+            if others[0] == name:
+                return total
+            following = self.flow.definitions.get(others[0], [])
+            if len(following) != 1 or following[0].predicate:
+                return None
+            (definition,) = following
+        return None
+
+    def _result(self, instruction: Instruction) -> Value | None:
+        """Of an instruction; None where it is not known."""
+        kind, sources = instruction.parts[0], instruction.operands[1:]
+        if kind == "ld":
+            return self._argument(instruction)
+        if any(FLOAT.match(part) for part in instruction.parts):
+            return None
+        try:
+            given = [self.value(source) for source in sources]
+        except Unknown:
+            return None
+        if all(value.is_number() for value in given):
+            try:
+                return Value(computed(instruction.name, [value.by_thread for value in given]))
+            except Unknown:
+                return None
+        return _sum(instruction, given) or self._common(instruction, given)
+
+    def _argument(self, instruction: Instruction) -> Value | None:
+        """Which one is all that matters; a place that is chosen at run time is one too."""
+        if "param" not in instruction.parts:
+            return None
+        name, _ = instruction.place
+        if name.startswith("%"):
+            try:
+                chosen = self.value(name)
+            except Unknown:
+                return None
+            return self._common(instruction, [chosen])
+        return Value(np.zeros(self.flow.threads, np.int64), {f"[{name}]": 1})
+
+    def _common(self, instruction: Instruction, given: list[Value]) -> Value | None:
+        """Some value that all threads have in common, by the register's name."""
+        if len(instruction.targets) != 1 or not all(value.is_common() for value in given):
+            return None
+        return Value(np.zeros(self.flow.threads, np.int64), {instruction.targets[0]: 1})
+
+
+def _sum(instruction: Instruction, given: list[Value]) -> Value | None:
+    """Of values that are not all numbers; None for any other arithmetic."""
+    kind = instruction.parts[0]
+    if kind in COPIES:
+        return given[0]
+    if kind in ("add", "sub"):
+        return given[0].plus(given[1], 1 if kind == "add" else -1)
+    if kind == "or" and _lie_apart(*given):
+        return given[0].plus(given[1])
+    if kind == "shl" and _factor(given[1]) is not None:
+        return given[0].times(1 << _factor(given[1]))
+    if kind in ("mul", "mad") and "hi" not in instruction.parts:
+        first, second = given[:2] if _factor(given[1]) is not None else given[1::-1]
+        factor = _factor(second)
+        if factor is None:
+            return None
+        product = first.times(factor)
+        return product.plus(given[2]) if kind == "mad" else product
+    return None
+
+
+def _factor(value: Value) -> int | None:
+    """The number that a value is for every thread."""
+    return int(value.by_thread[0]) if value.is_number() and value.is_common() else None
+
+
+def _lie_apart(one: Value, other: Value) -> bool:
+    """Whether the bits of one are all below those of the other, so that ``or`` adds them."""
+    for low, high in ((one, other), (other, one)):
+        unit = math.gcd(high.step, *high.common.values(), *map(int, high.by_thread))
+        if low.is_number() and low.by_thread.min() >= 0 and low.by_thread.max() < (unit & -unit):
+            return True
+    return False
+
+
+def accessed_bytes(instruction: Instruction) -> int:
+    """Of a thread."""
+    if instruction.parts[0] == "cp":
+        return int(instruction.operands[2], 0)
+    found = SIZE.search(instruction.name)
+    return int(found[1] or 1) * int(found[2]) // 8

@@ -1,0 +1,26 @@
+"""A generation's text on stdout, as it comes."""
+
+import sys
+from collections.abc import Callable, Iterable
+
+import click
+
+from eagle3.runner.model import Piece
+
+
+def print_pieces(pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:
+    """Write each piece as ``written`` has it. An exception that ends them in the middle of a line ends the line too, so
+    that what is told of it begins on a line of its own."""
+    last = "\n"
+    try:
+        for piece in pieces:
+            text = written(piece)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            last = text[-1:] or last
+    except OSError:  # stdout itself: it takes no line end either
+        raise
+    except Exception:
+        if last != "\n":
+            click.echo()
+        raise

@@ -1,0 +1,64 @@
+"""Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
+
+Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
+"stats", "by_whole_rounds"}, ...]}``, the last the token ids by ``speculate``, where the artifact has it; or fails as
+every command does. Whatever happens to this process, the caller is told.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle3.runner.console.command import OneLineFailures
+from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
+
+
+@click.command(cls=OneLineFailures)
+@click.argument("artifact", type=click.Path(path_type=Path))
+def main(artifact: Path) -> None:
+    """Generate greedily from prompts of token ids; every feature must be a finite number."""
+    leave_threads_to_xnnpack()
+
+    from eagle3.runner.artifact.opening import open_artifact
+    from eagle3.runner.hosts.opening import open_session
+    from eagle3.runner.loop import complete
+
+    asked = json.load(sys.stdin)
+    session, generations = open_session(open_artifact(artifact)), []
+    for prompt in asked["prompts"]:
+        result = complete(FiniteSession(session), prompt, max_new_tokens=asked["max_new_tokens"])
+        generations.append({"token_ids": result.token_ids, "stats": result.stats.as_json()})
+        if session.has_speculate:
+            whole = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
+            generations[-1]["by_whole_rounds"] = whole.token_ids
+    click.echo(json.dumps({"generations": generations}))
+
+
+class FiniteSession:
+    """A session that refuses features which are no finite numbers, and plays no whole rounds, which keep theirs."""
+
+    has_speculate = False
+
+    def __init__(self, session: Any):
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._session, name)
+        return self._watched(name, value) if name in ("prefill", "target_verify", "draft_decode") else value
+
+    @staticmethod
+    def _watched(name: str, method: Any) -> Any:
+        def call(*inputs):
+            step = method(*inputs)
+            if not step.feature.isfinite().all():
+                raise ValueError(f"{name} gives NaN or infinite features")
+            return step
+
+        return call
+
+
+if __name__ == "__main__":
+    main()

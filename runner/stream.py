@@ -1,0 +1,200 @@
+"""A generation under way, and what it gave."""
+
+import secrets
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from eagle3.runner.choice import Choice, Greedy
+from eagle3.runner.contract import Metadata
+from eagle3.runner.loop import STOP, Generation, check_request, generate
+from eagle3.runner.options import AUTO, Options
+from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
+from eagle3.runner.sampling.sampler import Sampler
+from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.text import TextStream
+
+if TYPE_CHECKING:
+    from eagle3.runner.model import Model
+
+ABORT = "abort"
+"""As in vLLM: the generation was left or interrupted before its end."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a round gave. ``text`` is what is sure to stay; with a stop string in sight it lags behind ``token_ids``."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A generation. ``text`` is None where the artifact has no tokenizer."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """The new ones; a stop token and the token that completed a stop string are included."""
+    text: str | None
+    finish_reason: str
+    """"stop" (an end token or a stop string), "length" (the budget or the context), "abort"."""
+    stop_reason: int | str | None
+    """The end token or the stop string."""
+    options: Options
+    """With the seed that was taken."""
+    stats: GenerationStats
+    logprobs: list[TokenLogprobs] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"token_ids": self.token_ids, "text": self.text, "finish_reason": self.finish_reason}
+        if self.stop_reason is not None:
+            record["stop_reason"] = self.stop_reason
+        if not self.options.plain:
+            record["seed"] = self.options.seed
+        if self.logprobs is not None:
+            record["logprobs"] = [each.as_json() for each in self.logprobs]
+        return record | {"stats": self.stats.as_json()}
+
+
+class Stream(Iterator[Piece]):
+    """A generation under way. It has the model's KV caches from its first piece to its end.
+
+    It ends early by ``close``, at the end of a ``with``, and as soon as nothing refers to it: CPython then closes it at
+    once. ``result`` keeps what there is.
+    """
+
+    def __init__(self, model: "Model", prompt: list[int], options: Options):
+        metadata = model.metadata
+        chain_len = options.chain_len if isinstance(options.chain_len, int) else None
+        check_request(metadata, prompt, options.max_new_tokens, chain_len)
+        options.check(metadata)
+        if not options.plain and options.seed is None:
+            options = replace(options, seed=secrets.randbits(63))
+        decoder = TextStream(model.text, options.stop) if model.has_text else None
+        if options.stop and decoder is None:
+            raise ValueError("stop strings need a tokenizer, and the artifact has none: give stop_token_ids")
+        self._answer = Answer(prompt, options, decoder)
+        self._pieces = _pieces(model, self._answer, weakref.ref(self))
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End it where it is."""
+        self._pieces.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether a thread is computing its next piece."""
+        return self._pieces.gi_running
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def result(self) -> Result:
+        """What was generated so far."""
+        return self._answer.result()
+
+
+class Answer:
+    """What a generation has given so far.
+
+    The generator of pieces refers to this and not to its ``Stream``: a reference cycle would keep a stream that was
+    left, and the model with it, until a garbage collection.
+    """
+
+    def __init__(self, prompt: list[int], options: Options, decoder: TextStream | None):
+        self.prompt, self.options, self.stats = prompt, options, GenerationStats()
+        self.logprobs: Logprobs | None = None
+        self._decoder, self._rest_is_out = decoder, False
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self.finish_reason: str = ABORT
+        self._stop_reason: int | str | None = None
+
+    def result(self) -> Result:
+        logprobs = None if self.logprobs is None else self.logprobs.tokens[: len(self._tokens)]
+        text = None if self._decoder is None else "".join(self._texts)
+        return Result(
+            self.prompt,
+            list(self._tokens),
+            text,
+            self.finish_reason,
+            self._stop_reason,
+            self.options,
+            self.stats,
+            logprobs,
+        )
+
+    def take(self, fresh: list[int]) -> Piece:
+        """Keep what a round accepted, up to a stop string."""
+        text = ""
+        if self._decoder is not None:
+            text = self._decoder.push(fresh)
+            self._texts.append(text)
+            if self._decoder.stopped is not None:
+                self.finish_reason, self._stop_reason = STOP, self._decoder.stopped
+                fresh = fresh[: self._decoder.kept - len(self._tokens)]
+        self._tokens += fresh
+        return Piece(text, fresh)
+
+    def end(self, generation: Generation) -> None:
+        """There are no more rounds."""
+        self.finish_reason = generation.finish_reason
+        if self.finish_reason == STOP:
+            self._stop_reason = self._tokens[-1]
+
+    def rest(self) -> str:
+        """The text that was held back, once."""
+        if self._decoder is None or self._rest_is_out:
+            return ""
+        self._rest_is_out = True
+        self._texts.append(self._decoder.finish())
+        return self._texts[-1]
+
+    def close(self) -> None:
+        self.rest()
+        self.stats.generation_tokens = len(self._tokens)
+
+    def choice(self, metadata: Metadata) -> Choice:
+        choice = choose(self.options, metadata, self.prompt)
+        if self.options.logprobs is not None:
+            choice = self.logprobs = Logprobs(choice, self.options.logprobs)
+        return choice
+
+
+def _pieces(model: "Model", answer: Answer, stream: "weakref.ref[Stream]") -> Generator[Piece, None, None]:
+    with model.reserved(stream), closing(answer), closing(_rounds(model, answer)) as rounds:
+        while answer.finish_reason == ABORT:
+            try:
+                yield answer.take(next(rounds))
+            except StopIteration as end:
+                answer.end(end.value)
+        if rest := answer.rest():
+            yield Piece(rest, [])
+
+
+def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Generation]:
+    options = answer.options
+    return generate(
+        model.session,
+        answer.prompt,
+        options.max_new_tokens,
+        model.chain if options.chain_len == AUTO else options.chain_len,
+        options.stop_ids(model.metadata),
+        answer.choice(model.metadata),
+        model.cached,
+        answer.stats,
+    )
+
+
+def choose(options: Options, metadata: Metadata, tokens: Sequence[int]) -> Choice:
+    """How what follows ``tokens`` is chosen."""
+    return Greedy() if options.plain else Sampler(options, metadata, tokens)

@@ -1,0 +1,197 @@
+"""Which class of transformers computes a configuration, and of a multimodal one the part that reads text.
+
+A multimodal class (a wrapper) has a text decoder and a head, and makes logits by a forward of its own: what the text
+model's class does to them (scales, softcap) it may leave out. Towers of images and sound stay on the meta device.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+_WHOLE = "whole_config"
+"""Attribute of a text configuration: the one that it is a part of, and the names of the fields that lead to it."""
+
+
+def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The text configuration in ``config``, which remembers ``config`` where that is more.
+
+    Raises ValueError, as transformers does, for a configuration with several.
+    """
+    text = config.get_text_config()
+    if text is not config:
+        path = next(_paths(config, text), None)
+        if path is None:  # made from the fields of the whole
+            return text
+        text.__dict__[_WHOLE] = (config, path)
+    return text
+
+
+def is_part(config: PreTrainedConfig) -> bool:
+    """Whether a text configuration is a part of a larger one."""
+    return _WHOLE in config.__dict__
+
+
+def like(config: PreTrainedConfig, other: PreTrainedConfig) -> PreTrainedConfig:
+    """``config``, as the text part of what ``other`` is the text part of."""
+    if is_part(other):
+        config.__dict__[_WHOLE] = other.__dict__[_WHOLE]
+    return config
+
+
+def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of what a text configuration is a part of, with it in its place."""
+    config = deepcopy(config)
+    whole, path = config.__dict__.pop(_WHOLE, (config, ()))
+    owner = whole
+    for name in path[:-1]:
+        owner = getattr(owner, name)
+    if path:
+        setattr(owner, path[-1], config)
+    return whole
+
+
+def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The text configuration's own fields."""
+    fields = config.to_dict()
+    fields.pop(_WHOLE, None)
+    return fields
+
+
+def _paths(config: PreTrainedConfig, part: PreTrainedConfig) -> Iterator[tuple[str, ...]]:
+    for name in config.sub_configs or ():
+        inner = getattr(config, name, None)
+        if inner is part:
+            yield (name,)
+        elif isinstance(inner, PreTrainedConfig):
+            yield from ((name, *rest) for rest in _paths(inner, part))
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class for a text configuration, or for the whole that it is a part of: the first of ``architectures`` that
+    takes one of the two and generates text, else what transformers has for it.
+
+    Raises ValueError where there is none.
+    """
+    whole, _ = config.__dict__.get(_WHOLE, (config, ()))
+    for name in whole.architectures or ():
+        named = getattr(transformers, name, None)
+        generates = isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate()
+        if generates and named.config_class in (type(whole), type(config)):
+            return named
+    for kind in dict.fromkeys((type(whole), type(config))):
+        for mapping in (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        ):
+            found = mapping.get(kind, None)
+            if found is not None:
+                return found[0] if isinstance(found, tuple) else found
+    raise ValueError(
+        f"model_type {whole.model_type} has no class in transformers that generates text: "
+        "eagle3-export --list-targets lists what is supported"
+    )
+
+
+def build(config: PreTrainedConfig, real: bool = False) -> nn.Module:
+    """The model of a text configuration, which is not changed: transformers' own, or the ``TextPart`` of a wrapper.
+
+    ``real``: its text part has initial weights, even where the current device is the meta device for the rest. Raises
+    ValueError for a wrapper whose parts are not found, and whatever transformers raises.
+    """
+    kind, whole = model_class(config), whole_config(config)
+    if type(whole) is type(config) or isinstance(config, kind.config_class):
+        return kind._from_config(whole.get_text_config(), attn_implementation="eager")
+    try:
+        with torch.device("meta"):
+            part = TextPart(kind._from_config(whole, attn_implementation="eager"))
+    except RuntimeError:  # a tower that reads its values while it is made (Idefics 3): the text class then
+        own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if own is None:
+            raise
+        return own._from_config(deepcopy(config), attn_implementation="eager")
+    if real:
+        part.initialize()
+    return part
+
+
+class TextPart(nn.Module):
+    """The text decoder and the head of a ``wrapper`` on the meta device, under the names that a text model has them by.
+
+    The wrapper is no submodule: nothing but its own forward sees its other parts.
+    """
+
+    base_model_prefix = "model"
+
+    def __init__(self, wrapper: PreTrainedModel):
+        super().__init__()
+        decoder, head = wrapper.get_decoder(), wrapper.get_output_embeddings()
+        decoder = decoder if hasattr(decoder, "layers") else getattr(decoder, "model", None)
+        names = {id(module): name for name, module in wrapper.named_modules()}
+        self.paths = {"model": names.get(id(decoder)), "lm_head": names.get(id(head))}
+        if not all(self.paths.values()) or not self.paths["lm_head"].endswith("lm_head"):
+            raise ValueError(
+                f"{type(wrapper).__name__} has no text decoder and lm_head that could be told from the rest"
+            )
+        self.__dict__["wrapper"] = wrapper
+        self.model, self.lm_head, self.config = decoder, head, decoder.config
+
+    @property
+    def owner(self) -> PreTrainedModel:
+        """Whose forward makes logits: the wrapper, or a text model that is whole within it."""
+        return self.wrapper.get_submodule(self.paths["lm_head"].rpartition(".")[0])
+
+    @property
+    def all_tied_weights_keys(self) -> dict[str, str]:
+        """As transformers' models have it, of the text part."""
+        tied = {self.text_name(to): self.text_name(by) for to, by in self.wrapper.all_tied_weights_keys.items()}
+        return {to: by for to, by in tied.items() if to and by}
+
+    def text_name(self, name: str) -> str | None:
+        """Of a tensor of the wrapper, None where it is not in the text part."""
+        for own, path in self.paths.items():
+            if name.startswith(f"{path}."):
+                return own + name.removeprefix(path)
+        return None
+
+    def wrapped_name(self, name: str) -> str:
+        own, _, rest = name.partition(".")
+        return f"{self.paths[own]}.{rest}"
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def initialize_weights(self) -> None:
+        self.model.initialize_weights()
+
+    def initialize(self) -> None:
+        """Make the text part anew, with weights on the CPU."""
+        self.model = type(self.model)._from_config(self.config, attn_implementation="eager")
+        head = nn.Linear(self.lm_head.in_features, self.lm_head.out_features, self.lm_head.bias is not None)
+        self.lm_head, self.config = head, self.model.config
+        if "lm_head.weight" in self.all_tied_weights_keys:
+            head.weight = self.model.embed_tokens.weight
+        self.wrapper.set_submodule(self.paths["model"], self.model)
+        self.wrapper.set_submodule(self.paths["lm_head"], head)
+
+    def forward(self, *args, **given) -> Any:
+        return self.wrapper(*args, **given)
+
+    def saved(self) -> dict[str, Tensor]:
+        """The text part's tensors as transformers saves the wrapper's."""
+        own = {self.wrapped_name(name): value for name, value in self.state_dict().items()}
+        tied = set(map(self.wrapped_name, self.all_tied_weights_keys))
+        own = {name: value for name, value in own.items() if name not in tied}
+        return {name: value.contiguous() for name, value in revert_weight_conversion(self.wrapper, own).items()}

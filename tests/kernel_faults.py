@@ -1,0 +1,38 @@
+"""Faults put into kernels by hand: what a check of kernels has to notice."""
+
+import ast
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+
+@contextmanager
+def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleType) -> Iterator[None]:
+    """Replaces the kernels of ``module``, also where ``users`` have imported them, by those of its source with ``new``
+    in place of ``old``. The source is kept in ``folder``, for line numbers.
+
+    Raises ValueError where ``old`` is not there exactly once.
+    """
+    source = Path(module.__file__).read_text()
+    if source.count(old) != 1:
+        raise ValueError(f"{module.__file__} has {source.count(old)} times what is to be replaced: {old!r}")
+    path = folder / Path(module.__file__).name
+    path.write_text(_kernels(source.replace(old, new)))
+    made: dict = {}
+    exec(compile(path.read_text(), str(path), "exec"), vars(module), made)
+    with ExitStack() as stack:
+        for user in (module, *users):
+            same = {name: kernel for name, kernel in made.items() if name in vars(user)}
+            stack.enter_context(patch.multiple(user, **same))
+        yield
+
+
+def _kernels(source: str) -> str:
+    """The functions that Triton compiles, on the lines where they stand."""
+    lines, kept = source.splitlines(), set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+            kept.update(range(node.decorator_list[0].lineno, node.end_lineno + 1))
+    return "\n".join(line if number in kept else "" for number, line in enumerate(lines, 1)) + "\n"

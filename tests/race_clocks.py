@@ -1,0 +1,74 @@
+"""Happens-before between the programs of a launch, by vector clocks.
+
+A program counts its barriers: what it does between two of them is an interval. A program is many threads, and a single
+one makes an atomic operation. So an atomic with release semantics publishes the intervals that a barrier has ended, and
+not what the other threads have done since. One with acquire semantics makes what was published at its address known to
+that thread, and with the next barrier to all. Both need a scope that holds for other programs: gpu or sys. Read-modify-
+writes continue what earlier ones have published, whatever their own semantics; a plain store to the address ends it
+(PTX ISA, memory consistency model: release patterns, acquire patterns).
+
+The result of a scalar atomic reaches the other threads through shared memory, with a barrier: where the kernel uses
+the result, an interval ends. Where it does not, the compiler leaves that barrier out.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+EVERYWHERE = ("gpu", "sys")
+"""Scopes that hold for programs on other multiprocessors."""
+Clock = dict[int, int]
+"""By program: how many of its intervals are known to be over."""
+
+
+def _merge(into: Clock, other: Mapping[int, int]) -> None:
+    for program, intervals in other.items():
+        into[program] = max(into.get(program, 0), intervals)
+
+
+class Clocks:
+    def __init__(self):
+        self.interval: dict[int, int] = {}
+        """By program: barriers that it has passed."""
+        self._known: dict[int, Clock] = {}
+        self._acquired: dict[int, Clock] = {}
+        self._published: dict[int, Clock] = {}
+
+    def begin(self, program: int) -> None:
+        self.interval.setdefault(program, 0)
+        self._known.setdefault(program, {})
+
+    def known(self, program: int) -> Clock:
+        """What all threads of ``program`` know; replaced, not changed, so that it can be kept."""
+        return self._known[program]
+
+    def barrier(self, program: int) -> bool:
+        """Returns whether the program's threads know more than before."""
+        self.interval[program] += 1
+        acquired = self._acquired.pop(program, {})
+        known = dict(self._known[program])
+        _merge(known, acquired)
+        news = known != self._known[program]
+        self._known[program] = known
+        return news
+
+    def atomic(self, program: int, addresses: np.ndarray, semantics: str, scope: str) -> None:
+        """``semantics``: relaxed, acquire, release or acq_rel."""
+        if scope not in EVERYWHERE:
+            return
+        acquired = self._acquired.setdefault(program, {})
+        if semantics in ("acquire", "acq_rel"):
+            for address in addresses.tolist():
+                _merge(acquired, self._published.get(address, {}))
+        if semantics in ("release", "acq_rel"):
+            for address in addresses.tolist():
+                published = self._published.setdefault(address, {})
+                _merge(published, self._known[program])
+                _merge(published, acquired)
+                _merge(published, {program: self.interval[program]})
+
+    def stored(self, addresses: np.ndarray) -> None:
+        """A plain store: what is read there next is no longer what an atomic has written."""
+        if self._published:
+            for address in np.intersect1d(addresses, np.fromiter(self._published, np.uint64)).tolist():
+                del self._published[address]

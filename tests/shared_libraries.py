@@ -1,0 +1,11 @@
+"""What a shared library records of others, as binutils reads it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+
+def loaded_by(library: Path) -> list[str]:
+    """The names of the libraries that the loader loads with ``library``."""
+    dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)

@@ -1,0 +1,115 @@
+"""Kernels of a few lines, compiled for a GPU without one, to try the stand-in with: it is plain what a GPU would do."""
+
+import ctypes
+import hashlib
+import pickle
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from stand_in_driver import StandIn
+from stand_in_kernels import Kernels
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+
+def add_one(X, OUT, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(X + at, mask=at < n, other=0) + 1, mask=at < n)
+
+
+def last_row(CACHE, OUT, slot, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(CACHE + slot * WIDTH + at))
+
+
+def last_row_in_64_bits(CACHE, OUT, slot, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(CACHE + slot.to(tl.int64) * WIDTH + at))
+
+
+def arrive(ARRIVED, OUT, programs):
+    if tl.atomic_add(ARRIVED, 1) == programs - 1:
+        tl.store(OUT, 1)
+        tl.store(ARRIVED, 0)
+
+
+def arrive_and_leave(ARRIVED, OUT, programs):
+    if tl.atomic_add(ARRIVED, 1) == programs - 1:
+        tl.store(OUT, 1)
+
+
+def two_apart(X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    places = (X.to(tl.uint64) + 2 + at.to(tl.uint64) * 4).to(tl.pointer_type(tl.float32))
+    tl.store(OUT + at, tl.load(places))
+
+
+SIGNATURES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
+    "add_one": (add_one, {"X": "*fp32", "OUT": "*fp32", "n": "i32"}, {"BLOCK": 64}),
+    "last_row": (last_row, {"CACHE": "*i8", "OUT": "*i8", "slot": "i32"}, {"WIDTH": 16384, "BLOCK": 64}),
+    "last_row_in_64_bits": (
+        last_row_in_64_bits, {"CACHE": "*i8", "OUT": "*i8", "slot": "i32"}, {"WIDTH": 16384, "BLOCK": 64},
+    ),
+    "arrive": (arrive, {"ARRIVED": "*i32", "OUT": "*i32", "programs": "i32"}, {}),
+    "arrive_and_leave": (arrive_and_leave, {"ARRIVED": "*i32", "OUT": "*i32", "programs": "i32"}, {}),
+    "two_apart": (two_apart, {"X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 16}),
+}  # fmt: skip
+THREADS = 32
+SCALARS = {"i32": ctypes.c_int32}
+
+
+def compiled(name: str, arch: int = 90) -> bytes:
+    """The machine code of a kernel, a cubin; its pointers are compiled for multiples of 16."""
+    function, signature, constants = SIGNATURES[name]
+    kinds = signature | dict.fromkeys(constants, "constexpr")
+    aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = ASTSource(fn=JITFunction(function), signature=kinds, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 1}).asm["cubin"]
+
+
+class SmallKernels:
+    """The kernels above on a device: ``launch`` as a library would. ``arch``: of the device they are made for."""
+
+    def __init__(self, device: StandIn, names: Sequence[str] = tuple(SIGNATURES), arch: int = 90):
+        self.device, folder = device, Path(tempfile.mkdtemp(prefix="small-kernels-"))
+        self.images = {name: compiled(name, arch) for name in names}
+        self.kernels = Kernels(device, [_kept(folder, name, image) for name, image in self.images.items()])
+        self.modules: dict[str, ctypes.c_void_p] = {}
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """Of a module that is loaded for it, as ``modules`` keeps it."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.device.cuModuleLoadData(ctypes.byref(module), self.images[name])
+        self.modules[name] = module
+        self.device.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        return function
+
+    def launch(
+        self, name: str, *values: int, grid: tuple[int, int, int] = (1, 1, 1), threads: int = THREADS,
+        stream: Any = None, shared: int = 0, function: ctypes.c_void_p | None = None,
+    ) -> None:  # fmt: skip
+        """``values``: addresses and numbers, in the order of the signature; Triton's two pointers follow."""
+        kinds = [*SIGNATURES[name][1].values(), "*", "*"]
+        given = [SCALARS.get(kind, ctypes.c_uint64)(value) for kind, value in zip(kinds, (*values, 0, 0))]  # noqa: B905
+        places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
+        block = threads, 1, 1, shared, stream, places, None
+        self.device.cuLaunchKernel(function or self.function(name), *grid, *block)
+
+
+def _kept(folder: Path, name: str, image: bytes) -> Path:
+    """As ``cuda_artifact.py`` keeps a kernel."""
+    function, signature, constants = SIGNATURES[name]
+    lines = Path(__file__).read_text().split("\n\n\n")
+    (text,) = (each for each in lines if each.startswith(f"def {name}("))
+    aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = f"import triton\nimport triton.language as tl\n# 'configs': [{aligned}]\n@triton.jit\n{text}\n"
+    kernel = {"name": name, "size": len(image), "source": source, "constants": constants}
+    kernel["signature"] = signature | dict.fromkeys(constants, "constexpr")
+    file = folder / f"{hashlib.sha256(image).hexdigest()}.pickle"
+    file.write_bytes(pickle.dumps(kernel))
+    return file

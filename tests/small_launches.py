@@ -1,0 +1,112 @@
+"""Small launches of every kernel of this project, K and positions divided among programs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from test_int4_matmul import parts
+from test_k_quants import weight as k_quant_weight
+from test_rotated import made as made_product
+from test_small_m import int4_weight, int8_weight
+
+from eagle3.export.lowering.cuda.kernels import (
+    attention,
+    bf16,
+    heads,
+    int4,
+    int4_matmul,
+    int8_matmul,
+    k_quant_matmul,
+    k_quants,
+    large_m,
+    small_m,
+    sums,
+)
+
+
+class Small(NamedTuple):
+    run: Callable[[], object]
+    modules: tuple[ModuleType, ...]
+    """Those whose kernels it launches."""
+
+
+def _rows(m: int, k: int) -> torch.Tensor:
+    torch.manual_seed(m + k)
+    return torch.randn(m, k).bfloat16()
+
+
+def bf16_product(activation: str = "", count: int = 2) -> None:
+    weight = torch.randn(128, 256).bfloat16()
+    bf16._launch_bf16(bf16._bf16_small_m_kernel, _rows(3, 256), weight, sums.counters(), activation, count)
+
+
+def int8_product() -> None:
+    choice = replace(small_m.INT8, parts=2)
+    weight = int8_weight(70, 512, 32)
+    small_m._launch_int8(small_m._int8_small_m_kernel, _rows(3, 512), *weight, sums.counters(), choice)
+
+
+def int4_product() -> None:
+    choice = replace(int4.INT4, parts=2)
+    weight = parts(int4_weight(130, 512))
+    int4._launch_int4(int4._int4_small_m_kernel, _rows(3, 512), *weight, sums.counters(), choice=choice)
+
+
+def k_quant_product() -> None:
+    packed, _ = k_quant_weight("Q5_K", 70, 512)
+    choice = replace(k_quants.CHOICES[5], parts=2)
+    kernel = k_quants._k_quant_small_m_kernel
+    k_quants._launch_k_quant(kernel, _rows(3, 512), *packed.parts, sums.counters(), choice=choice)
+
+
+def int4_large() -> None:
+    kernels = int4_matmul._int4_matmul_kernel, int4_matmul._int4_small_m_kernel
+    int4_matmul._launch_matmul(*kernels, _rows(33, 512), *parts(int4_weight(130, 512)), sums.counters(), 2)
+
+
+def int8_large() -> None:
+    kernel = int8_matmul._int8_matmul_kernel
+    int8_matmul._launch_matmul(kernel, _rows(33, 512), *int8_weight(130, 512, 32), sums.counters(), 2)
+
+
+def k_quant_large() -> None:
+    packed, _ = k_quant_weight("Q5_K", 130, 512)
+    kernel = k_quant_matmul._k_quant_matmul_kernel
+    k_quant_matmul._launch_k_quant_matmul(kernel, _rows(33, 512), *packed.parts, sums.counters(), 2)
+
+
+def attend(rows: int, last: int, slots: int) -> None:
+    """Of 2 heads of keys, 4 of queries; divided where there are up to 16 rows."""
+    query, keys, values = _rows(rows, 64).view(1, rows, 4, 16), *torch.randn(2, 1, 2, slots, 16).bfloat16()
+    at = torch.arange(last + 1 - rows, last + 1)
+    rest = torch.zeros_like(at), at, sums.counters(), 0.25, slots, 16, 0.0, None
+    attention.launch(attention._attention_kernel, query, keys, values, *rest, BLOCK_N=32)
+
+
+def attend_to_product(rows: int, first: int, window: int = 0) -> None:
+    """Of rows from position ``first``, 8 in a tile. Of a ``window`` the cache is a ring."""
+    product, keys, values, begins, last, scale, longest, *made = made_product(rows, first, 2, 2, 16, window, True)
+    query = torch.empty(1, rows, made[5], 16).bfloat16()
+    given = query, keys, values, begins, last, sums.counters(), scale, longest, 8, 0.0, None
+    attention.launch(attention._attention_kernel, *given, attention.Product(product, *made), BLOCK_N=64)
+
+
+SMALL_M = sums, small_m, bf16, int4, k_quants
+LARGE_M = sums, small_m, int4, large_m, int4_matmul, int8_matmul, k_quant_matmul
+ATTENTION = attention, heads, sums
+SMALL = {
+    "bf16": Small(bf16_product, SMALL_M),
+    "bf16, gated": Small(lambda: bf16_product(sums.SILU, 1), SMALL_M),
+    "int8": Small(int8_product, SMALL_M),
+    "int4": Small(int4_product, SMALL_M),
+    "K-quants": Small(k_quant_product, SMALL_M),
+    "int4, many rows": Small(int4_large, LARGE_M),
+    "int8, many rows": Small(int8_large, LARGE_M),
+    "K-quants, many rows": Small(k_quant_large, LARGE_M),
+    "attention": Small(lambda: attend(3, 200, 256), ATTENTION),
+    "attention in one part": Small(lambda: attend(17, 31, 600), ATTENTION),
+    "attention of a product": Small(lambda: attend_to_product(12, 116), ATTENTION),
+    "attention of a product, a ring": Small(lambda: attend_to_product(4, 114, 64), ATTENTION),
+}

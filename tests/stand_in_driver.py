@@ -1,0 +1,144 @@
+"""The stand-in for CUDA's driver and runtime (``stand_in/driver.cpp``): built, loaded, and asked from Python.
+
+It needs neither PyTorch nor Triton. It is loaded for all of the process, under the name of the driver's own library,
+before what is to find it there.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).with_name("stand_in")
+HANDLES = ("block", "stream", "event", "module", "function", "graph", "executable", "pinned", "capture")
+
+LAUNCHED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int64, *[ctypes.c_uint] * 3, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int
+)
+FOUND = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p)
+
+
+class Device(NamedTuple):
+    """``arch`` 90 is sm_90; bytes of shared memory that a block may have, of memory in all."""
+
+    arch: int
+    most_shared: int
+    total: int = 8 << 30
+
+
+H100 = Device(90, 232448)
+A100 = Device(80, 166912)
+RTX_3090 = Device(86, 101376)
+
+
+class CudaError(RuntimeError):
+    """A call's code, and the driver's text for it."""
+
+    def __init__(self, name: str, code: int, text: str):
+        super().__init__(f"{name}: {text}")
+        self.code = code
+
+
+def built(library: str, source: str, options: Iterable[str] = ()) -> Path:
+    """The shared library of ``source``, in a folder that is named for what goes into it: it is built once."""
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", *options]
+    read = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
+    name = hashlib.sha256(read + " ".join(command).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"stand-in-{os.getuid()}-{name}"
+    folder.mkdir(exist_ok=True)
+    if not (folder / library).exists():
+        made = folder / f"{library}.{os.getpid()}"
+        subprocess.run([*command, "-o", made, SOURCES / source], check=True)
+        made.rename(folder / library)
+    return folder / library
+
+
+class StandIn:
+    """The device of this process, with its driver's calls as methods that raise: ``device.cudaFree(pointer)``."""
+
+    def __init__(self):
+        path = built("libcuda.so.1", "driver.cpp", ("-O1", "-Wl,-soname,libcuda.so.1"))
+        self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        for name in ("stand_in_journal", "stand_in_place", "cudaGetErrorString"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        for name in ("stand_in_count", "stand_in_calls", "stand_in_access"):
+            getattr(self.library, name).restype = ctypes.c_int64
+        self.library.stand_in_shown.restype = ctypes.c_void_p
+        self.library.stand_in_shown.argtypes = [ctypes.c_void_p]
+        self.library.stand_in_place.argtypes = [ctypes.c_uint64]
+        self.library.stand_in_label.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        self._access = self.library.stand_in_access
+        self._access.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_uint, *[ctypes.c_void_p] * 2]
+        self._kept: tuple = ()
+        self.start()
+
+    def start(self, found: Callable[..., int] | None = None, launched: Callable[..., int] | None = None) -> None:
+        """``found(image, size, name)`` gives a kernel's number, ``launched(number, x, y, z, arguments, count)`` runs it
+        and gives 0 or CUDA's code of what it did wrong. With neither, launches are checked and compute nothing."""
+        self._kept = FOUND(found) if found else FOUND(), LAUNCHED(launched) if launched else LAUNCHED()
+        self.library.stand_in_start(*self._kept)
+
+    def become(self, device: Device) -> None:
+        self.library.stand_in_device(device.arch, device.most_shared, ctypes.c_uint64(device.total))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return functools.partial(self._call, name, getattr(self.library, name))
+
+    def _call(self, name: str, function: Callable[..., int], *arguments) -> None:
+        fitting = (ctypes.c_size_t(each) if type(each) is int else each for each in arguments)
+        if code := function(*fitting):
+            text = self.library.cudaGetErrorString(code).decode()
+            self.library.cudaGetLastError()
+            raise CudaError(name, code, text)
+
+    def fail(self, name: str = "", at: int = 1, code: int = 2) -> None:
+        """Let the call ``name`` fail: its ``at``-th from now, 0: each."""
+        self.library.stand_in_fail(name.encode(), ctypes.c_int64(at), code)
+
+    def calls(self, name: str) -> int:
+        return self.library.stand_in_calls(name.encode())
+
+    def recover(self) -> None:
+        """After a kernel broke: only a new process would be without it on a GPU."""
+        self.library.stand_in_recover()
+
+    def say(self, text: str) -> None:
+        """Why the launch that runs now fails."""
+        self.library.stand_in_say(text.encode())
+
+    def journal(self) -> list[str]:
+        """What was refused and what went wrong, a line each."""
+        return self.library.stand_in_journal().decode().splitlines()
+
+    def counts(self) -> dict[str, int]:
+        """Of each kind of handle, those that nobody gave back."""
+        return {kind: self.library.stand_in_count(kind.encode()) for kind in HANDLES}
+
+    # --- addresses
+
+    def place(self, address: int) -> str:
+        """In words: which byte of which allocation."""
+        return self.library.stand_in_place(address).decode()
+
+    def allocation(self, address: int) -> tuple[int, int, bool] | None:
+        """The allocation that an address lies in, or comes after: its first address, its bytes, whether it is live."""
+        begin, size, live = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
+        given = ctypes.byref(begin), ctypes.byref(size), ctypes.byref(live)
+        if not self.library.stand_in_allocation(ctypes.c_uint64(address), *given):
+            return None
+        return begin.value, size.value, bool(live.value)
+
+    def label(self, address: int, name: str) -> None:
+        """What an allocation is called where something goes wrong in it."""
+        self.library.stand_in_label(address, name.encode())
+
+    def shown(self, address: int, size: int) -> ctypes.Array:
+        """The memory behind a device address, to look at and to spoil; no code under test gets it."""
+        return (ctypes.c_char * size).from_address(self.library.stand_in_shown(address))

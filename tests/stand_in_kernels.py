@@ -1,0 +1,257 @@
+"""Kernels of an artifact by Triton's interpreter, over the stand-in's device memory.
+
+1. Kernels: the source of each, found by its machine code; its arguments, checked against what it was compiled for.
+2. Accesses: each load, store and atomic is checked against the allocations before it touches anything.
+"""
+
+import ast
+import ctypes
+import hashlib
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import triton
+import triton.language as tl
+from stand_in_driver import StandIn
+from torch._inductor.runtime import hints, triton_helpers
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton_interpreter import LIBDEVICE, bfloat16_done_right
+
+ILLEGAL_ADDRESS, MISALIGNED, FAILED = 700, 716, 719
+NUMBERS = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+}  # fmt: skip
+NUMPY = {"i1": bool, "fp32": np.float32} | {f"{s}{n}": f"{s}{n // 8}" for s in "iu" for n in (8, 16, 32, 64)}
+
+
+class Wrong(Exception):
+    """What a GPU would refuse of a kernel, with CUDA's code for it."""
+
+    def __init__(self, code: int, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+# --- 1. Kernels
+
+
+class Kernel:
+    """A kernel by its source, as ``cuda_artifact.py`` kept it."""
+
+    def __init__(self, file: Path):
+        kept = pickle.loads(file.read_bytes())
+        self.sha256, self.file = file.stem, file.with_suffix(".py")
+        self.name, self.size, self.source = kept["name"], kept["size"], kept["source"]
+        self.signature: dict[str, str] = kept["signature"]
+        self.constants: dict[str, Any] = kept["constants"]
+        (alignments,) = ast.literal_eval(re.search(r"'configs': (\[.*?\}\])", self.source)[1])
+        names = list(self.signature)
+        self.aligned = [names[place] for (place,), hints in alignments.items() if ["tt.divisibility", 16] in hints]
+
+    def is_in(self, image: int) -> bool:
+        return hashlib.sha256(ctypes.string_at(image, self.size)).hexdigest() == self.sha256
+
+    @cached_property
+    def function(self) -> InterpretedFunction:
+        """Inductor's decorators and imports are for its own launches."""
+        needed = {"triton_helpers": triton_helpers, "libdevice": LIBDEVICE, "tl_math": tl.math, **vars(hints)}
+        given = {"triton": triton, "tl": tl, "triton_heuristics": Undecorated(), "__name__": self.name, **needed}
+        drop = ("from torch", "import torch", "triton_helpers.set_driver_to_gpu")
+        lines = ("" if line.startswith(drop) else line for line in self.source.splitlines())
+        self.file.write_text("\n".join(lines))  # the interpreter asks Python for a function's lines
+        exec(compile(self.file.read_text(), str(self.file), "exec"), given)
+        return given[self.name]
+
+    @property
+    def launched_with(self) -> list[str]:
+        """Names of what a launch brings, in order."""
+        return [name for name, kind in self.signature.items() if kind != "constexpr"]
+
+    def values(self, arguments: Any, count: int) -> dict[str, int | float]:
+        """``arguments``: addresses of the values of all but the constants. Triton adds pointers of its own."""
+        names = self.launched_with
+        if not len(names) <= count <= len(names) + 2:
+            raise Wrong(1, f"{self.name} has {len(names)} arguments, its machine code {count}")
+        found = {}
+        for place, name in enumerate(names):
+            kind = self.signature[name]
+            number = ctypes.c_uint64 if kind.startswith("*") else NUMBERS[kind]
+            found[name] = number.from_address(arguments[place]).value
+        return found
+
+    def __call__(self, grid: tuple[int, int, int], values: dict[str, int | float]) -> None:
+        given = {name: value for name, value in self.constants.items() if self.signature.get(name) == "constexpr"}
+        self.function[grid](**given, **{name: argument(self.signature[name], value) for name, value in values.items()})
+
+
+class Undecorated:
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: lambda kernel: kernel
+
+
+def argument(kind: str, value: int | float) -> tl.tensor:
+    """A value as the signature has it, for the interpreter."""
+    dtype = tl.str_to_ty(kind, None)
+    data = np.array([value], dtype=np.uint64 if dtype.is_ptr() else NUMPY[kind])
+    return tl.tensor(TensorHandle(data, dtype), dtype)
+
+
+class Launch(NamedTuple):
+    """The launch that runs now. ``arguments``: values of all but the constants, addresses those of pointers."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: dict[str, int | float]
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        return {name: value for name, value in self.arguments.items() if self.kernel.signature[name].startswith("*")}
+
+
+class Kernels:
+    """What the stand-in hands to Python. ``launches``: over each grid so far; ``running``: the launch that runs now."""
+
+    def __init__(self, device: StandIn, files: list[Path]):
+        self.device, self.kernels = device, [Kernel(file) for file in files]
+        self.launches: Counter[str] = Counter()
+        self.computes = True
+        """Without it launches are checked, and leave memory as it is."""
+        self.running: Launch | None = None
+        device.start(self._found, self._launched)
+
+    def _found(self, image: int, size: int, name: bytes) -> int:
+        named = (number for number, kernel in enumerate(self.kernels) if kernel.name == name.decode())
+        return next((number for number in named if self.kernels[number].is_in(image)), -1)
+
+    def _launched(self, number: int, x: int, y: int, z: int, arguments: Any, count: int) -> int:
+        kernel = self.kernels[number]
+        try:
+            self.running = Launch(kernel, (x, y, z), kernel.values(arguments, count))
+            self._check(self.running)
+            self.launches[str([x, y, z])] += 1
+            if self.computes:
+                kernel(self.running.grid, self.running.arguments)
+                self._look_behind(self.running)
+            return 0
+        except BaseException as error:  # a callback cannot raise
+            wrong = _cause(error)
+            self.device.say(f"{kernel.name}: {wrong}" if isinstance(wrong, Wrong) else f"{kernel.name}: {error!r}")
+            return wrong.code if isinstance(wrong, Wrong) else FAILED
+        finally:
+            self.running = None
+
+    def _check(self, launch: Launch) -> None:
+        """Pointers lead to live device memory; what the compiler was told to be divisible by 16 is."""
+        for name, address in launch.pointers.items():
+            found = self.device.allocation(address)
+            if found is None or not found[2] or not address < found[0] + found[1]:
+                raise Wrong(ILLEGAL_ADDRESS, f"argument {name} is {address:#x}: {self.device.place(address)}")
+        for name in launch.kernel.aligned:
+            if launch.arguments[name] % 16:
+                raise Wrong(MISALIGNED, f"argument {name} is {launch.arguments[name]:#x}, compiled for multiples of 16")
+
+    def _look_behind(self, launch: Launch) -> None:
+        """Counters are zeros between launches."""
+        if address := launch.pointers.get("ARRIVED"):
+            begin, size, _ = self.device.allocation(address)
+            if np.frombuffer(self.device.shown(begin, size), np.uint8).any():
+                place = self.device.place(begin)
+                raise Wrong(FAILED, f"counters that argument ARRIVED leads to are not zero behind it: {place}")
+
+    def named(self, address: int) -> str:
+        """An address by the argument that it is nearest to, and by its allocation."""
+        pointers = self.running.pointers if self.running else {}
+        if not pointers:
+            return self.device.place(address)
+        name = min(pointers, key=lambda each: abs(address - pointers[each]))
+        return f"byte {address - pointers[name]} of argument {name}, {self.device.place(address)}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    while isinstance(error, InterpreterError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+# --- 2. Accesses
+
+
+def shown(kernels: Kernels, ptrs: TensorHandle, mask: np.ndarray | None, what: str) -> TensorHandle:
+    """Where to read and write instead of ``ptrs``. Raises Wrong for the first access that a GPU would refuse."""
+    element = ptrs.get_element_ty()
+    places = np.ascontiguousarray(ptrs.data, dtype=np.uint64)
+    wanted = np.ones(places.shape, bool) if mask is None else np.ascontiguousarray(mask, dtype=bool)
+    assert wanted.shape == places.shape
+    instead, code = np.empty_like(places), ctypes.c_int()
+    bytes_of_one = max(1, element.primitive_bitwidth // 8)
+    wrong = kernels.device._access(
+        places.ctypes.data, wanted.ctypes.data, places.size, bytes_of_one, instead.ctypes.data, ctypes.byref(code)
+    )
+    if wrong >= 0:
+        why = "" if code.value == ILLEGAL_ADDRESS else "not aligned, "
+        address = int(places.flat[wrong])
+        raise Wrong(code.value, f"{what} {bytes_of_one} bytes at {address:#x}: {why}{kernels.named(address)}")
+    return TensorHandle(instead, ptrs.dtype)
+
+
+@contextmanager
+def on_device(kernels: Kernels) -> Iterator[None]:
+    """The interpreter's loads, stores and atomics reach device memory, and nothing else. What else watches them is
+    patched inside of this, and sees device addresses."""
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    swap, change = InterpreterBuilder.create_atomic_cas, InterpreterBuilder.create_atomic_rmw
+
+    def loaded(self, ptrs, mask, *rest):
+        return load(self, shown(kernels, ptrs, mask.data, "reads"), mask, *rest)
+
+    def stored(self, ptrs, value, mask, *rest):
+        return store(self, shown(kernels, ptrs, mask.data, "writes"), value, mask, *rest)
+
+    def swapped(self, ptr, *rest):
+        return swap(self, shown(kernels, ptr, None, "swaps"), *rest)
+
+    def changed(self, operation, ptr, value, mask, *rest):
+        return change(self, operation, shown(kernels, ptr, mask.data, "changes"), value, mask, *rest)
+
+    with patch.multiple(
+        InterpreterBuilder,
+        create_masked_load=loaded,
+        create_masked_store=stored,
+        create_atomic_cas=swapped,
+        create_atomic_rmw=changed,
+    ):
+        yield
+
+
+def _max_with_index(value, index, dim):
+    """Inductor's own is a loop over the elements."""
+    data = value.handle.data
+    first = np.argmax(data, axis=dim, keepdims=True)  # a NaN is the most, as there
+    return tuple(
+        _tensor(np.take_along_axis(each.handle.data, first, dim).squeeze(dim), each) for each in (value, index)
+    )
+
+
+def _tensor(data: np.ndarray, like: tl.tensor) -> tl.tensor:
+    dtype = like.dtype.scalar
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.ndim else dtype)
+
+
+@contextmanager
+def interpreted(kernels: Kernels) -> Iterator[None]:
+    """While this is open, launches that have come to their turn compute."""
+    fast = patch.object(triton_helpers, "max_with_index", _max_with_index)
+    rows_behind = np.errstate(all="ignore")  # in rows behind the last, that are not stored
+    with bfloat16_done_right(), on_device(kernels), fast, rows_behind:
+        yield

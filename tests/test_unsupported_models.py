@@ -1,0 +1,63 @@
+"""A model that is not supported is refused in one line, which names the file, the model, the fact and what to type."""
+
+import pytest
+import torch
+from family_configs import SIZE
+from transformers import CONFIG_MAPPING
+
+from eagle3.export.checkpoints.target_config import read_target_config
+from eagle3.export.twin.target import check_target
+from eagle3.targets import spec_for
+from eagle3.targets.attention import ForwardRows, Window, _attend
+
+NO_DECODER = ("bloom", "gpt2", "gpt_neox", "gptj", "jetmoe", "mpt", "opt")
+OTHER_LAYERS = {"qwen3_next": "linear_attention", "falcon_h1": "hybrid"}
+
+
+def refusal(config, folder) -> str:
+    config.save_pretrained(folder)
+    with pytest.raises(ValueError) as raised:
+        text = read_target_config(folder, "auto")
+        check_target(spec_for("auto", text.model_type), "auto", folder, text)
+    line = str(raised.value)
+    assert str(folder / "config.json") in line and "\n" not in line and len(line) - len(str(folder)) < 400
+    return line
+
+
+@pytest.mark.parametrize("model_type", NO_DECODER)
+def test_a_model_that_is_built_otherwise(model_type, tmp_path):
+    line = refusal(CONFIG_MAPPING[model_type](), tmp_path)
+    assert f"({model_type})" in line and " has no " in line and "--list-targets" in line
+
+
+@pytest.mark.parametrize("model_type", OTHER_LAYERS)
+def test_a_kind_of_layer_that_is_not_supported(model_type, tmp_path):
+    line = refusal(CONFIG_MAPPING[model_type](), tmp_path)
+    assert f"({model_type})" in line and f"layer_types has {OTHER_LAYERS[model_type]}" in line and "--list-t" in line
+
+
+def test_a_multimodal_model_with_layers_of_such_a_kind(tmp_path):
+    line = refusal(CONFIG_MAPPING["qwen3_5"](), tmp_path)
+    assert "(qwen3_5_text)" in line and "linear_attention" in line
+
+
+def test_a_multimodal_model_whose_head_is_in_another_place(tmp_path):
+    assert "Florence2ForConditionalGeneration has no" in refusal(CONFIG_MAPPING["florence2"](), tmp_path)
+
+
+def test_a_class_that_writes_no_text(tmp_path):
+    config = CONFIG_MAPPING["vit"]()
+    line = refusal(config, tmp_path)
+    assert "model_type vit" in line or "has no" in line
+
+
+def test_a_mask_that_a_layer_makes_itself(tmp_path):
+    """Ours would leave it out: Doge weighs the positions that it attends to."""
+    fields = SIZE | {"hidden_size": 64, "num_attention_heads": 4}
+    assert "attention_mask" in refusal(CONFIG_MAPPING["doge"](**fields), tmp_path)
+    module = torch.nn.Module()
+    module.forward_rows, module.kv_window = ForwardRows(), Window()
+    module.forward_rows.by_window[Window()] = ()
+    query = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="attention_mask"):
+        _attend(module, query, query, query, torch.zeros(1, 1, 3, 3), 1.0)

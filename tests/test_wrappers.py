@@ -1,0 +1,149 @@
+"""The text part of a multimodal model gives the logits that the multimodal model gives, not its text model's."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from family_configs import EXPERTS, SIZE
+from random_checkpoints import GEMMA4, GRANITE, save_random_draft
+from random_checkpoints import SIZE as GEMMA4_SIZE
+from transformers import CONFIG_MAPPING
+
+from eagle3.export.checkpoints.target_config import read_target_config
+from eagle3.export.checks.preflight import preflight
+from eagle3.export.output.progress import Progress
+from eagle3.export.pipeline import load_speculator
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.export.twin.comparison import TOLERANCE
+from eagle3.export.twin.randomize import randomize
+from eagle3.export.twin.target import check_target, compare, make_twin
+from eagle3.targets import spec_for
+from eagle3.targets.attention import EagerAttention
+from eagle3.targets.text_part import model_class, text_config_of
+
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+SIGLIP |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+CLIP = SIGLIP | {"model_type": "clip_vision_model"}
+QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+MLLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_global_layers": 1}
+MLLAMA |= {"attention_heads": 2, "image_size": 28, "intermediate_layers_indices": [0], "vision_output_dim": 64}
+LLAMA4 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA4 |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+
+WRAPPERS = {
+    "aya_vision": ({"model_type": "cohere2", "logit_scale": 0.25, "sliding_window": 16}, SIGLIP),
+    "cohere2_vision": ({"model_type": "cohere2", "logit_scale": 0.25, "sliding_window": 16}, SIGLIP),
+    "gemma3": ({"model_type": "gemma3_text", "final_logit_softcapping": 3.0, "sliding_window": 16}, SIGLIP),
+    "llava": ({"model_type": "granite", **GRANITE}, CLIP),
+    "paligemma": ({"model_type": "gemma2", "final_logit_softcapping": 3.0, "sliding_window": 16}, SIGLIP),
+    "qwen2_vl": (MROPE, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_5_vl": (MROPE, QWEN),
+    "qwen3_vl": (MROPE, QWEN | {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": (MROPE | EXPERTS, QWEN | {"deepstack_visual_indexes": [0]}),
+    "glm4v": (MROPE, QWEN),
+    "mllama": ({"cross_attention_layers": [1], "bos_token_id": 0}, MLLAMA),
+    "llama4": ({"model_type": "llama4_text", "num_local_experts": 4, "attention_chunk_size": 16}, LLAMA4),
+}
+"""Fields of the text and of the vision part beside the sizes. What the text models do to their logits, the first five
+wrappers leave out or do."""
+
+
+def wrapper(name: str):
+    text, vision = WRAPPERS[name]
+    text = SIZE | {"pad_token_id": 0} | text
+    config = CONFIG_MAPPING[name](**copy.deepcopy({"text_config": text, "vision_config": vision}))
+    return config, getattr(transformers, next(iter(classes(config))).__name__)
+
+
+def classes(config):
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    yield from found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_its_logits_are_the_wrappers(name, tmp_path):
+    config, kind = wrapper(name)
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    randomize(model, seed=5)
+    model.save_pretrained(tmp_path / "target")
+    text = model.config.get_text_config()
+    draft = save_random_draft(tmp_path / "draft", text, aux_layers=(0, 2, 4))
+    folders = {"checkpoint": tmp_path / "target", "draft": draft}
+    plan = make_plan(ExportConfig("auto", output_dir=None, backend="xnnpack", max_seq_len=128, **folders))
+    preflight(plan, Progress())
+    target = load_speculator(plan, EagerAttention, torch.float32).target
+    tokens = torch.randint(1, 96, (1, 50), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens, use_cache=False).logits
+    for start in range(0, 50, 10):
+        state, _ = target(tokens[:, start : start + 10], torch.arange(start, start + 10), (0,))
+        torch.testing.assert_close(target.logits(state), expected[:, start : start + 10], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["aya_vision", "cohere2_vision", "gemma3", "llava", "paligemma"])
+def test_the_twin_is_the_wrappers(name, tmp_path):
+    """Its text model's logits, which differ in scale or softcap alone, are not right."""
+    config, kind = wrapper(name)
+    config.architectures = [kind.__name__]
+    config.save_pretrained(tmp_path)
+    text = read_target_config(tmp_path, "auto")
+    spec = spec_for("auto", text.model_type)
+
+    class OfTheText:
+        max_forward_len = staticmethod(spec.max_forward_len)
+
+        def module(self):
+            return self
+
+        def load(self, weights, given, *rest):
+            target = spec.module().load(weights, given, *rest)
+            model = transformers.AutoModelForCausalLM.from_config(text_config(given))
+            model.lm_head, model.model = target.lm_head, Given()
+            target.logits = lambda state: model(inputs_embeds=state).logits
+            return target
+
+    assert compare(spec, make_twin(text), 0).difference <= TOLERANCE
+    found = compare(OfTheText(), make_twin(text), 0)
+    assert (found.largest["logits"] > 0.01) == (name in DIFFERENT)
+
+
+DIFFERENT = ("aya_vision", "cohere2_vision", "gemma3", "llava")
+
+
+def text_config(config):
+    """The text configuration alone."""
+    return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "whole_config"})
+
+
+class Given(torch.nn.Module):
+    """In place of a decoder: its state is given as embeddings."""
+
+    def forward(self, inputs_embeds, **given):
+        return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+@pytest.mark.parametrize("kind", ["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"])
+def test_gemma_4_is_the_class_that_its_file_names(kind, tmp_path):
+    """By ExecuTorch's own text model, which caps logits as both classes do."""
+    text = transformers.Gemma4TextConfig(**GEMMA4_SIZE | GEMMA4)
+    config = transformers.Gemma4Config(text_config=text.to_dict())
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    text = read_target_config(tmp_path, "gemma4-31B")
+    assert model_class(text).__name__ == kind
+    assert check_target(spec_for("gemma4-31B", text.model_type), "gemma4-31B", tmp_path, text)["logits"] <= TOLERANCE
+
+
+def test_without_architectures_a_wrapper_is_what_transformers_takes_for_it():
+    config, kind = wrapper("qwen2_5_vl")
+    assert model_class(text_config_of(config)) is kind
+    config, _ = wrapper("gemma3")
+    config.architectures = ["Gemma3ForCausalLM"]
+    assert model_class(text_config_of(config)).__name__ == "Gemma3ForCausalLM"
+    config.architectures = ["Gemma3Model"]  # generates nothing
+    assert model_class(text_config_of(config)).__name__ == "Gemma3ForConditionalGeneration"
