@@ -1,16 +1,17 @@
 """Fixtures: random checkpoints of every family, and the shipped one exported for real."""
 
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from beforehand import NAMES, Beforehand
-from commands import run_command
+from beforehand import COMMANDS, Beforehand
 from random_checkpoints import random_model
 from transformers import Gemma4ForCausalLM
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.cli import main as export_main
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
 from eagle3.targets import TARGETS
@@ -80,32 +81,53 @@ def eager_target(checkpoints):
     return load
 
 
-@pytest.fixture(scope="session")
-def artifact(tmp_path_factory):
-    """gemma4-tiny exported to the CPU by the command itself, with decode, all in float32: the artifact's folder."""
-    folder = tmp_path_factory.mktemp("export") / "out"
-    flags = ("--backend", "xnnpack", "--draft-qlinear", "none", "--with-decode")
-    run_command(export_main, "--target-model", "gemma4-tiny", *flags, "--output-dir", folder)
-    return folder
-
-
 BEFOREHAND = pytest.StashKey[Beforehand]()
+FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_collection_modifyitems(items):
-    """What is made beforehand last is wanted last."""
-    items.sort(key=lambda item: "family_exports" in item.fixturenames)
+    """What is made beforehand last is wanted last, by whole files: a file's tests run in one process."""
+    names, last = list(COMMANDS), {}
+    for item in items:
+        wanted = [names.index(name) for name in item.fixturenames if name in names]
+        last[item.path] = max([last.get(item.path, -1), *wanted])
+    items.sort(key=lambda item: last[item.path])
+
+
+def pytest_sessionstart(session):
+    """The process that pytest-xdist's workers belong to, or the only one, makes the folder."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[FOLDER] = Path(tempfile.mkdtemp())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["beforehand"] = str(node.config.stash[FOLDER])
 
 
 def pytest_collection_finish(session):
-    wanted = {name for item in session.items for name in item.fixturenames}
-    if not session.config.option.collectonly:
-        session.config.stash[BEFOREHAND] = Beforehand(name for name in NAMES if name in wanted)
+    config = session.config
+    if config.option.collectonly or config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    worker = getattr(config, "workerinput", {"workerid": "gw0"})
+    folder = Path(worker["beforehand"]) if "beforehand" in worker else config.stash[FOLDER]
+    wanted = {name for item in session.items for name in item.fixturenames} & COMMANDS.keys()
+    config.stash[BEFOREHAND] = Beforehand(folder, wanted, makes=worker["workerid"] == "gw0")
 
 
-def pytest_sessionfinish(session):
-    if BEFOREHAND in session.config.stash:
-        session.config.stash[BEFOREHAND].stop()
+def pytest_sessionfinish(session, exitstatus):
+    config = session.config
+    if BEFOREHAND in config.stash:
+        others = hasattr(config, "workerinput") and exitstatus != pytest.ExitCode.INTERRUPTED
+        config.stash[BEFOREHAND].stop(wait=others)
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def artifact(request):
+    """gemma4-tiny exported to the CPU by the command itself, with decode, all in float32: the artifact's folder."""
+    return request.config.stash[BEFOREHAND]["artifact"]
 
 
 @pytest.fixture(scope="session")

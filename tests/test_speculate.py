@@ -25,6 +25,8 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.targets.attention import EagerAttention
 
+pytestmark = pytest.mark.usefixtures("host_artifact")  # some tests ask for it by the name of a parameter
+
 
 def eager_session(plan):
     speculator = load_speculator(plan, EagerAttention, torch.float32)
