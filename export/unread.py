@@ -74,4 +74,4 @@ def _wrapper(checkpoint: Path) -> Any:
     from eagle3.targets.wrapper import wrapper_of
 
     config = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-    return wrapper_of(config, getattr(config, "architectures", None) or ())
+    return wrapper_of(config)

@@ -105,23 +105,34 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+def wrapper_model(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The multimodal model that a text configuration is a part of, on the meta device; None for a text model.
+
+    Raises ValueError where transformers has no class for it, and whatever that class raises.
+    """
+    kind, whole = model_class(config), whole_config(config)
+    if type(whole) is type(config) or isinstance(config, kind.config_class):
+        return None
+    with torch.device("meta"):
+        return kind._from_config(whole, attn_implementation="eager")
+
+
 def build(config: PreTrainedConfig, real: bool = False) -> nn.Module:
     """The model of a text configuration, which is not changed: transformers' own, or the ``TextPart`` of a wrapper.
 
     ``real``: its text part has initial weights, even where the current device is the meta device for the rest. Raises
     ValueError for a wrapper whose parts are not found, and whatever transformers raises.
     """
-    kind, whole = model_class(config), whole_config(config)
-    if type(whole) is type(config) or isinstance(config, kind.config_class):
-        return kind._from_config(whole.get_text_config(), attn_implementation="eager")
+    kind, text = model_class(config), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     try:
-        with torch.device("meta"):
-            part = TextPart(kind._from_config(whole, attn_implementation="eager"))
+        wrapper = wrapper_model(config)
     except RuntimeError:  # a tower that reads its values while it is made (Idefics 3): the text class then
-        own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if own is None:
+        if text is None:
             raise
-        return own._from_config(deepcopy(config), attn_implementation="eager")
+        wrapper, kind = None, text
+    if wrapper is None:
+        return kind._from_config(whole_config(config).get_text_config(), attn_implementation="eager")
+    part = TextPart(wrapper)
     if real:
         part.initialize()
     return part

@@ -2,16 +2,13 @@
 text model, and whether its head is tied. All of it is read from transformers' own class, on the meta device.
 """
 
-from collections.abc import Iterable
-from copy import deepcopy
 from typing import Any
 
-import torch
-import transformers
-from torch import nn
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from eagle3.targets.text_part import text_config_of, wrapper_model
 
 
 class Wrapper:
@@ -43,19 +40,10 @@ class Wrapper:
         return next((name for name, module in self.model.named_modules() if name and module is part), None)
 
 
-def wrapper_of(config: Any, architectures: Iterable[str] = ()) -> Wrapper | None:
-    """Of a checkpoint's whole configuration; None where it is a text model's, or transformers makes no model of it.
-
-    ``architectures``: the names of classes in ``config.json``; the first that transformers has for ``config`` is taken.
-    """
-    if config is config.get_text_config():
-        return None
-    named = (getattr(transformers, name, None) for name in architectures)
-    classes = [each for each in named if isinstance(each, type) and getattr(each, "config_class", None) is type(config)]
-    own = classes[0] if classes else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+def wrapper_of(config: PreTrainedConfig) -> Wrapper | None:
+    """The wrapper of a checkpoint's whole configuration; None where it is a text model's, or none can be made of it."""
     try:
-        with torch.device("meta"):
-            model: nn.Module | None = own and own(deepcopy(config))
+        model = wrapper_model(text_config_of(config))
     except Exception:  # some want packages that are not here; a tensor of theirs is then refused by name
         return None
-    return Wrapper(model) if isinstance(model, PreTrainedModel) else None
+    return None if model is None else Wrapper(model)

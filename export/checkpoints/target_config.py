@@ -183,7 +183,7 @@ def _tie_as_the_whole(config: Any, text_config: Any) -> None:
         return
     from eagle3.targets.wrapper import wrapper_of
 
-    wrapper = wrapper_of(config, getattr(config, "architectures", None) or ())
+    wrapper = wrapper_of(config)
     if wrapper is not None and wrapper.ties is not None:
         text_config.tie_word_embeddings = wrapper.ties
 
