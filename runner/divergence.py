@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3.runner.artifact.near_ties import NEAR_TIE
 from eagle3.runner.cache import still_held
 from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Choice
-from eagle3.runner.contract import DECODE, NEAR_TIE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata, near_tie
+from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.session import Session, Step
 from eagle3.runner.loop import generate
 
@@ -126,6 +127,8 @@ class Place:
     step: Step
     """[1, 1], of which ``replayed`` was chosen."""
     make_choice: MakeChoice
+    near_tie: float
+    """In standard deviations of the logits (``artifact/near_ties.py``)."""
 
     def divergence(self, chain: int | ChainLength | None) -> Divergence:
         said = list(self._probed())
@@ -136,8 +139,7 @@ class Place:
         if self._logits is not None:
             margin, moved = _margin(self._logits), self._smallest_move(said)
             relative = margin / float(self._logits.std())
-            tie = near_tie(self.session.metadata.manifest.get("qlinear"))
-            threshold = rounding(self._logits, self.step.feature.dtype, tie)
+            threshold = rounding(self._logits, self.step.feature.dtype, self.near_tie)
         index = len(self.token_ids) - 1
         return Divergence(
             index=index,

@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eagle3.runner.artifact.near_ties import near_tie_of
 from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Greedy
 from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
@@ -39,6 +40,7 @@ def replay(
     token_ids: Sequence[int],
     make_choice: MakeChoice = Greedy,
     chain: int | ChainLength | None = None,
+    near_tie: float | None = None,
 ) -> Replay:
     """Generate ``token_ids`` again without speculation and compare, up to the first that differs.
 
@@ -49,6 +51,7 @@ def replay(
         prompt, token_ids: of the generation that is to be checked
         make_choice: called for every choice anew; the same as of that generation
         chain: as of that generation, for its windows; of one that learns, they may be others than they were
+        near_tie: how far rounding moves logits, in their standard deviations; None: what the recipe says
 
     Raises:
         ValueError: no tokens, more than the context takes, or a prompt that ``generate`` does not take
@@ -66,7 +69,8 @@ def replay(
             agreed += 1
         else:
             return Replay(agreed, method)
-    place = Place(session, prompt, token_ids[: agreed + 1], replayed, watched.step, make_choice)
+    tie = near_tie_of(session.metadata, None) if near_tie is None else near_tie
+    place = Place(session, prompt, token_ids[: agreed + 1], replayed, watched.step, make_choice, tie)
     return Replay(agreed + 1, method, place.divergence(chain))
 
 

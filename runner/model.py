@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.runner.adaptive_chain import AdaptiveChain
+from eagle3.runner.artifact.near_ties import near_tie_of
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.chat import check_messages
 from eagle3.runner.contract import Metadata
@@ -113,7 +114,8 @@ class Model:
             self.cached.clear()
             make_choice = partial(choose, result.options, self.metadata, result.prompt_token_ids)
             chain = self.chain if result.options.chain_len == AUTO else result.options.chain_len
-            return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain)
+            tie = near_tie_of(self.metadata, self._folder)
+            return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain, tie)
 
     def forget(self) -> None:
         """Compute the next prompt from its beginning."""

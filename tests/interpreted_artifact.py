@@ -42,6 +42,8 @@ from eagle3.runner.loop import complete
 
 HUGE = 0x7E
 """A byte of a value that is finite and as large as it gets: 8e37 in bfloat16 and float32, 126 in int8."""
+MODERATE = 0x3C
+"""A byte of a value that a cache may hold: 0.011 in bfloat16 and float32, 60 in int8."""
 
 
 class Machine:
@@ -63,8 +65,8 @@ class Machine:
                 stack.enter_context(each)
             yield
 
-    def open(self, artifact: Path, graphs: bool = True) -> torch_host.TorchSession:
-        """As a command opens it on a machine with a GPU."""
+    def open(self, artifact: Path, graphs: bool = True, unwritten: int = HUGE) -> torch_host.TorchSession:
+        """As a command opens it on a machine with a GPU. ``unwritten``: each byte of the caches."""
         metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
         place = torch_host.place_storages
 
@@ -75,7 +77,7 @@ class Machine:
                 if size and self.placed[key].is_cuda:
                     self.device.label(address, weight.name)
                     if "cache" in weight.name:  # no method is to see what no method wrote; a weight of 0 may meet it
-                        ctypes.memset(self.device.shown(address, size), HUGE, size)
+                        ctypes.memset(self.device.shown(address, size), unwritten, size)
             return self.placed
 
         with patch.object(torch_host, "place_storages", placed):

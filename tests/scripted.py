@@ -19,7 +19,15 @@ MASK = -1  # the token of a P-EAGLE's mask rows
 
 
 def scripted_metadata(
-    max_seq_len=64, min_prefill=4, max_prefill=7, chain_len=3, eos_ids=(), window=0, draft_window=0, proposals=1
+    max_seq_len=64,
+    min_prefill=4,
+    max_prefill=7,
+    chain_len=3,
+    eos_ids=(),
+    window=0,
+    draft_window=0,
+    proposals=1,
+    manifest=None,
 ) -> Metadata:
     return Metadata(
         max_seq_len=max_seq_len,
@@ -32,7 +40,7 @@ def scripted_metadata(
         draft_vocab_size=VOCABULARY,
         bos_id=-1,
         eos_ids=tuple(eos_ids),
-        manifest={},
+        manifest=manifest or {},
         use_kv_cache=True,
         use_sdpa_with_kv_cache=False,
         enable_dynamic_shape=True,

@@ -24,7 +24,7 @@ from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
-from eagle3.runner.contract import near_tie
+from eagle3.runner.artifact.near_ties import near_tie
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.targets import TARGETS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted import scripted_metadata
 
-from eagle3.runner.contract import SPECULATE_VERSION, Metadata, MissingMetadata, format_version, near_tie
+from eagle3.runner.contract import SPECULATE_VERSION, Metadata, MissingMetadata, format_version
 
 PLAIN = replace(scripted_metadata(eos_ids=(1, 5)), manifest={"format_version": 1})
 
@@ -56,8 +56,3 @@ def test_a_constant_that_is_not_there_is_named_unless_it_came_later():
     del constants["get_sliding_window"]
     with pytest.raises(MissingMetadata, match="no constant method 'get_sliding_window'"):
         read(constants)
-
-
-def test_what_quantizes_activations_may_round_a_code_otherwise():
-    plain = [near_tie(recipe) for recipe in ("none", "default", "checkpoint", None)]
-    assert near_tie("8da4w") == near_tie("8da8w") > max(plain) == min(plain)

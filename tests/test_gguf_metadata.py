@@ -60,7 +60,9 @@ def refusal(target: str, folder: Path, *args, **kwargs) -> str:
     ],
 )
 def test_a_file_that_agrees_is_taken(target, fields, tmp_path):
-    planned(target, tmp_path, fields)
+    made, plan = planned(target, tmp_path, fields)
+    assert plan.target_config.to_diff_dict().items() >= made.config.to_diff_dict().items()
+    assert plan.target_source.files() == [tmp_path / "m.gguf"]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import pytest
 import torch
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
+from eagle3.runner.artifact.near_ties import near_tie
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.divergence import rounding, ways
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop import complete
 from eagle3.runner.lossless import lines, replay
+from eagle3.runner.model import Model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 6]
 AT = 21  # where the two best logits are nearly tied
@@ -286,3 +288,29 @@ def test_what_came_of_caches_taken_up_is_not_said_to_be_reproduced():
 def test_what_no_generation_can_have_given_is_refused(count):
     with pytest.raises(ValueError, match=f"{count} generated tokens"):
         replay(Rounding(), PROMPT, [0] * count)
+
+
+def test_what_quantizes_activations_may_round_a_code_otherwise():
+    plain = [near_tie(recipe) for recipe in ("none", "default", "checkpoint", None)]
+    assert near_tie("8da4w") == near_tie("8da8w") > max(plain) == min(plain)
+
+
+@pytest.mark.parametrize(
+    ("record", "tie"),
+    [
+        (None, 0.1),
+        ("{", 0.1),
+        ("[]", 0.1),
+        ('{"check": null}', 0.1),
+        ('{"check": {"tolerance": "0.3"}}', 0.1),
+        ('{"check": {"tolerance": 0.05}}', 0.1),
+        ('{"check": {"tolerance": 0.21}}', 0.21),
+    ],
+)
+def test_a_replay_takes_the_tolerance_that_the_check_after_the_export_measured(record, tie, tmp_path):
+    if record is not None:
+        (tmp_path / "export.json").write_text(record)
+    session = Rounding(FOUR, manifest={"qlinear": "8da4w"})
+    model = Model(session.metadata, lambda: session, tmp_path)
+    said = model.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert model.replay(said).divergence.threshold == tie

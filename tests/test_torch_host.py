@@ -24,7 +24,7 @@ from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.bench.cli import main as bench_main
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY, row_bounds
-from eagle3.runner.hosts import opening, torch_host, torch_host_checks
+from eagle3.runner.hosts import one_host, opening, torch_host, torch_host_checks
 from eagle3.runner.hosts.cuda_graph import WARM_UP, SingleThreaded, capture
 from eagle3.runner.hosts.opening import choose_runtime, open_session
 from eagle3.runner.hosts.session import EagerSession
@@ -363,6 +363,7 @@ class Runtime:
 def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(host_artifact, monkeypatch):
     opened, runtime = open_artifact(host_artifact), Runtime("XnnpackBackend", "CudaBackend")
     monkeypatch.setattr(opening, "load_runtime", lambda: runtime)
+    monkeypatch.setattr(one_host, "provider", lambda: None)  # other tests ran artifacts in this process
     assert [choose_runtime(opened, asked) for asked in ("auto", "executorch", "torch")] == [
         "executorch",
         "executorch",

@@ -18,8 +18,9 @@ from torch import Tensor
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
+from eagle3.runner.artifact.near_ties import NEAR_TIE, near_tie
 from eagle3.runner.console.command import calm_stderr
-from eagle3.runner.contract import NEAR_TIE, PREFILL, near_tie
+from eagle3.runner.contract import PREFILL
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32

@@ -1,12 +1,12 @@
 """What a run of a CUDA artifact takes of a GPU's memory: read from its files, none of the weights among them."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from eagle3.runner.artifact.cuda_weights import WeightTable
-from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
+from eagle3.runner.artifact.record import read_export
+from eagle3.runner.contract import LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
 from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 
 
@@ -26,11 +26,10 @@ def gpu_memory(model: Path, tables: Iterable[WeightTable]) -> dict[str, Any]:
 
 def workspace_of(model: Path) -> int | None:
     """Bytes of intermediate tensors, as the record beside a ``model.pte`` has them; None where it does not."""
-    record = model.parent / EXPORT_RECORD
     try:
-        methods = json.loads(record.read_text())[LAUNCHES]
+        methods = read_export(model.parent)[LAUNCHES]
         return _workspace({name: method[WORKSPACE] for name, method in methods.items()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         return None
 
 

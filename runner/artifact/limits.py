@@ -4,22 +4,22 @@ The exporter recorded each launch (``export.json``). Machine code and PTX of an 
 of which allow less shared memory: 99 KB on sm_86, sm_89 and sm_120 where sm_80 allows 163.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eagle3.runner.artifact.cuda_library import runs_on
-from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES
+from eagle3.runner.artifact.record import read_export
+from eagle3.runner.contract import LAUNCHES
 from eagle3.runner.hardware.gpus import GPUS, excesses, gpus_of
 
 
 def recorded_launches(model: Path) -> dict[str, list[dict[str, Any]]]:
     """Method to its launches, as the record beside a ``model.pte`` has them; empty where it has none."""
     try:
-        methods = json.loads((model.parent / EXPORT_RECORD).read_text())[LAUNCHES]
+        methods = read_export(model.parent)[LAUNCHES]
         return {name: list(method["launches"]) for name, method in methods.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         return {}
 
 

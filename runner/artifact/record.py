@@ -130,6 +130,15 @@ def read_record(folder: Path) -> dict[str, Recorded] | None:
     return record
 
 
+def read_export(folder: Path) -> dict[str, Any]:
+    """All that ``export.json`` says; empty where it cannot be read."""
+    try:
+        record = json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _recorded(name: str, entry: dict[str, Any]) -> Recorded:
     if Path(name).name != name:
         raise ValueError(f"{name!r} is no file name")

@@ -66,21 +66,6 @@ def format_version(proposals: int, has_logits: bool, has_forward: bool, has_spec
     return FORMAT_VERSION if proposals == 1 else PARALLEL_VERSION
 
 
-NEAR_TIE = 1e-3
-"""Of the logits' standard deviation: kernels that round differently in float32 may choose either token."""
-QUANTIZED_NEAR_TIE = 0.1
-"""The same where activations are quantized: what rounds differently may turn a code of 8 bits, and codes after it,
-until logits differ by what 8 bits lose. On gemma4-tiny, over 8,096 rows of windows against steps, the two best logits
-moved by up to 0.051 against each other; 8da4w chose another token 22 times, up to 0.011 behind, 8da8w never. On random
-models of 3 to 48 layers they moved by up to 0.14, whatever the depth."""
-
-
-def near_tie(qlinear: str | None) -> float:
-    """Of an artifact whose target's weights are by the recipe ``qlinear``; the check after an export measures how much
-    further its own model's logits move."""
-    return QUANTIZED_NEAR_TIE if (qlinear or "").startswith("8da") else NEAR_TIE
-
-
 RUNTIMES = ("executorch", "torch", "auto")
 """What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
 

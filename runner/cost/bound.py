@@ -11,7 +11,6 @@ KV caches are left out, being read as far as there are tokens. Kernels run one a
 ``LAUNCH_SECONDS`` unless a CUDA graph was captured. Nothing here was measured, and a GPU will take longer.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +21,8 @@ from typing import Any
 
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
-from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
+from eagle3.runner.artifact.record import read_export
+from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 from eagle3.runner.machine_code.ptx import Load, loads
 from eagle3.runner.machine_code.sass import Code, Loop, read_codes
@@ -39,8 +39,7 @@ def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str
 
     Raises ValueError where the exporter recorded no launches, or no GPU of the artifact's architecture is known.
     """
-    record = model.parent / EXPORT_RECORD
-    launches = launches_of(json.loads(record.read_text()) if record.is_file() else None, str(model))
+    launches = launches_of(read_export(model.parent), str(model))
     arch = metadata.manifest.get("cuda_arch")
     gpus = [GPUS[name] for name in names] or gpus_of(arch)
     if not gpus:
@@ -48,10 +47,10 @@ def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str
     return cost(launches, cuda_kernels(model), gpus, steps=math.ceil(metadata.chain_len / metadata.proposals))
 
 
-def launches_of(record: Mapping[str, Any] | None, model: str) -> dict[str, dict[str, Any]]:
+def launches_of(record: Mapping[str, Any], model: str) -> dict[str, dict[str, Any]]:
     """What the exporter recorded, by method. Raises ValueError where it did not."""
-    if record is None or LAUNCHES not in record:
-        lacks = "there is no export.json beside it" if record is None else "its export.json does not say them"
+    if LAUNCHES not in record:
+        lacks = "its export.json does not say them" if record else "there is no export.json beside it"
         raise ValueError(
             f"{model}: --cost needs the launches of each method, and {lacks} (an earlier eagle3-export, or no CUDA "
             "artifact): export it again for CUDA"
