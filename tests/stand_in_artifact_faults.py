@@ -129,13 +129,19 @@ def inputs_of_a_graph_freed(sessions: Sessions) -> None:
 
 @fault
 def ids_read_before_they_are_there(sessions: Sessions) -> None:
+    written_late = []  # the copies may not write into memory that Python has freed by then
+
     def early(self: torch.Tensor) -> torch.Tensor:
         if not self.is_cuda:
             return self
-        return torch.empty(self.shape, dtype=self.dtype).copy_(self, non_blocking=True).clone()
+        written_late.append(torch.empty(self.shape, dtype=self.dtype))
+        return written_late[-1].copy_(self, non_blocking=True).clone()
 
     with patch.object(torch.Tensor, "cpu", early):
-        draft(sessions, opened(sessions, graphs=False))
+        try:
+            draft(sessions, opened(sessions, graphs=False))
+        finally:
+            torch.cuda.synchronize()
 
 
 @fault
