@@ -25,7 +25,7 @@ from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.bench.cli import main as bench_main
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY, row_bounds
 from eagle3.runner.hosts import one_host, opening, torch_host, torch_host_checks
-from eagle3.runner.hosts.cuda_graph import WARM_UP, SingleThreaded, capture
+from eagle3.runner.hosts.cuda_graph import NEEDED, WARM_UP, SingleThreaded, _tensors, capture
 from eagle3.runner.hosts.opening import choose_runtime, open_session
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.hosts.torch_host import TorchSession
@@ -199,6 +199,31 @@ def test_a_container_whose_constants_are_refused_is_freed_and_keeps_none_of_them
         SingleThreaded(Counted(), torch.device("cpu"), {name: tensor})  # all others are lacking
     assert made.count("CreateWithDevice") == made.count("Delete") == 2  # each is looked up once before it is called
     assert tensor._use_count() == held
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_a_run_that_fails_gives_back_the_inputs_that_the_library_has_not_taken(taken):
+    took = []
+
+    def run(container, given, count, *others):
+        for index in range(taken):
+            took.append(given[index])
+            given[index] = None
+        return 1
+
+    def count(container, into):
+        into._obj.value = 1
+        return 0
+
+    calls = dict.fromkeys(NEEDED, lambda *given: 0)
+    calls |= {name: run for name in calls if name.endswith("RunSingleThreaded")}
+    calls |= {name: count for name in calls if name.endswith("GetNumOutputs")}
+    inputs = [torch.zeros(3), torch.ones(2)]
+    held = [each._use_count() for each in inputs]
+    with pytest.raises(RuntimeError, match="RunSingleThreaded failed"):
+        SingleThreaded(SimpleNamespace(**calls), torch.device("cpu"), {})(inputs)
+    assert [each._use_count() for each in inputs] == [count + (at < taken) for at, count in enumerate(held)]
+    _tensors(took)
 
 
 def test_memory_is_given_back_where_a_method_does_not_load(host_artifact, monkeypatch):

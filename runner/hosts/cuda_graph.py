@@ -74,7 +74,11 @@ class SingleThreaded:
         given, made = (ctypes.c_void_p * len(inputs))(*_handles(inputs)), (ctypes.c_void_p * self._outputs)()
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
         arrays = given, _size(len(inputs)), made, _size(self._outputs)
-        self._call("RunSingleThreaded", self._container, *arrays, ctypes.c_void_p(stream), None)
+        try:
+            self._call("RunSingleThreaded", self._container, *arrays, ctypes.c_void_p(stream), None)
+        except RuntimeError:
+            _tensors([handle for handle in given if handle])  # the library sets null those that it has taken
+            raise
         return _tensors(made)
 
     def close(self) -> None:
