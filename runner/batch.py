@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eagle3.runner.batch_output import opened, read_earlier, request_digest
+from eagle3.runner.chat import Message
 from eagle3.runner.console.command import one_line, tell
 from eagle3.runner.console.text_input import source_name
 from eagle3.runner.conversation import Conversation
@@ -46,7 +47,7 @@ class Batch:
         template = [self.chat, self.system] if prompt.text is not None else None
         return request_digest(self.model.metadata, prompt, template, Options.of(**options))
 
-    def answers(self, prompt: Prompt, said: Sequence[str]) -> Iterator[Result]:
+    def answers(self, prompt: Prompt, said: Sequence[str | None]) -> Iterator[Result]:
         return answers(self.model, prompt, self.chat, self.system, prompt.own_options(self.options), said)
 
 
@@ -163,7 +164,12 @@ def check_prompt(model: Model, prompt: Prompt, chat: bool, system: str | None, o
 
 
 def answers(
-    model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any], said: Sequence[str] = ()
+    model: Model,
+    prompt: Prompt,
+    chat: bool,
+    system: str | None,
+    options: dict[str, Any],
+    said: Sequence[str | None] = (),
 ) -> Iterator[Result]:
     """A result a turn, behind the turns whose answers are ``said``. Raises ValueError for a turn that cannot be run."""
     if prompt.text is not None and (chat or prompt.further_turns):
@@ -177,7 +183,7 @@ def answers(
         yield model.generate(_single(prompt), **options)
 
 
-def _single(prompt: Prompt) -> Any:
+def _single(prompt: Prompt) -> str | list[int] | list[Message]:
     """A prompt without turns, as ``Model.stream`` takes it."""
     return next(given for given in (prompt.text, prompt.tokens, prompt.messages) if given is not None)
 

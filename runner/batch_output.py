@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
@@ -31,7 +31,9 @@ class Earlier:
     ends_line: bool = True
 
 
-def request_digest(metadata: Metadata, prompt: Prompt, template: Any, options: Options) -> str:
+def request_digest(
+    metadata: Metadata, prompt: Prompt, template: list[bool | str | None] | None, options: Options
+) -> str:
     """16 hexadecimal digits of what a prompt's results depend on: its text, the options, the artifact.
 
     ``template``: whatever says how the text goes into the chat template. The chain length is left out, since tokens do
@@ -69,7 +71,7 @@ def read_earlier(output: Path | None, digests: dict[int, str]) -> Earlier:
     return earlier
 
 
-def _add(texts: dict[int, list[str | None]], record: Any, digests: dict[int, str]) -> None:
+def _add(texts: dict[int, list[str | None]], record: object, digests: dict[int, str]) -> None:
     """Raises ValueError, with the reason alone, for what is no result of the batch."""
     if not isinstance(record, dict) or not all(type(record.get(name)) is int for name in ("line", "turn")):
         raise ValueError("it has no line and turn")

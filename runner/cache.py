@@ -12,7 +12,7 @@ class CachedTokens:
     The loop says what it writes, before it does: whatever interrupts it, what is said to be there is there.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         self.draft_slots = 0
         self._highest = -1

@@ -1,7 +1,6 @@
 """Conversations in a model's own chat template, by transformers."""
 
 from pathlib import Path
-from typing import Any
 
 from eagle3.runner.console.text_input import check_unicode, shown
 
@@ -11,7 +10,7 @@ Message = dict[str, str]
 """``{"role": one of ROLES, "content": text}``"""
 
 
-def check_messages(messages: Any) -> list[Message]:
+def check_messages(messages: object) -> list[Message]:
     """``messages`` themselves. Raises ValueError, with the message's number from 1, for what is no conversation."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of one or more, found {shown(messages)}")

@@ -14,7 +14,7 @@ class Choice(Protocol):
     greedy: bool
     """It takes a step's ids as they are: logits and draft steps may be left out."""
 
-    def target(self, step: Step, proposed: list[int]) -> Tensor:
+    def target(self, step: Step, proposed: list[int], /) -> Tensor:
         """The token after each row of the target: int64 [1, R] on the host.
 
         Args:
@@ -23,7 +23,7 @@ class Choice(Protocol):
             proposed: R - 1 ids; row i stands behind the tokens so far and the first i of these
         """
 
-    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+    def draft(self, step: Step, proposed: Sequence[Tensor], /) -> Tensor:
         """What to propose, as ids of the target: int64 [1, K] on the host.
 
         Args:
@@ -41,10 +41,10 @@ class Greedy:
 
     greedy = True
 
-    def target(self, step: Step, proposed: list[int]) -> Tensor:
+    def target(self, step: Step, _proposed: list[int]) -> Tensor:
         return step.ids
 
-    def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
+    def draft(self, step: Step, _proposed: Sequence[Tensor]) -> Tensor:
         return step.ids
 
     def accept(self, tokens: list[int]) -> None:

@@ -16,7 +16,7 @@ class Conversation:
         """``options`` (``eagle3.runner.options``) are every turn's, unless it has its own."""
         self._model, self._options = model, options
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self._system)
+        self.messages: list[dict[str, Any]] = list(self._system)
         self.result: Result | None = None
         """Of the last turn; None where it ended before it began."""
         self._answering: weakref.ref[Generator] | None = None
@@ -41,6 +41,7 @@ class Conversation:
         """``say`` to its end."""
         for _ in self.say(text, **options):
             pass
+        assert self.result is not None  # the loop went to its end
         return self.result
 
     def reset(self) -> None:
@@ -50,7 +51,7 @@ class Conversation:
 
     def _end_answer(self) -> None:
         """Close the answer before, where it may still be asked for more."""
-        answer = self._answering and self._answering()
+        answer = None if self._answering is None else self._answering()
         if answer is not None:
             with suppress(ValueError):  # "generator already executing", in another thread
                 answer.close()

@@ -136,10 +136,12 @@ class Place:
         if speculated is not None:
             said.append(speculated)
         margin = relative = moved = threshold = None
-        if self._logits is not None:
-            margin, moved = _margin(self._logits), self._smallest_move(said)
-            relative = margin / float(self._logits.std())
-            threshold = rounding(self._logits, self.step.feature.dtype, self.near_tie)
+        is_tie: bool | None = None
+        if (logits := self._logits) is not None:
+            margin, moved = _margin(logits), self._smallest_move(said, logits)
+            relative = margin / float(logits.std())
+            threshold = rounding(logits, self.step.own_feature().dtype, self.near_tie)
+            is_tie = moved <= threshold
         index = len(self.token_ids) - 1
         return Divergence(
             index=index,
@@ -150,7 +152,7 @@ class Place:
             relative_margin=relative,
             moved=moved,
             threshold=threshold,
-            near_tie=None if moved is None else moved <= threshold,
+            near_tie=is_tie,
             reproduced=speculated is not None,
             said=tuple(said),
         )
@@ -160,13 +162,13 @@ class Place:
         """[V] of the replay."""
         return None if self.step.logits is None else self.step.logits[0, 0]
 
-    def _gap(self, logits: Tensor) -> float:
+    def _gap(self, logits: Tensor, replay: Tensor) -> float:
         """By how much the replay's token is ahead, in standard deviations of the replay's logits."""
-        return float((logits[self.replayed] - logits[self.token_ids[-1]]) / self._logits.std())
+        return float((logits[self.replayed] - logits[self.token_ids[-1]]) / replay.std())
 
-    def _smallest_move(self, said: list[Said]) -> float:
+    def _smallest_move(self, said: list[Said], replay: Tensor) -> float:
         moves = [each.moved for each in said if each.token == self.token_ids[-1] and each.moved is not None]
-        return min(moves, default=abs(self._gap(self._logits)))
+        return min(moves, default=abs(self._gap(replay, replay)))
 
     def _probed(self) -> Iterator[Said]:
         session, tokens = self.session, [*self.prompt, *self.token_ids[:-1]]
@@ -186,7 +188,9 @@ class Place:
                 if fresh != wanted[done : done + len(fresh)]:
                     return None
                 row, done = len(wanted) - 1 - done, done + len(fresh)
-        step, rows = watched.step, watched.step.ids.shape[1]
+        step = watched.step
+        assert step is not None  # there was a token
+        rows = step.ids.shape[1]
         one = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
         if step.feature is None:  # a whole round's, with the next window
             return self._read(step._replace(ids=step.ids[:1]), Way(SPECULATE, rows, row), row, speculated=True)
@@ -200,8 +204,8 @@ class Place:
         choice.accept(list(self.token_ids[:-1]))
         token = int(choice.target(Step(step.ids[:, [output]], None, logits), []))
         margin = moved = None
-        if logits is not None:
-            margin, moved = _margin(logits[0, 0]), abs(self._gap(logits[0, 0]) - self._gap(self._logits))
+        if logits is not None and (replay := self._logits) is not None:
+            margin, moved = _margin(logits[0, 0]), abs(self._gap(logits[0, 0], replay) - self._gap(replay, replay))
         return Said(*way, token, margin, moved, speculated)
 
 

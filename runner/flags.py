@@ -1,11 +1,13 @@
 """The flags of a generation, for every command that has one."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from eagle3.runner.options import AUTO, Options
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def token_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int] | None:
@@ -17,13 +19,17 @@ def token_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
         raise click.BadParameter(f"{text!r} is no list of token ids such as 1,2,3") from None
 
 
-def chain_length(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
-    if text is None or text == AUTO:
+def chain_length(text: str) -> int | str:
+    if text == AUTO:
         return text
     try:
         return int(text)
     except ValueError:
         raise click.BadParameter(f"{text!r} is neither a number of draft tokens nor {AUTO}") from None
+
+
+def _chain_length(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
+    return None if text is None else chain_length(text)
 
 
 def biases(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> dict[int, float] | None:
@@ -38,7 +44,7 @@ file of prompts is mixed with each line's number."""
 
 _CHAIN_LEN = click.option(
     "--chain-len",
-    callback=chain_length,
+    callback=_chain_length,
     metavar=f"K|{AUTO}",
     help=f"Draft tokens a round, 0 for none; {AUTO}: as many as pay. Default: the artifact's.",
 )
@@ -61,12 +67,12 @@ _TEXT_FLAGS = (
 )
 
 
-def generation_flags(command: Callable) -> Callable:
+def generation_flags(command: Command) -> Command:
     """Adds the flags; the command gets ``**given``, for ``options_from``."""
     return _CHAIN_LEN(text_flags(command))
 
 
-def text_flags(command: Callable) -> Callable:
+def text_flags(command: Command) -> Command:
     """``generation_flags`` without the chain length, on which the text does not depend."""
     for flag in reversed(_TEXT_FLAGS):
         command = flag(command)

@@ -8,6 +8,7 @@ with the feature that proved it. Both caches roll back by writing positions agai
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,8 +65,8 @@ def generate(
         chain = FixedChain(metadata.chain_len if chain is None else chain)
     rounds = Rounds(session, chain, choice or Greedy(), CachedTokens() if cached is None else cached)
     budget = min(max_new_tokens, metadata.max_seq_len - len(prompt))
-    stop_ids = frozenset(metadata.eos_ids if stop_ids is None else stop_ids)
-    return _emit(session, rounds, list(prompt), budget, stop_ids, GenerationStats() if stats is None else stats)
+    stops = frozenset(metadata.eos_ids if stop_ids is None else stop_ids)
+    return _emit(session, rounds, list(prompt), budget, stops, GenerationStats() if stats is None else stats)
 
 
 def _emit(
@@ -93,12 +94,12 @@ def _emit(
         stats.generation_tokens += len(fresh)
         yield fresh
         if finish_reason:
-            break
+            return Generation(tokens, finish_reason, stats)
         start = time.perf_counter()
-    return Generation(tokens, finish_reason, stats)
+    raise AssertionError("rounds do not end by themselves")
 
 
-def complete(session: Session, prompt: Sequence[int], **options) -> Generation:
+def complete(session: Session, prompt: Sequence[int], **options: Any) -> Generation:
     """``generate`` to its end."""
     steps = generate(session, prompt, **options)
     while True:
@@ -133,7 +134,7 @@ class Rounds:
             anchor = self._prefill(prompt, stats)
             yield [anchor]
             window = self._propose()
-            while True:
+            while window is not None:
                 if self._fits_whole(window.shape[1]):
                     window = yield from self._play_whole(window, stats)
                 else:
@@ -158,7 +159,7 @@ class Rounds:
         rows = common_prefix(proposed, ids) + 1  # the corrected token is the target's own, as the accepted ones are
         self._accept(ids := ids[:rows])
         self._chain.record(len(proposed), rows - 1)
-        self._seed.add(chosen[:, :rows], step.feature[:, :rows])
+        self._seed.add(chosen[:, :rows], step.own_feature()[:, :rows])
         return ids, len(proposed)
 
     def _fits_whole(self, rows: int) -> bool:
@@ -178,11 +179,11 @@ class Rounds:
         """
         session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
         start, longest = self._anchor_pos, window.shape[1] - 1
-        inputs = window, session.positions[start : start + window.shape[1]]
+        tokens, input_pos = window, session.positions[start : start + window.shape[1]]
         proposed, wanted = window.tolist()[0][1:], longest
         while self._fits_whole(1 + wanted):
             cached.reach(self._anchor_pos + 2 * longest - 1)
-            said, *inputs = session.speculate(*inputs)
+            said, tokens, input_pos = session.speculate(tokens, input_pos)
             ids, following = chosen_by(Step(said, None), proposed).tolist()
             accepted = common_prefix(proposed, ids)
             self._accept(ids := ids[: accepted + 1])
@@ -213,14 +214,15 @@ class Rounds:
             cached.tokens = prompt[: end + 1]
             if speculates:
                 cached.reach(end - 1 + self._masks)
-                session.draft_decode(tokens[:, start + 1 : end + 1], step.feature, session.positions[start:end])
+                feature = step.own_feature()
+                session.draft_decode(tokens[:, start + 1 : end + 1], feature, session.positions[start:end])
                 cached.draft_slots = end
         last = Step(step.ids[:, -1:], step.feature, None if step.logits is None else step.logits[:, -1:])
         anchor = self._choice.target(last, [])
         cached.tokens = list(prompt)
         self._accept(ids := anchor[0].tolist())
         self._seed = Seed(start)
-        self._seed.add(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.feature)
+        self._seed.add(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.own_feature())
         return ids[0]
 
     def _verify(self, tokens: Tensor, start: int) -> Step:
@@ -270,7 +272,7 @@ class Rounds:
         if self._masks:
             chain = [chain[0][:, :wanted]]
         for position in range(anchor_pos, anchor_pos + wanted - chain[0].shape[1]):
-            step = session.draft_decode(chain[-1], step.feature, session.positions[position : position + 1])
+            step = session.draft_decode(chain[-1], step.own_feature(), session.positions[position : position + 1])
             chain.append(self._choice.draft(step, chain))
         return torch.cat([anchor, *chain], dim=1)
 
@@ -296,7 +298,7 @@ class Seed:
 
 
 def first_row(step: Step) -> Step:
-    return Step(step.ids[:, :1], step.feature[:, :1], None if step.logits is None else step.logits[:, :1])
+    return Step(step.ids[:, :1], step.own_feature()[:, :1], None if step.logits is None else step.logits[:, :1])
 
 
 def chunks(start: int, end: int, metadata: Metadata) -> list[tuple[int, int]]:

@@ -69,6 +69,7 @@ def replay(
             agreed += 1
         else:
             return Replay(agreed, method)
+    assert watched.step is not None  # that of the token that differs
     tie = near_tie_of(session.metadata, None) if near_tie is None else near_tie
     place = Place(session, prompt, token_ids[: agreed + 1], replayed, watched.step, make_choice, tie)
     return Replay(agreed + 1, method, place.divergence(chain))
@@ -105,7 +106,7 @@ _NOT_REPRODUCED = (
 
 def _rows_by_call(said: Iterable[Said]) -> dict[tuple[str, int, bool], list[int]]:
     """(method, rows, speculated) to the rows in question, from 1."""
-    found = {}
+    found: dict[tuple[str, int, bool], list[int]] = {}
     for each in said:
         found.setdefault((each.method, each.rows, each.speculated), []).append(each.row + 1)
     return found

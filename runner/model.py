@@ -75,7 +75,7 @@ class Model:
                 raise ValueError("the prompt is empty: give some text")
             self.text.check_length(prompt, self.metadata.max_seq_len)
             return self.text.encode(prompt)
-        given = list(prompt) if isinstance(prompt, Iterable) else [None]
+        given: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [None]
         if given and all(isinstance(message, Mapping) for message in given):
             messages = check_messages([dict(message) for message in given])
             self.text.check_length("\n".join(each["content"] for each in messages), self.metadata.max_seq_len)

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final, Literal
 
 from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
 from eagle3.runner.sampling.options import Sampling, check_logits
 from eagle3.runner.stop_strings import StopStrings
 
-AUTO = "auto"
+AUTO: Final = "auto"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Options(Sampling):
     """Besides the artifact's own end tokens."""
     ignore_eos: bool = False
     """Go on behind the artifact's own end tokens, for benchmarks."""
-    chain_len: int | str | None = None
+    chain_len: int | Literal["auto"] | None = None
     """Draft tokens a round: at most the artifact's (the default), 0 for none, "auto" for as many as pay."""
     logprobs: int | None = None
     """Log-probabilities of each token and of so many that are likeliest, by the model's own distribution."""

@@ -75,9 +75,11 @@ class Prompt:
         ``chat``. Raises ValueError, naming the line, for what the template does not take."""
         if self.tokens is not None:
             return self.tokens
+        assert text is not None, "only token ids take no tokenizer"
         try:
             if self.messages is not None:
                 return text.encode_messages(self.messages)
+            assert self.text is not None
             return text.encode_chat(self.text) if chat else text.encode(self.text)
         except ValueError as error:
             raise ValueError(f"the prompt of line {self.line}: {error}") from error
@@ -101,10 +103,11 @@ def read_prompts(file: Path | None) -> list[Prompt]:
 
     Raises ValueError for a file without prompts, and with the line's number for the first that is no prompt.
     """
-    prompts = read_lines(file)
-    for each in prompts:
+    prompts = []
+    for each in read_lines(file):
         if isinstance(each, Fault):
             raise ValueError(f"{source_name(file)} line {each.line}: {each.reason}")
+        prompts.append(each)
     return prompts
 
 
@@ -164,7 +167,7 @@ def _prompt(line: int, entry: dict[str, Any]) -> Prompt:
     )
 
 
-def _given(kind: str, value: Any) -> dict[str, Any]:
+def _given(kind: str, value: object) -> dict[str, Any]:
     """What a prompt's own field says, as fields of ``Prompt``."""
     if kind == "messages":
         return {"messages": check_messages(value)}
@@ -177,22 +180,23 @@ def _given(kind: str, value: Any) -> dict[str, Any]:
     return {"text": turns[0], "further_turns": tuple(turns[1:])}
 
 
-def _items(name: str, value: Any, item: type) -> list[Any]:
+def _items(name: str, value: object, item: type) -> list[Any]:
     """A list of one or more, each of the same type."""
-    if not _typed(name, value, (list,)):
+    elements = _typed(name, value, (list,))
+    if not elements:
         raise ValueError(f"{name} is empty: give at least one")
-    return [_typed(f"{name}[{index}]", element, (item,)) for index, element in enumerate(value)]
+    return [_typed(f"{name}[{index}]", element, (item,)) for index, element in enumerate(elements)]
 
 
-def _typed(name: str, value: Any, types: tuple[type, ...]) -> Any:
+def _typed(name: str, value: object, types: tuple[type, ...]) -> Any:  # noqa: ANN401 - of one of ``types``
     if type(value) not in types:  # not isinstance: a bool would be an int
         raise ValueError(f"{name} is {shown(value)}, but must be {' or '.join(TYPES[kind] for kind in types)}")
     return value
 
 
-def _optional(entry: dict[str, Any], name: str | None, types: tuple[type, ...]) -> Any:
+def _optional(entry: dict[str, Any], name: str | None, types: tuple[type, ...]) -> Any:  # noqa: ANN401 - as above
     """None where there is no such field, or where it is null."""
-    return None if entry.get(name) is None else _typed(name, entry[name], types)
+    return None if name is None or entry.get(name) is None else _typed(name, entry[name], types)
 
 
 def _one_of(names: tuple[str, ...], entry: dict[str, Any]) -> str | None:

@@ -1,6 +1,6 @@
 """What happened in a generation, under vLLM's names."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ class GenerationStats:
     """To the first token."""
     decode_seconds: float = 0.0
     """From the first token to the last."""
-    method_seconds: Counter = field(default_factory=Counter)
-    method_calls: Counter = field(default_factory=Counter)
+    method_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    method_calls: Counter[str] = field(default_factory=Counter)
 
     def record(self, proposed: int, accepted: int) -> None:
         """A round; ``proposed`` 0 is a step without a draft."""
@@ -53,7 +53,8 @@ class GenerationStats:
         self.num_undrafted += other.num_undrafted
         self.prefill_seconds += other.prefill_seconds
         self.decode_seconds += other.decode_seconds
-        self.method_seconds += other.method_seconds
+        for name, seconds in other.method_seconds.items():
+            self.method_seconds[name] += seconds
         self.method_calls += other.method_calls
         self.accepted_at += [0] * (len(other.accepted_at) - len(self.accepted_at))
         for position, count in enumerate(other.accepted_at):

@@ -1,5 +1,6 @@
 """A generation under way, and what it gave."""
 
+import inspect
 import secrets
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -89,7 +90,7 @@ class Stream(Iterator[Piece]):
     @property
     def running(self) -> bool:
         """Whether a thread is computing its next piece."""
-        return self._pieces.gi_running
+        return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING
 
     def __enter__(self) -> "Stream":
         return self

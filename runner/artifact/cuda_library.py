@@ -183,7 +183,10 @@ def images_of(what: str, code: bytes, arch: str | None) -> list[tuple[str, str]]
 def runs_on(form: str, arch: str, capability: tuple[int, int]) -> bool:
     """SASS runs on its major version from its minor version on, PTX on every later one. ``sm_90a`` is for that GPU
     alone, ``sm_100f`` for its family."""
-    number, variant = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()
+    found = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if found is None:
+        raise ValueError(f"{arch!r} is no architecture such as sm_90")
+    number, variant = found.groups()
     made_for = int(number[:-1]), int(number[-1])
     if variant == "a":
         return made_for == capability

@@ -8,10 +8,18 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact.light_imports import without_compiler
 from eagle3.runner.console.command import calm_stderr
+
+if TYPE_CHECKING:
+    from executorch.exir._serialize.generated.executorch_flatbuffer.EValue import EValue
+    from executorch.exir._serialize.generated.executorch_flatbuffer.ExecutionPlan import ExecutionPlan as StoredPlan
+    from executorch.exir._serialize.generated.executorch_flatbuffer.Program import Program as StoredProgram
+    from executorch.exir._serialize.generated.executorch_flatbuffer.Tensor import TensorT
+    from executorch.exir.schema import BackendDelegate, ExecutionPlan, Program
+    from torch import Tensor
 
 EXTENDED_HEADER = struct.Struct("<8x4sIQQ")
 """After the flatbuffer's root and identifier: "eh00", the header's length, the program's size, where segments begin."""
@@ -19,16 +27,16 @@ EXTENDED_HEADER = struct.Struct("<8x4sIQQ")
 
 @dataclass(frozen=True)
 class Pte:
-    """A ``.pte``: its program (``executorch.exir.schema.Program``), then segments that the program lists."""
+    """A ``.pte``: its program, then segments that the program lists."""
 
     path: Path
-    bytes: int
-    program: Any
+    file_bytes: int
+    program: "Program"
     program_bytes: int
     segments_at: int
 
-    def plan(self, method: str) -> Any:
-        """How a method is executed: its ``ExecutionPlan``."""
+    def plan(self, method: str) -> "ExecutionPlan":
+        """How a method is executed."""
         return next(plan for plan in self.program.execution_plan if plan.name == method)
 
     def segment(self, index: int) -> bytes:
@@ -42,13 +50,13 @@ class Pte:
         named = {item.key: item.segment_index for item in self.program.named_data or ()}
         return self.segment(named[key])
 
-    def delegate_bytes(self, delegate) -> int:
+    def delegate_bytes(self, delegate: "BackendDelegate") -> int:
         index = delegate.processed.index
         if delegate.processed.location.name == "SEGMENT":
             return self.program.segments[index].size
         return len(self.program.backend_delegate_data[index].data)
 
-    def delegate_blob(self, delegate) -> bytes:
+    def delegate_blob(self, delegate: "BackendDelegate") -> bytes:
         index = delegate.processed.index
         if delegate.processed.location.name == "SEGMENT":
             return self.segment(index)
@@ -92,7 +100,7 @@ def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
             raise ValueError(f"{path} is damaged (its constants do not parse: {error}): export it again") from error
 
 
-def _is_constant(plan) -> bool:
+def _is_constant(plan: "StoredPlan") -> bool:
     instructions = sum(plan.Chains(place).InstructionsLength() for place in range(plan.ChainsLength()))
     return not plan.InputsLength() and not instructions
 
@@ -108,8 +116,9 @@ def _head(path: Path) -> tuple[bytes, int, int]:
         return file.read(program_bytes), segments_at, size
 
 
-def _constant(path: Path, program, segments_at: int, value) -> Any:
-    """``value``: an ``EValue`` of the generated reader."""
+def _constant(
+    path: Path, program: "StoredProgram", segments_at: int, value: "EValue"
+) -> "int | bool | float | str | Tensor":
     from executorch.exir._serialize.generated.executorch_flatbuffer.EValue import EValueT
 
     found = EValueT.InitFromObj(value).val
@@ -124,7 +133,7 @@ def _constant(path: Path, program, segments_at: int, value) -> Any:
     }[kind]()
 
 
-def _tensor(path: Path, program, segments_at: int, tensor) -> Any:
+def _tensor(path: Path, program: "StoredProgram", segments_at: int, tensor: "TensorT") -> "Tensor":
     """int64, the one dtype that constants of the contract have."""
     import torch
     from executorch.exir.schema import ScalarType

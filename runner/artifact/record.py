@@ -71,7 +71,7 @@ class Comparison:
         faulty = [state for state in self.files if state.fault]
         if faulty:
             others = ", ".join(state.name for state in faulty[1:])
-            raise ValueError(faulty[0].fault + (f" (not as recorded either: {others})" if others else ""))
+            raise ValueError(f"{faulty[0].fault}" + (f" (not as recorded either: {others})" if others else ""))
 
 
 def compare(model: Path, verify: bool = False, say: Callable[[str], None] = silent) -> Comparison:
@@ -181,9 +181,9 @@ def _found(path: Path, entry: Recorded, hashed: bool) -> FileState:
         difference = f"sha256 of its program {_differing(found.sha256, program.sha256)}"
     elif hashed:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != whole.sha256:
-            difference = f"sha256 {_differing(found, whole.sha256)}"
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != whole.sha256:
+            difference = f"sha256 {_differing(sha256, whole.sha256)}"
     if difference is None:
         return FileState(path.name, size, True if hashed else None, None)
     fault = f"{path} is damaged, or was edited after the export ({difference}): copy or export it again"

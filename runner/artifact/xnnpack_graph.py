@@ -50,7 +50,8 @@ class Graph:
 
 def read_graphs(blobs: Iterable[bytes]) -> Graph:
     """Of the delegates of a method, together, by the schema and the ``flatc`` that ExecuTorch ships."""
-    nodes, products = Counter(), []
+    nodes: Counter[str] = Counter()
+    products = []
     for graph in map(_decode, blobs):
         values = {value["id_out"]: value for value in map(_tensor_value, graph["xvalues"])}
         for node in graph["xnodes"]:

@@ -27,9 +27,11 @@ Examples:
 """
 
 
-def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int | str] | None:
+def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int | str] | None:
     """Each once, in their order."""
-    return text and list(dict.fromkeys(chain_length(ctx, param, part.strip()) for part in text.split(",")))
+    if text is None:
+        return None
+    return list(dict.fromkeys(chain_length(part.strip()) for part in (text.split(",") if text else ())))
 
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
@@ -68,20 +70,20 @@ def chain_lengths(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
 def main(
-    artifact,
-    prompts,
-    chat,
-    lengths,
-    repeats,
-    compare,
-    checkpoint,
-    profile,
-    runtime,
-    cuda_graph,
-    plot,
-    markdown,
-    as_json,
-    **given,
+    artifact: Path,
+    prompts: Path | None,
+    chat: bool,
+    lengths: list[int | str] | None,
+    repeats: int,
+    compare: Path | None,
+    checkpoint: Path | None,
+    profile: bool,
+    runtime: str,
+    cuda_graph: str,
+    plot: Path | None,
+    markdown: bool,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Measure an artifact of eagle3-export.
 
@@ -93,7 +95,7 @@ def main(
         raise click.UsageError("give one of --markdown and --json")
     if profile == bool(prompts):
         raise click.UsageError("give one of --prompts and --profile")
-    if profile:
+    if prompts is None:
         print_profile(artifact, as_json)
         return
     options = options_from(given)

@@ -38,7 +38,7 @@ def ratio(ours: Sequence[GenerationStats], theirs: Sequence[GenerationStats]) ->
 
 def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]], workload: Workload) -> dict[str, Any]:
     """``outcomes``: of the ways of one artifact or two, each time without speculation first; ``step_ms`` a pass."""
-    artifacts = {}
+    artifacts: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         artifacts.setdefault(outcome.way.artifact, []).append(outcome)
     first, *others = artifacts.values()
@@ -74,7 +74,7 @@ def artifact_figures(outcomes: Sequence[Outcome], first: Sequence[Outcome] | Non
 def way_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
     passes = outcome.stats()
     summed = total(passes)
-    figures = {"artifact": outcome.way.artifact, "chain_len": outcome.way.chain_len, **speeds(passes)}
+    figures: dict[str, Any] = {"artifact": outcome.way.artifact, "chain_len": outcome.way.chain_len, **speeds(passes)}
     figures |= {"round": round_figures(summed), "stats": summed.as_json()}
     figures["categories"] = {name: category_figures(outcome, alone, name) for name in categories(outcome)}
     return figures if outcome is alone else figures | against(outcome, alone, "no_speculation")
@@ -147,7 +147,7 @@ def divergence(
     tokens = answer.result.token_ids
     position = common_prefix(tokens, other)
     said, other_said = (ids[position] if position < len(ids) else None for ids in (tokens, other))
-    found = {"line": answer.prompt.line, "turn": answer.turn, "position": position}
+    found: dict[str, Any] = {"line": answer.prompt.line, "turn": answer.turn, "position": position}
     found |= {"token": said, "other_token": other_said, "differing": len(differing), "answers": len(pairs)}
     return found | (explain(answer.result, position) if explain else {})
 

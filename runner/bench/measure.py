@@ -1,7 +1,7 @@
 """Several ways through the same prompts, taking turns: every claim of speed is a ratio within such a run."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,14 +72,14 @@ def measure(
                 results = outcome.way.answer(workload, prompt)
                 outcome.passes[-1] += [Answer(prompt, turn, result) for turn, result in enumerate(results)]
                 advance()
-        session.seconds, session.calls = Counter(), Counter()  # those of the last result are no steps'
+        session.seconds, session.calls = defaultdict(float), Counter()  # those of the last result are no steps'
         step_ms.append(step_milliseconds(steps))
     return outcomes, step_ms
 
 
 def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
     """Median milliseconds of each call. They take turns, so that a machine's moods fall on all alike."""
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             start = time.perf_counter()
@@ -97,7 +97,7 @@ def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
     """A step: ``target_verify`` of a whole window, ``decode`` and ``speculate`` where they are there."""
     position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
-    steps = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
+    steps: dict[str, Callable[[], Any]] = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
         token = tokens[:, :1].contiguous()
         steps[DECODE] = lambda: session.decode(token, input_pos[:1])

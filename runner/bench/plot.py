@@ -11,8 +11,13 @@ from eagle3.runner.options import AUTO
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ABOVE = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center", "fontsize": "small"}
-BESIDE = {"textcoords": "offset points", "xytext": (4, 0), "fontsize": "small", "annotation_clip": False}
+ABOVE: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center", "fontsize": "small"}
+BESIDE: dict[str, Any] = {
+    "textcoords": "offset points",
+    "xytext": (4, 0),
+    "fontsize": "small",
+    "annotation_clip": False,
+}
 LEVELS = {AUTO: ("--", "bottom", f"chain length {AUTO}"), 0: (":", "top", "no speculation")}
 """The ways that have no place among the chain lengths: their lines' style, what of a ratio is at the line, and name."""
 

@@ -5,9 +5,11 @@ means over the middle half of the calls by their length, the same calls for ever
 takes time of its own: what a call takes without it stands beside.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -57,7 +59,7 @@ def profile(path: Path) -> dict[str, Any]:
         multiply_adds = graph.multiply_adds_of_all_rows if name == SPECULATE else call.rows * graph.multiply_adds
         methods[name] = {
             "rows": call.rows,
-            "ms": milliseconds(lambda run=call.run: run(session)),
+            "ms": milliseconds(partial(call.run, session)),
             "delegates": len(delegates),
             "nodes": dict(graph.nodes.most_common()),
             "weight_bytes": graph.weight_bytes,
@@ -77,7 +79,7 @@ def calls(session: Session) -> dict[str, Call]:
     first = min(at, metadata.max_seq_len - chunk)
     tokens, positions = torch.arange(1, chunk + 1)[None] % metadata.vocab_size, session.positions
     rows, token = tokens[:, :window].contiguous(), tokens[:, :1].contiguous()
-    feature = session.target_verify(rows, positions[at : at + window]).feature[:, :1].contiguous()
+    feature = session.target_verify(rows, positions[at : at + window]).own_feature()[:, :1].contiguous()
     found = {
         PREFILL: Call(chunk, lambda session: session.prefill(tokens, positions[first : first + chunk])),
         TARGET_VERIFY: Call(window, lambda session: session.target_verify(rows, positions[at : at + window])),
@@ -113,7 +115,8 @@ def parts(events: list[tuple[str, bool, list[float]]]) -> dict[str, Any]:
     whole = next(taken for name, _, taken in events if name == EXECUTE)
     order = sorted(range(len(whole)), key=whole.__getitem__)
     typical = order[len(order) // 4 : -(len(order) // 4) or None]
-    ms, count = Counter(), Counter()
+    ms: defaultdict[str, float] = defaultdict(float)
+    count: Counter[str] = Counter()
     for name, delegated, taken in events:
         kind = name.rpartition(" #")[0] if delegated else name.removeprefix("native_call_")
         ms[kind] += mean(taken[index] for index in typical)
@@ -124,7 +127,8 @@ def parts(events: list[tuple[str, bool, list[float]]]) -> dict[str, Any]:
     ms[BETWEEN_NODES] += delegates
     ms[BETWEEN_OPERATORS] += operators
     ms[BETWEEN] = total - delegates - operators
-    named = [{"name": name, "count": count[name], "ms": taken} for name, taken in ms.most_common()]
+    longest_first = sorted(ms.items(), key=itemgetter(1), reverse=True)
+    named = [{"name": name, "count": count[name], "ms": taken} for name, taken in longest_first]
     return {"traced_ms": total, "parts": named}
 
 

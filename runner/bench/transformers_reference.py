@@ -45,7 +45,7 @@ class TransformersReference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        torch.set_num_threads(os.cpu_count())  # a thread a core, as torch has it by itself
+        torch.set_num_threads(os.cpu_count() or 1)  # a thread a core, as torch has it by itself
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         self.model.eval().requires_grad_(False)
 

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -55,11 +55,11 @@ version_option = click.option(
 class OneLineFailures(click.Command):
     """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.params.append(click.Option(["--verbose"], is_flag=True, help="Tracebacks, and what libraries print."))
 
-    def main(self, *args, **kwargs):
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         occupy_standard_descriptors()
         streams = sys.stdout, sys.stderr
         for stream in streams:
@@ -70,7 +70,7 @@ class OneLineFailures(click.Command):
             for stream in streams:
                 _let_go(stream)
 
-    def _exit_code(self, *args, **kwargs) -> int:
+    def _exit_code(self, *args: Any, **kwargs: Any) -> int:
         """Run the command; a failure is told."""
         try:
             if sys.stdout is None:
@@ -89,7 +89,7 @@ class OneLineFailures(click.Command):
             tell(f"Error: stdout: {one_line(error)}")
         return 1
 
-    def invoke(self, ctx: click.Context):
+    def invoke(self, ctx: click.Context) -> object:
         verbose = ctx.meta["verbose"] = ctx.params.pop("verbose", False)
         if not verbose:
             _calm_libraries()
@@ -173,9 +173,10 @@ def _escape_what_it_lacks(stream: TextIO | None) -> None:
 
 def _let_go(stream: TextIO | None) -> None:
     """Drop what cannot be written any more: Python would try again at exit, print that it failed, and exit with 120."""
+    if stream is None:
+        return
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except (OSError, ValueError):  # ValueError: it was closed meanwhile
         with suppress(OSError, ValueError):  # it has no descriptor
             null = os.open(os.devnull, os.O_WRONLY)

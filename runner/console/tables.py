@@ -1,10 +1,13 @@
 """Tables for people, as ``eagle3-inspect`` prints them."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], numbers: Iterable[str] = ()):
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], numbers: Iterable[str] = ()) -> "Table":
     """A plain table; the columns named in ``numbers`` are flush right."""
     from rich import box
     from rich.table import Table

@@ -4,7 +4,6 @@ import codecs
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 LONGEST_VALUE = 60  # characters of a value in a message
 
@@ -44,7 +43,7 @@ def source_name(file: Path | None) -> str:
     return "stdin" if file is None else str(file)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as a message has it: its ``repr`` in one line, cut where it is long."""
     try:
         text = " ".join(repr(value).split())

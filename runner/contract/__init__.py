@@ -78,8 +78,8 @@ class MissingMetadata(Exception):
     """A ``.pte`` without one of our constant methods; the message names it."""
 
 
-def _key(name: str, **default):
-    return field(metadata={"method": name}, **default)
+def _key(name: str, default: object = MISSING, compare: bool = True) -> Any:  # noqa: ANN401 - as dataclasses.field
+    return field(default=default, compare=compare, metadata={"method": name})
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Metadata:
 
         Raises MissingMetadata for the first that is not there, ValueError for another format version.
         """
-        values = {}
+        values: dict[str, Any] = {}
         for f in fields(cls):
             method = f.metadata["method"]
             if method not in names and f.default is not MISSING:

@@ -48,7 +48,7 @@ def check_instructions() -> None:
     """Raises ValueError where a package would not start for want of instructions. What is not Linux on x86 or Arm is
     left alone."""
     need, lacking = lacking_instructions(CPUINFO)
-    if lacking and subprocess.run([sys.executable, "-c", need.trial], capture_output=True).returncode:
+    if need and lacking and subprocess.run([sys.executable, "-c", need.trial], capture_output=True).returncode:
         raise ValueError(
             f"this processor has no {', '.join(lacking)} ({need.field} in {CPUINFO}), which {need.package} "
             f"{version_of(need.package)} is built with: {need.advice}"

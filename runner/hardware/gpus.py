@@ -6,7 +6,7 @@ a block may opt into, the clock in Hz as under load on the matrix units, where i
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,13 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def gpus_of(arch: str) -> list[Gpu]:
+def gpus_of(arch: str | None) -> list[Gpu]:
     """The GPUs of an architecture such as "sm_90"; none of an unknown one."""
     return [gpu for gpu in GPUS.values() if f"sm_{gpu.arch}" == arch]
 
 
 def excesses(
-    launches: Mapping[str, list[dict[str, Any]]], gpu: str, shared_bytes: int, threads: int = THREADS
+    launches: Mapping[str, Sequence[Mapping[str, Any]]], gpu: str, shared_bytes: int, threads: int = THREADS
 ) -> Iterator[str]:
     """What a block takes that ``gpu``, which allows so many bytes of shared memory and threads, has not: a line for
     each kernel. What a launch does not say it does not take."""
@@ -89,10 +89,11 @@ def excesses(
                     yield f"{kernel} takes {taken:,} {what} a block, {gpu} allows {allowed:,}"
 
 
-def lacking_on_later(arch: str, launches: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, str]:
+def lacking_on_later(arch: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     """Later architectures of the table than ``arch``, to what the first launch that they have no room for takes: PTX
     runs on later architectures, some of which allow a block less."""
-    (first, *_), found = gpus_of(arch), {}
+    first, *_ = gpus_of(arch)
+    found: dict[str, str] = {}
     for gpu in GPUS.values():
         name = f"sm_{gpu.arch}"
         if gpu.arch > first.arch and (line := next(excesses(launches, name, gpu.shared_memory_per_block), None)):

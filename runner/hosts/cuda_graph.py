@@ -9,7 +9,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -84,9 +84,9 @@ class SingleThreaded:
     def close(self) -> None:
         if self._container:
             self._call("Delete", self._container)
-            self._container = None
+            self._container = ctypes.c_void_p()
 
-    def _call(self, name: str, *arguments) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, _PREFIX + name)(*arguments):
             raise RuntimeError(f"{_PREFIX}{name} failed{self._reason()}")
 
@@ -105,7 +105,7 @@ def _handles(tensors: Iterable[Tensor]) -> list[int]:
     return [pointer(capsule, None) for capsule in capsules]
 
 
-def _tensors(handles: Sequence[int]) -> list[Tensor]:
+def _tensors(handles: Iterable[int]) -> list[Tensor]:
     """The tensors of handles that are ours; each is freed with its tensor."""
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -200,7 +200,7 @@ class Graphed:
             except (RuntimeError, ValueError) as error:
                 log.warning("no CUDA graph of %s, it runs without: %s", self._name, " ".join(str(error).split()))
                 self.close()
-        return self._plain(inputs) if self._graph is None else self._replay(inputs)
+        return self._plain(inputs) if self._graph is None else self._replay(self._graph, inputs)
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self._run is None:
@@ -209,15 +209,16 @@ class Graphed:
         self._warm += 1
         return outputs
 
-    def _replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _replay(self, graph: Graph, inputs: Sequence[Tensor]) -> list[Tensor]:
         for static, given in zip(self._inputs, inputs, strict=True):
             if given is not static:
                 static.copy_(given)
-        self._graph.replay()
+        graph.replay()
         first, *others = self._outputs
         return [first, *(out if at in self._fed_back else out.clone() for at, out in enumerate(others, 1))]
 
     def _body(self) -> None:
+        assert self._run is not None  # warming up made it
         self._outputs = self._run(self._inputs)
         for output, place in self._fed_back.items():
             self._inputs[place].copy_(self._outputs[output])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,8 +11,11 @@ from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
 from eagle3.runner.hosts.session import TimedSession, missing_method
 
+if TYPE_CHECKING:
+    from executorch.runtime import Program, Runtime
 
-def load_runtime():
+
+def load_runtime() -> "Runtime":
     """The ``Runtime`` singleton."""
     with calm_stderr():
         with without_compiler():
@@ -19,7 +23,7 @@ def load_runtime():
         return Runtime.get()
 
 
-def load_llm_ops(runtime) -> None:
+def load_llm_ops(runtime: "Runtime") -> None:
     """Register ``llama::custom_sdpa`` and the cache updates, which artifacts for the CPU call and no others.
 
     Importing ``executorch.extension.llm.custom_ops`` would do so too, and import all of Inductor (2 s) on the way;
@@ -46,13 +50,13 @@ class ExecuTorchSession(TimedSession):
     """Methods of a program that ``executorch.runtime`` has loaded, all of the contract or those that are named. Inputs
     must be contiguous tensors on the host."""
 
-    def __init__(self, program, metadata: Metadata, names: Iterable[str] = (*METHODS, SPECULATE, DECODE)):
+    def __init__(self, program: "Program", metadata: Metadata, names: Iterable[str] = (*METHODS, SPECULATE, DECODE)):
         super().__init__(metadata)
         names = [name for name in names if name in program.method_names]
         self._methods = {name: program.load_method(name) for name in names}
         self.has_decode, self.has_speculate = DECODE in names, SPECULATE in names
 
-    def _call(self, name, *inputs):
+    def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         try:
             return self._methods[name].execute(inputs)
         except KeyError:

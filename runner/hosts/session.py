@@ -4,7 +4,7 @@ Whatever runs the methods, ``loop.py`` sees the same calls. A session has one KV
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,11 @@ class Step(NamedTuple):
     """None of a whole round, which keeps it."""
     logits: Tensor | None = None
     """None where the artifact has none, and of a whole round."""
+
+    def own_feature(self) -> Tensor:
+        """The feature of a step that is not a whole round."""
+        assert self.feature is not None, "a whole round keeps its feature"
+        return self.feature
 
 
 class WholeRound(NamedTuple):
@@ -42,9 +47,9 @@ class Session(Protocol):
     """int64 [max_seq_len], 0, 1, 2, ...: slices of it are every ``input_pos``, since making one anew costs 20 us."""
     has_decode: bool
     has_speculate: bool
-    seconds: Counter
+    seconds: defaultdict[str, float]
     """Seconds spent inside each method so far."""
-    calls: Counter
+    calls: Counter[str]
     """Calls of each method so far."""
 
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
@@ -70,7 +75,8 @@ class TimedSession:
     def __init__(self, metadata: Metadata):
         self.metadata = metadata
         self.positions = torch.arange(metadata.max_seq_len)
-        self.seconds, self.calls = Counter(), Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
 
     def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         """The outputs of a method, in the contract's order."""
@@ -83,19 +89,19 @@ class TimedSession:
         self.calls[name] += 1
         return outputs
 
-    def prefill(self, tokens, input_pos):
+    def prefill(self, tokens: Tensor, input_pos: Tensor) -> Step:
         return Step(*self._timed(PREFILL, tokens, input_pos))
 
-    def target_verify(self, tokens, input_pos):
+    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step:
         return Step(*self._timed(TARGET_VERIFY, tokens, input_pos))
 
-    def draft_decode(self, tokens, feature, input_pos):
+    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> Step:
         return Step(*self._timed(DRAFT_DECODE, tokens, feature, input_pos))
 
-    def decode(self, tokens, input_pos):
+    def decode(self, tokens: Tensor, input_pos: Tensor) -> Step:
         return Step(*self._timed(DECODE, tokens, input_pos))
 
-    def speculate(self, tokens, input_pos):
+    def speculate(self, tokens: Tensor, input_pos: Tensor) -> WholeRound:
         return WholeRound(*self._timed(SPECULATE, tokens, input_pos))
 
     def close(self) -> None:
@@ -107,10 +113,10 @@ class EagerSession(TimedSession):
 
     has_decode = has_speculate = True
 
-    def __init__(self, speculator, metadata: Metadata):
+    def __init__(self, speculator: torch.nn.Module, metadata: Metadata):
         super().__init__(metadata)
         self._speculator = speculator
 
-    def _call(self, name, *inputs):
+    def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         with torch.no_grad():
             return getattr(self._speculator, name)(*inputs)

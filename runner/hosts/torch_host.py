@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from eagle3.runner.hosts.cuda_graph import Body, Graph, Graphed, Run, SingleThre
 from eagle3.runner.hosts.one_host import check_only_host
 from eagle3.runner.hosts.session import TimedSession, missing_method
 
+if TYPE_CHECKING:
+    from executorch.exir.schema import ExecutionPlan
+
 
 def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bool = True) -> "TorchSession":
     """Load the methods of a ``.pte`` whose weights the ``.ptd`` file ``stored`` holds: on the current GPU, by CUDA
@@ -56,8 +59,8 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
         libraries = {method.name: method.parsed for method in methods}
         capability = torch.cuda.get_device_capability(device)
         checks.check_architectures(libraries, capability, metadata.manifest.get("cuda_arch"))
-        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        checks.check_launches(recorded_launches(model), capability, shared)
+        gpu: Any = torch.cuda.get_device_properties(device)  # whose type lacks what the next line reads
+        checks.check_launches(recorded_launches(model), capability, gpu.shared_memory_per_block_optin)
         checks.check_constants({method.name: (method.table, method.library) for method in methods})
     export_host_symbols(device)
     check_only_host(torch=True)
@@ -107,7 +110,7 @@ def read_methods(pte: Pte) -> list[HostMethod]:
         raise ValueError(f"{pte.path}: {error}") from error
 
 
-def _method(pte: Pte, plan: Any, named: dict[str, int]) -> HostMethod:
+def _method(pte: Pte, plan: "ExecutionPlan", named: dict[str, int]) -> HostMethod:
     found = [delegate.id for delegate in plan.delegates]
     if found != [CUDA_BACKEND]:
         raise ValueError(f"method {plan.name} has the delegates {found}, PyTorch runs one {CUDA_BACKEND}")
@@ -119,7 +122,7 @@ def _method(pte: Pte, plan: Any, named: dict[str, int]) -> HostMethod:
 DEVICE_COPIES = ("et_copy::_h2d_copy", "et_copy::_d2h_copy")
 
 
-def _wiring(plan: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _wiring(plan: "ExecutionPlan") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Follow the values of a plan through its delegate. Its order is not the method's, and ExecuTorch's copies to and
     from the device stand between: those are the host's business here."""
     inputs = {value: place for place, value in enumerate(plan.inputs)}
@@ -243,7 +246,7 @@ def load_method(method: HostMethod, placed: dict[str, Tensor], device: torch.dev
     return loaded
 
 
-def _container(path: str, device: torch.device) -> Any:
+def _container(path: str, device: torch.device) -> Any:  # noqa: ANN401 - its stub wants a stream, which it does not
     """PyTorch's container with one instance of the library."""
     if device.type == "cpu":
         return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
@@ -298,7 +301,7 @@ class TorchSession(TimedSession):
             method = self._methods[name]
             self._graphs[name, rows] = Graphed(name, method, method.capturable, fed_back, capture)
 
-    def _call(self, name, *inputs):
+    def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         if name not in self._methods:
             raise ValueError(missing_method(name, closed=not self._methods))
         rows, (least, most) = inputs[0].shape[1], self._rows[name]

@@ -3,7 +3,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.contract import EXPORT_RECORD, Metadata
 from eagle3.runner.hardware.gpus import GPUS
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EPILOG = """
 \b
@@ -142,7 +145,7 @@ def _title(found: dict[str, Any]) -> str:
     return f"{found['model']}: {pair}, {backend}, chain length {chain_len}"
 
 
-def _files_table(entries: list[dict[str, Any]]):
+def _files_table(entries: list[dict[str, Any]]) -> "Table":
     words = {True: "same sha256", False: "DIFFERS", None: "not compared"}
     rows = (
         (entry["name"], "missing" if entry["bytes"] is None else entry["bytes"], words[entry["matches_record"]])
@@ -151,14 +154,14 @@ def _files_table(entries: list[dict[str, Any]]):
     return table("Files", ("name", "bytes", EXPORT_RECORD), rows, numbers=("bytes",))
 
 
-def _metadata_table(metadata: dict[str, Any]):
+def _metadata_table(metadata: dict[str, Any]) -> "Table":
     plain = {name: value for name, value in metadata.items() if name != "get_manifest"}
     nested = {f"manifest.{name}": value for name, value in metadata["get_manifest"].items()}
     rows = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in (plain | nested).items())
     return table("Metadata", ("constant method", "value"), rows)
 
 
-def _methods_table(methods: dict[str, dict[str, Any]]):
+def _methods_table(methods: dict[str, dict[str, Any]]) -> "Table":
     rows = (
         (name, _rows(method), "\n".join(map(_value, method["inputs"])), "\n".join(map(_value, method["outputs"])))
         for name, method in methods.items()
@@ -166,7 +169,7 @@ def _methods_table(methods: dict[str, dict[str, Any]]):
     return table("Methods (shapes are upper bounds)", ("method", "rows", "inputs", "outputs"), rows)
 
 
-def _delegates_table(methods: dict[str, dict[str, Any]]):
+def _delegates_table(methods: dict[str, dict[str, Any]]) -> "Table":
     """A line for each method and backend; the extents that ``DELEGATE_DETAILS`` adds are columns, in bytes."""
     lines = [(name, *pair) for name, method in methods.items() for pair in method["delegates"].items()]
     extents = [{key: value["bytes"] for key, value in facts.items() if _is_extent(value)} for *_, facts in lines]
@@ -179,7 +182,7 @@ def _delegates_table(methods: dict[str, dict[str, Any]]):
     return table("Delegates", columns, rows, numbers=columns[2:])
 
 
-def _is_extent(value: Any) -> bool:
+def _is_extent(value: object) -> bool:
     return isinstance(value, dict) and "bytes" in value
 
 
@@ -194,14 +197,14 @@ def _cuda_tables(methods: dict[str, dict[str, Any]]) -> list[Any]:
     return tables + ([_kernels_table(cuda), _cuda_weights_table(cuda), _symbols_table(cuda)] if cuda else [])
 
 
-def _linears_table(linears: dict[str, dict[str, int]]):
+def _linears_table(linears: dict[str, dict[str, int]]) -> "Table":
     kinds = list(next(iter(linears.values())))
     rows = ((name, *(counts[kind] for kind in kinds)) for name, counts in linears.items())
     columns = ("method", *(kind.replace("_", " ") for kind in kinds))
     return table("Quantized linears by kernel", columns, rows, numbers=columns[1:])
 
 
-def _kernels_table(cuda: dict[str, dict[str, Any]]):
+def _kernels_table(cuda: dict[str, dict[str, Any]]) -> "Table":
     kinds = list(next(iter(cuda.values()))["kernels"])
     rows = (
         (
@@ -219,7 +222,7 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({count:,})" for name, count in counts.items()) or "-"
 
 
-def _cuda_weights_table(cuda: dict[str, dict[str, Any]]):
+def _cuda_weights_table(cuda: dict[str, dict[str, Any]]) -> "Table":
     rows = (
         (name, what, extent["count"], extent["bytes"])
         for name, facts in cuda.items()
@@ -255,13 +258,13 @@ def _code_tables(code: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _gpu_memory_table(parts: dict[str, int | None]):
+def _gpu_memory_table(parts: dict[str, int | None]) -> "Table":
     words = {"workspace": "workspace of the longest calls", "context": "CUDA and PyTorch, about"}
     rows = ((words.get(part, part), "not recorded" if size is None else size) for part, size in parts.items())
     return table("GPU memory that a run takes", ("part", "bytes"), rows, numbers=("bytes",))
 
 
-def _symbols_table(cuda: dict[str, dict[str, Any]]):
+def _symbols_table(cuda: dict[str, dict[str, Any]]) -> "Table":
     """A line for the symbols of a family that the same methods need."""
     users: dict[tuple[str, str], list[str]] = {}
     for name, facts in cuda.items():
@@ -275,7 +278,7 @@ def _symbols_table(cuda: dict[str, dict[str, Any]]):
     return table("Symbols that CUDA libraries need from their runtime", ("family", "needed by", "symbols"), rows)
 
 
-def _memory_table(methods: dict[str, dict[str, Any]]):
+def _memory_table(methods: dict[str, dict[str, Any]]) -> "Table":
     rows = (
         (name, method["instructions"], " + ".join(map(_arena, method["planned_memory"])))
         for name, method in methods.items()
@@ -300,13 +303,13 @@ def _arena(arena: dict[str, Any]) -> str:
     return f"{arena['bytes']:,}{place}" + (" (mutable)" if arena["mutable"] else "")
 
 
-def _operators_table(methods: dict[str, dict[str, Any]]):
+def _operators_table(methods: dict[str, dict[str, Any]]) -> "Table":
     names = dict.fromkeys(name for method in methods.values() for name in method["operators"])
     rows = ((name, *(method["operators"].get(name, "-") for method in methods.values())) for name in names)
     return table("Operators outside delegates", ("operator", *methods), rows, numbers=methods)
 
 
-def _buffers_table(buffers: list[dict[str, Any]]):
+def _buffers_table(buffers: list[dict[str, Any]]) -> "Table":
     groups: dict[str, list[int]] = {}
     for buffer in buffers:
         groups.setdefault(", ".join(buffer["methods"]) or "none", []).append(buffer["bytes"])
@@ -315,7 +318,7 @@ def _buffers_table(buffers: list[dict[str, Any]]):
     return table("Mutable buffers", columns, rows, numbers=columns[1:])
 
 
-def _weights_table(weights: dict[str, Any]):
+def _weights_table(weights: dict[str, Any]) -> "Table":
     constants = weights["constants"]
     parts = [
         ("program", "", weights["program_bytes"]),

@@ -2,10 +2,13 @@
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS
 from eagle3.runner.console.tables import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHOWN_NAME = 26  # characters of a kernel's name, whose number comes last
 SHORT = 0.002  # of a method's bound
@@ -17,7 +20,7 @@ def cost_tables(cost: dict[str, Any]) -> list[Any]:
     return [_launches_table(cost), *kernels, _bounds_table(cost)]
 
 
-def _launches_table(cost: dict[str, Any]):
+def _launches_table(cost: dict[str, Any]) -> "Table":
     rows = [
         (name, method["rows"], *(method["launches"][kind] for kind in (*KERNEL_KINDS, "all")))
         for name, method in cost["methods"].items()
@@ -32,7 +35,7 @@ def _round_name(cost: dict[str, Any]) -> str:
     return "round: " + " + ".join(f"{count} {name}" for name, count in cost["round"]["calls"].items())
 
 
-def _kernels_table(name: str, method: dict[str, Any]):
+def _kernels_table(name: str, method: dict[str, Any]) -> "Table":
     """Longest first, on the first GPU, and what takes longest there; the short ones without spills are one line."""
     gpu = next(iter(method["bounds"]))
 
@@ -58,8 +61,8 @@ def _kernels_table(name: str, method: dict[str, Any]):
     ]
     rest = f"{len(others)} others, without spills"
     rows.append((rest, sum(entry["count"] for entry in others), *[""] * 9, f"{sum(map(least, others)) * 1e6:,.1f}", ""))
-    columns = ("kernel", "calls", "blocks", "threads", "registers", "spilled", "shared", "instr/weight")
-    columns += ("lines", "in flight", "weight bytes", f"us, {gpu}", "due to")
+    sizes = "threads", "registers", "spilled", "shared", "instr/weight", "lines", "in flight", "weight bytes"
+    columns = ("kernel", "calls", "blocks", *sizes, f"us, {gpu}", "due to")
     title = (
         f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block; "
         "lines: L1's of a warp's load, and the fewest)"
@@ -72,12 +75,13 @@ def _lines(found: dict[str, Any] | None) -> str:
 
 
 def _short(kernel: str) -> str:
-    name, number = re.fullmatch(r"(.*?)((?:_\d+)?)", kernel).groups()
-    room = SHOWN_NAME - len(number)
+    ending = re.search(r"(?:_\d+)?$", kernel)
+    number = ending[0] if ending else ""
+    name, room = kernel.removesuffix(number), SHOWN_NAME - len(number)
     return kernel if len(name) <= room else f"{name[: room - 2]}..{number}"
 
 
-def _bounds_table(cost: dict[str, Any]):
+def _bounds_table(cost: dict[str, Any]) -> "Table":
     parts = {name: method["bounds"] for name, method in cost["methods"].items()}
     parts[_round_name(cost)] = cost["round"]["bounds"]
     rows = (

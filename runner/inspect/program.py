@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact import cuda_library
 from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
@@ -18,6 +18,10 @@ from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read
 from eagle3.runner.artifact.gpu_memory import gpu_memory
 from eagle3.runner.artifact.pte import Pte, read_pte
 from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, Metadata, row_bounds
+
+if TYPE_CHECKING:
+    import torch
+    from executorch.exir.schema import BackendDelegate, ExecutionPlan, Program, SubsegmentOffsets, Tensor
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
@@ -46,14 +50,13 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
         raise ValueError(f"{model} is damaged (its program points outside itself: {error}): export it again") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A constant as JSON takes it: of a tensor what it is like."""
-    if not hasattr(value, "dtype"):
-        return value
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    return value if dtype is None else {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
 
 
-def method(pte: Pte, plan, rows: tuple[int, int] | None) -> dict[str, Any]:
+def method(pte: Pte, plan: "ExecutionPlan", rows: tuple[int, int] | None) -> dict[str, Any]:
     """One method. Shapes are upper bounds; ``operators`` are those that run outside delegates, with their counts."""
     instructions = list(_instructions(plan))
     kernels = [plan.operators[call.op_index] for call in instructions if type(call).__name__ == "KernelCall"]
@@ -71,33 +74,32 @@ def method(pte: Pte, plan, rows: tuple[int, int] | None) -> dict[str, Any]:
     }
 
 
-def _instructions(plan) -> Iterator[Any]:
+def _instructions(plan: "ExecutionPlan") -> Iterator[Any]:
     return (instruction.instr_args for chain in plan.chains for instruction in chain.instructions)
 
 
-def _value(plan, index: int) -> dict[str, Any]:
+def _value(plan: "ExecutionPlan", index: int) -> dict[str, Any]:
     value = plan.values[index].val
     if type(value).__name__ != "Tensor":
         return {"kind": type(value).__name__.lower()}
     return _tensor(value) | {"dynamic": value.shape_dynamism.name != "STATIC"}
 
 
-def _tensor(tensor) -> dict[str, Any]:
+def _tensor(tensor: "Tensor") -> dict[str, Any]:
     return {"dtype": str(_dtype(tensor)).removeprefix("torch."), "shape": list(tensor.sizes)}
 
 
-def _dtype(tensor):
-    """The ``torch.dtype`` of a ``schema.Tensor``."""
+def _dtype(tensor: "Tensor") -> "torch.dtype":
     from executorch.exir.tensor import get_scalar_type
 
     return get_scalar_type(tensor.scalar_type)
 
 
-def _tensor_bytes(tensor) -> int:
+def _tensor_bytes(tensor: "Tensor") -> int:
     return math.prod(tensor.sizes) * _dtype(tensor).itemsize
 
 
-def planned_memory(plan) -> list[dict[str, Any]]:
+def planned_memory(plan: "ExecutionPlan") -> list[dict[str, Any]]:
     """The arenas of a method; ``mutable``: it holds named buffers (caches), which live on between calls."""
     devices = {entry.buffer_idx: entry.device_type.name.lower() for entry in plan.non_const_buffer_device or ()}
     holds_state = {tensor.allocation_info.memory_id for _, tensor in _named_buffers(plan)}
@@ -108,19 +110,19 @@ def planned_memory(plan) -> list[dict[str, Any]]:
     ]
 
 
-def delegates(pte: Pte, plan) -> dict[str, dict[str, Any]]:
+def delegates(pte: Pte, plan: "ExecutionPlan") -> dict[str, dict[str, Any]]:
     """Backend id to how many delegates it has, the bytes of their blobs, and what DELEGATE_DETAILS adds."""
-    by_backend: dict[str, list[Any]] = {}
+    by_backend: dict[str, list[BackendDelegate]] = {}
     for delegate in plan.delegates:
         by_backend.setdefault(delegate.id, []).append(delegate)
     return {
         backend: {"count": len(entries), "bytes": sum(pte.delegate_bytes(entry) for entry in entries)}
-        | DELEGATE_DETAILS.get(backend, lambda pte, plan, entries: {})(pte, plan, entries)
+        | (DELEGATE_DETAILS[backend](pte, plan, entries) if backend in DELEGATE_DETAILS else {})
         for backend, entries in by_backend.items()
     }
 
 
-def xnnpack_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
+def xnnpack_details(pte: Pte, _plan: "ExecutionPlan", entries: list["BackendDelegate"]) -> dict[str, Any]:
     """The named data (packed weights) that the blobs, which are flatbuffers, name; methods may share it."""
     named = {item.key.encode(): item.segment_index for item in pte.program.named_data or ()}
     blobs = (pte.segment(entry.processed.index) for entry in entries if entry.processed.location.name == "SEGMENT")
@@ -128,7 +130,7 @@ def xnnpack_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
     return {"named_data": _extent([pte.program.segments[index].size for index in segments])}
 
 
-def cuda_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
+def cuda_details(pte: Pte, plan: "ExecutionPlan", _entries: list["BackendDelegate"]) -> dict[str, Any]:
     """What ``cuda_library.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
     stored = pte.path.parent / WEIGHTS_FILE
     tables = weight_tables(pte)
@@ -138,13 +140,13 @@ def cuda_details(pte: Pte, plan, entries: list[Any]) -> dict[str, Any]:
         return cuda_library.cuda_details(plan.name, tables, pte.named)
 
 
-DELEGATE_DETAILS: dict[str, Callable[[Pte, Any, list[Any]], dict[str, Any]]] = {
+DELEGATE_DETAILS: dict[str, Callable[[Pte, "ExecutionPlan", list["BackendDelegate"]], dict[str, Any]]] = {
     "XnnpackBackend": xnnpack_details,
     CUDA_BACKEND: cuda_details,
 }
 
 
-def _named_buffers(plan) -> Iterator[tuple[int, Any]]:
+def _named_buffers(plan: "ExecutionPlan") -> Iterator[tuple[int, "Tensor"]]:
     """Index and tensor of the values that a plan keeps in named, planned memory."""
     for index, entry in enumerate(plan.values):
         info = getattr(entry.val, "extra_tensor_info", None)
@@ -152,14 +154,14 @@ def _named_buffers(plan) -> Iterator[tuple[int, Any]]:
             yield index, entry.val
 
 
-def _used_values(plan) -> set[int]:
+def _used_values(plan: "ExecutionPlan") -> set[int]:
     """Values that an instruction of the plan takes, on its own or in a list."""
     used = {index for call in _instructions(plan) for index in getattr(call, "args", ())}
     lists = [plan.values[index].val for index in used if index >= 0]
     return used | {item for value in lists if type(value).__name__.endswith("TensorList") for item in value.items}
 
 
-def mutable_buffers(plans: Iterable[Any]) -> list[dict[str, Any]]:
+def mutable_buffers(plans: Iterable["ExecutionPlan"]) -> list[dict[str, Any]]:
     """Named buffers and the methods that touch them. One name at one place (memory id and offset) is one memory, so a
     name that comes up twice is not shared. Caches inside a delegate (CUDA) are not seen."""
     found: dict[tuple, dict[str, Any]] = {}
@@ -187,21 +189,21 @@ def weights(pte: Pte) -> dict[str, Any]:
         "initial_state": _subsegments(program, program.mutable_data_segments or []),
     }
     structure = pte.program_bytes - inline
-    padding = pte.bytes - structure - sum(part["bytes"] for part in parts.values())
+    padding = pte.file_bytes - structure - sum(part["bytes"] for part in parts.values())
     parts["constants"] |= constant_tensors(program)
-    return {"file_bytes": pte.bytes, "program_bytes": structure, **parts, "padding_bytes": padding}
+    return {"file_bytes": pte.file_bytes, "program_bytes": structure, **parts, "padding_bytes": padding}
 
 
-def _subsegments(program, entries: list[Any]) -> dict[str, int]:
+def _subsegments(program: "Program", entries: list["SubsegmentOffsets"]) -> dict[str, int]:
     """The extent of segments that hold many tensors each; the first offset stands for "no data"."""
     entries = [entry for entry in entries if entry is not None and entry.offsets]
     size = sum(program.segments[entry.segment_index].size for entry in entries)
     return {"count": sum(len(entry.offsets) - 1 for entry in entries), "bytes": size}
 
 
-def constant_tensors(program) -> dict[str, Any]:
+def constant_tensors(program: "Program") -> dict[str, Any]:
     """The constants by dtype, and those that no instruction takes: left over, or a delegate has its own copy."""
-    tensors: dict[int, Any] = {}
+    tensors: dict[int, Tensor] = {}
     used: set[int] = set()
     for plan in program.execution_plan:
         taken = _used_values(plan) | set(plan.outputs)

@@ -46,7 +46,7 @@ def check_code(
         for method, found in libraries.items()
     }
     usages = read_usages(code for named in kernels.values() for code in named.values())
-    taken = {method: list(_taken(method, kernels[method], usages, launches.get(method, []))) for method in kernels}
+    taken = {method: list(_taken(kernels[method], usages, launches.get(method, []))) for method in kernels}
     images = {
         f"{method} {name}": images_of(f"kernel {name} of {method}", code, arch)
         for method, named in kernels.items()
@@ -92,7 +92,7 @@ def _counted(
 
 
 def _taken(
-    method: str, named: Mapping[str, bytes], usages: Mapping[bytes, Usage], launches: list[dict[str, Any]]
+    named: Mapping[str, bytes], usages: Mapping[bytes, Usage], launches: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """What a block of each kernel takes: by its code, and what its launches give it."""
     given: dict[str, int] = {}
@@ -132,11 +132,11 @@ def _blocks(
     arch: str | None,
 ) -> Iterator[Found]:
     """Of the architecture that the artifact is for; of a kernel that was not recorded, or as another."""
-    for gpu in gpus_of(arch or "")[:1]:
+    for gpu in gpus_of(arch)[:1]:
         if arch not in runs_on:
             yield Found("blocks", "", f"a kernel has no code that {arch} runs, for which the artifact is made")
         for method, entries in taken.items():
-            for line in excesses({method: entries}, arch, gpu.shared_memory_per_block):
+            for line in excesses({method: entries}, f"sm_{gpu.arch}", gpu.shared_memory_per_block):
                 yield Found("blocks", method, line)
     for method, entries in launches.items():
         for entry in entries:

@@ -83,8 +83,8 @@ def _mentions(elf: Elf, variables: dict[int, str]) -> list[tuple[int, str, str]]
 
 def _named_addresses(code: bytes, address: int) -> np.ndarray:
     """int64 [bytes - 3]: the address that an instruction names whose last four bytes begin at each byte."""
-    distances = np.lib.stride_tricks.sliding_window_view(np.frombuffer(code, np.uint8), 4)
-    distances = np.ascontiguousarray(distances).view(np.int32)[:, 0]
+    fours = np.lib.stride_tricks.sliding_window_view(np.frombuffer(code, np.uint8), 4)
+    distances = np.ascontiguousarray(fours).view(np.int32)[:, 0]
     return distances.astype(np.int64) + np.arange(len(distances)) + (address + 4)
 
 

@@ -130,9 +130,10 @@ class _Kernel:
         if name not in self.known:
             self.known[name] = None  # where it is asked for on the way, or is not found
             self.known[name] = self._worked_out(name)
-        if self.known[name] is None:
+        found = self.known[name]
+        if found is None:
             raise Unknown(name)
-        return self.known[name]
+        return found
 
     def _worked_out(self, name: str) -> Values:
         if name == "%tid.x":
@@ -195,9 +196,10 @@ def computed(operation: str, sources: list[Values]) -> Values:
     """What an instruction of integers or predicates makes of its sources. Raises Unknown for any other."""
     name, *modifiers = operation.split(".")
     types = [_type(modifier) for modifier in modifiers]
-    if not types or types[-1] is None:
+    last = types[-1] if types else None
+    if last is None:
         raise Unknown(operation)
-    bits, signed = types[-1]
+    bits, signed = last
     result_bits = 2 * bits if "wide" in modifiers else bits
     if name == "mad":
         return _of_bits(computed(operation.replace("mad", "mul"), sources[:2]) + sources[2], result_bits, False)
@@ -208,12 +210,13 @@ def computed(operation: str, sources: list[Values]) -> Values:
         return _of_bits(_of_bits(given[0] >> given[1], int(given[2][0]), signed), bits, False)
     if name == "setp" and len(modifiers) == 2:
         return COMPARED[modifiers[0]](*given).astype(np.int64)
-    if name not in COMPUTED or (name == "cvt" and types[0] is None) or ("hi" in modifiers and bits == 64):
+    converted = types[0] if name == "cvt" else (result_bits, False)
+    if name not in COMPUTED or converted is None or ("hi" in modifiers and bits == 64):
         raise Unknown(operation)
     result = COMPUTED[name](*given)
     if "hi" in modifiers:
         result = result >> bits
-    return _of_bits(result, types[0][0] if name == "cvt" else result_bits, False)
+    return _of_bits(result, converted[0], False)
 
 
 def _type(modifier: str) -> tuple[int, bool] | None:

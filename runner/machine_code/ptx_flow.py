@@ -96,6 +96,7 @@ class Flow:
             if located := LOCATION.match(line):
                 source = f"{files.get(located[1], 'source')}:{located[2]}"
             found = LINE.match(line)
+            assert found is not None  # it takes an empty line too
             if found["label"]:
                 self.labels[found["label"]].append(len(self.instructions))
             if found["name"]:

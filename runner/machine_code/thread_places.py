@@ -198,8 +198,8 @@ def _sum(instruction: Instruction, given: list[Value]) -> Value | None:
         return given[0].plus(given[1], 1 if kind == "add" else -1)
     if kind == "or" and _lie_apart(*given):
         return given[0].plus(given[1])
-    if kind == "shl" and _factor(given[1]) is not None:
-        return given[0].times(1 << _factor(given[1]))
+    if kind == "shl" and (shift := _factor(given[1])) is not None:
+        return given[0].times(1 << shift)
     if kind in ("mul", "mad") and "hi" not in instruction.parts:
         first, second = given[:2] if _factor(given[1]) is not None else given[1::-1]
         factor = _factor(second)
@@ -229,4 +229,5 @@ def accessed_bytes(instruction: Instruction) -> int:
     if instruction.parts[0] == "cp":
         return int(instruction.operands[2], 0)
     found = SIZE.search(instruction.name)
+    assert found is not None, f"{instruction.name} accesses no memory"
     return int(found[1] or 1) * int(found[2]) // 8

@@ -71,22 +71,22 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @version_option
 def main(
-    artifact,
-    prompt,
-    prompt_file,
-    prompt_tokens,
-    prompts,
-    output,
-    keep_going,
-    chat,
-    system,
-    stats,
-    verify_lossless,
-    runtime,
-    cuda_graph,
-    verify,
-    as_json,
-    **given,
+    artifact: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompt_tokens: list[int] | None,
+    prompts: Path | None,
+    output: Path | None,
+    keep_going: bool,
+    chat: bool,
+    system: str | None,
+    stats: bool,
+    verify_lossless: bool,
+    runtime: str,
+    cuda_graph: str,
+    verify: bool,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Generate from an artifact of eagle3-export: its folder or its model.pte.
 
@@ -126,7 +126,14 @@ def main(
             _tell(model, result, stats, verify_lossless, as_json)
 
 
-def _check_flags(prompt_tokens, prompts, output, chat, system, lossless_of_many) -> None:
+def _check_flags(
+    prompt_tokens: list[int] | None,
+    prompts: Path | None,
+    output: Path | None,
+    chat: bool,
+    system: str | None,
+    lossless_of_many: bool,
+) -> None:
     """Raise UsageError for flags that do not go together."""
     if chat and prompt_tokens is not None:
         raise click.UsageError("--chat puts text into a template: it does not go with --prompt-tokens")

@@ -7,13 +7,19 @@ every command does. Whatever happens to this process, the caller is told.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from eagle3.runner.console.command import OneLineFailures
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eagle3.runner.hosts.session import Session, Step
 
 
 @click.command(cls=OneLineFailures)
@@ -42,18 +48,18 @@ class FiniteSession:
 
     has_speculate = False
 
-    def __init__(self, session: Any):
+    def __init__(self, session: "Session"):
         self._session = session
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the session has
         value = getattr(self._session, name)
         return self._watched(name, value) if name in ("prefill", "target_verify", "draft_decode") else value
 
     @staticmethod
-    def _watched(name: str, method: Any) -> Any:
-        def call(*inputs):
+    def _watched(name: str, method: "Callable[..., Step]") -> "Callable[..., Step]":
+        def call(*inputs: "Tensor") -> "Step":
             step = method(*inputs)
-            if not step.feature.isfinite().all():
+            if not step.own_feature().isfinite().all():
                 raise ValueError(f"{name} gives NaN or infinite features")
             return step
 

@@ -3,7 +3,7 @@
 On the host numpy is two to five times quicker than PyTorch on arrays of a window's size.
 """
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -11,16 +11,33 @@ from torch import Tensor
 
 STRIDED, LONG = 64, 8192
 
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class Arrays(Protocol[Array]):
+    """``Host`` or ``Device``."""
+
+    xp: Any
+    """The library, for what both call alike."""
+
+    def view(self, logits: Tensor, /) -> Array:
+        """A tensor as such an array, not copied."""
+
+    def array(self, values: np.ndarray) -> Array: ...
+    def floats(self, integers: Array) -> Array: ...
+    def host(self, ids: Array) -> np.ndarray: ...
+    def largest(self, rows: Array, count: int) -> Array:
+        """The ``count`` largest of each row [1, R, V], ascending: [1, R, count]."""
+
 
 class Host:
     """numpy arrays."""
 
-    xp = np
+    xp: Any = np
 
     view = staticmethod(Tensor.numpy)
-    """A tensor as such an array, not copied."""
 
-    def array(self, values: Any) -> np.ndarray:
+    def array(self, values: np.ndarray) -> np.ndarray:
         return np.asarray(values)
 
     def floats(self, integers: np.ndarray) -> np.ndarray:
@@ -30,7 +47,6 @@ class Host:
         return ids
 
     def largest(self, rows: np.ndarray, count: int) -> np.ndarray:
-        """The ``count`` largest of each row [1, R, V], ascending: [1, R, count]."""
         vocabulary = rows.shape[-1]
         if vocabulary >= LONG and count <= vocabulary // STRIDED:
             return np.stack([_largest_of_long(row, count) for row in rows[0]])[None]
@@ -50,7 +66,7 @@ def _largest_of_long(row: np.ndarray, count: int) -> np.ndarray:
 class Device:
     """Tensors on an accelerator."""
 
-    xp = torch
+    xp: Any = torch
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -58,7 +74,7 @@ class Device:
     def view(self, logits: Tensor) -> Tensor:
         return logits
 
-    def array(self, values: Any) -> Tensor:
+    def array(self, values: np.ndarray) -> Tensor:
         return torch.as_tensor(values, device=self._device)
 
     def floats(self, integers: Tensor) -> Tensor:

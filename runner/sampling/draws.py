@@ -6,16 +6,16 @@ id from the few that can win.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Generic
 
 import numpy as np
 
-from eagle3.runner.sampling.arrays import Device, Host
+from eagle3.runner.sampling.arrays import Array, Arrays, Host
 from eagle3.runner.sampling.filters import thresholds
 from eagle3.runner.sampling.noise import Noise, gumbel, keys, spread, words
 from eagle3.runner.sampling.options import Sampling
 
-Draw = Callable[[Any, int], np.ndarray]
+Draw = Callable[[Array, int], np.ndarray]
 """(float32 logits [1, R, V] with bias and penalty, position of the first row's id) to columns: numpy's int64 [1, R]."""
 
 MANY = 1 << 14
@@ -28,20 +28,22 @@ LOUD, LEAST = 6.94, -2.78
 """... and its noise is larger than this; the second bounds all noise from below."""
 
 
-def draw_by(sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host | Device) -> Draw:
+def draw_by(sampling: Sampling, seed: int, ids: np.ndarray, arrays: Arrays[Array]) -> Draw[Array]:
     """ids: int64 [V], the target's id of each column"""
     if not sampling.temperature:
         return lambda logits, _position: arrays.host(logits.argmax(-1))
-    kind = Sparse if isinstance(arrays, Host) and len(ids) > MANY else Dense
-    return kind(sampling, seed, ids, arrays)
+    if isinstance(arrays, Host) and len(ids) > MANY:
+        return Sparse(sampling, seed, ids, arrays)
+    return Dense(sampling, seed, ids, arrays)
 
 
-class Dense:
-    def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host | Device):
-        self._sampling, self._arrays = sampling, arrays
-        self._noise = Noise(seed, ids, sampling.temperature, arrays)
+class Dense(Generic[Array]):
+    def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Arrays[Array]):
+        self._sampling = sampling
+        self._arrays: Arrays[Array] = arrays
+        self._noise: Noise[Array] = Noise(seed, ids, sampling.temperature, arrays)
 
-    def __call__(self, logits: Any, position: int) -> np.ndarray:
+    def __call__(self, logits: Array, position: int) -> np.ndarray:
         scores = logits + self._noise.rows(position, logits.shape[1])
         least = thresholds(logits, self._sampling, self._arrays)
         if least is not None:

@@ -5,16 +5,15 @@ puts last; here all stay, as they do at top-k's.
 """
 
 import math
-from typing import Any
 
-from eagle3.runner.sampling.arrays import Device, Host
+from eagle3.runner.sampling.arrays import Array, Arrays
 from eagle3.runner.sampling.options import Sampling
 
 FIRST = 256
 """Of a whole vocabulary as many are sorted at first: top-p seldom keeps more."""
 
 
-def thresholds(logits: Any, sampling: Sampling, arrays: Host | Device) -> Any:
+def thresholds(logits: Array, sampling: Sampling, arrays: Arrays[Array]) -> Array | None:
     """The least logit of each row that the filters keep, [1, R, 1]; None where there are none.
 
     Args:
@@ -32,7 +31,7 @@ def thresholds(logits: Any, sampling: Sampling, arrays: Host | Device) -> Any:
     return least
 
 
-def _by_top_p(logits: Any, top_k: int, sampling: Sampling, arrays: Host | Device) -> Any:
+def _by_top_p(logits: Array, top_k: int, sampling: Sampling, arrays: Arrays[Array]) -> Array:
     """Keeps those that lie above 1 - top_p of the probability, all summed up from the least: of all ids, or of the
     ``top_k`` most likely and those equal to the last of them."""
     xp, temperature, vocabulary = arrays.xp, sampling.temperature, logits.shape[-1]

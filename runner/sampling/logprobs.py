@@ -37,6 +37,7 @@ class Logprobs:
         self.tokens: list[TokenLogprobs] = []
 
     def target(self, step: Step, proposed: list[int]) -> Tensor:
+        assert step.logits is not None, "Options.check asks for logits"
         self._logits = step.logits[0]
         return self._choice.target(step, proposed)
 
@@ -44,6 +45,7 @@ class Logprobs:
         return self._choice.draft(step, proposed)
 
     def accept(self, tokens: list[int]) -> None:
+        assert self._logits is not None  # the target chose the tokens
         logprobs = torch.log_softmax(self._logits[: len(tokens)], dim=-1)
         chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
         values, ids = (best.tolist() for best in logprobs.topk(self._count))

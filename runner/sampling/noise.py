@@ -11,11 +11,11 @@ mostly finds the same id: that is how a draft proposes what sampling is going to
 import hashlib
 import struct
 from functools import lru_cache
-from typing import Any
+from typing import Generic
 
 import numpy as np
 
-from eagle3.runner.sampling.arrays import Device, Host
+from eagle3.runner.sampling.arrays import Array, Arrays
 
 KEYED, BLOCK = 512, 16
 """Positions whose keys come of one hash, and those whose noise is made at a time: calls cost more than numbers do."""
@@ -36,7 +36,7 @@ def _keys(seed: int, chunk: int) -> np.ndarray:
     return np.frombuffer(digest, "<i4").reshape(KEYED, 2) | np.array([0, 1], np.int32)
 
 
-def spread(ids: Any) -> Any:
+def spread(ids: Array) -> Array:
     """int32 ids, each bit of which matters to every bit of the result (lowbias32)."""
     mixed = ids ^ ((ids >> 16) & 0xFFFF)
     mixed *= MULTIPLIERS[0]
@@ -46,7 +46,7 @@ def spread(ids: Any) -> Any:
     return mixed
 
 
-def words(keys: Any, spread_ids: Any) -> Any:
+def words(keys: Array, spread_ids: Array) -> Array:
     """keys [..., 2], ids as ``spread`` gives them: random odd int32 below zero, [..., ids]."""
     mixed = spread_ids ^ keys[..., :1]
     mixed *= MULTIPLIERS[0]
@@ -58,7 +58,7 @@ def words(keys: Any, spread_ids: Any) -> Any:
     return mixed
 
 
-def gumbel(words: Any, temperature: float, arrays: Host | Device) -> Any:
+def gumbel(words: Array, temperature: float, arrays: Arrays[Array]) -> Array:
     """float32 noise of ``words``, times the temperature: the nearer to zero a word, the larger."""
     xp, noise = arrays.xp, arrays.floats(words)
     noise *= UNIT
@@ -69,16 +69,17 @@ def gumbel(words: Any, temperature: float, arrays: Host | Device) -> Any:
     return noise
 
 
-class Noise:
+class Noise(Generic[Array]):
     """Of one vocabulary, times the temperature: blocks of positions as they are asked for, the latest two kept."""
 
-    def __init__(self, seed: int, ids: np.ndarray, temperature: float, arrays: Host | Device):
+    def __init__(self, seed: int, ids: np.ndarray, temperature: float, arrays: Arrays[Array]):
         """ids: int64 [V], the target's"""
-        self._seed, self._temperature, self._arrays = seed, temperature, arrays
-        self._spread = spread(arrays.array(ids.astype(np.int32)))
-        self._blocks: dict[int, Any] = {}
+        self._seed, self._temperature = seed, temperature
+        self._arrays: Arrays[Array] = arrays
+        self._spread: Array = spread(arrays.array(ids.astype(np.int32)))
+        self._blocks: dict[int, Array] = {}
 
-    def rows(self, position: int, count: int) -> Any:
+    def rows(self, position: int, count: int) -> Array:
         """float32 [count, V] for the positions from ``position`` on."""
         block, row = divmod(position, BLOCK)
         rows = self._block(block)[row : row + count]
@@ -87,7 +88,7 @@ class Noise:
             rows = self._arrays.xp.concatenate((rows, self._block(block)[: count - len(rows)]))
         return rows
 
-    def _block(self, block: int) -> Any:
+    def _block(self, block: int) -> Array:
         if block not in self._blocks:
             made = words(self._arrays.array(keys(self._seed, block * BLOCK, BLOCK)), self._spread)
             made = gumbel(made, self._temperature, self._arrays)

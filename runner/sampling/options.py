@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
@@ -32,7 +31,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _number(
             "temperature", self.temperature, lambda t: t == 0 or LEAST <= t <= MOST, f"0 or from {LEAST:g} to {MOST:g}"
         )
@@ -68,7 +67,7 @@ class Sampling:
                 raise ValueError(f"id {shown(token)} of logit_bias is outside the vocabulary 0..{last}")
 
 
-def _token_id(given: Any) -> Any:
+def _token_id(given: object) -> object:
     """JSON has no numbers as keys. What is no number stays as it is."""
     return int(given) if isinstance(given, str) and TOKEN_ID.fullmatch(given) else given
 
@@ -79,11 +78,11 @@ def check_logits(metadata: Metadata, wanted_for: str) -> None:
         raise ValueError(f"{wanted_for} needs logits, which this artifact lacks: export it again without --no-logits")
 
 
-def _number(name: str, value: Any, allowed: Callable[[float], bool], bounds: str) -> None:
+def _number(name: str, value: object, allowed: Callable[[float], bool], bounds: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not allowed(value):
         raise ValueError(f"{name} is {shown(value)}, but must be a number {bounds}")
 
 
-def _integer(name: str, value: Any, allowed: Callable[[int], bool], bounds: str) -> None:
+def _integer(name: str, value: object, allowed: Callable[[int], bool], bounds: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not allowed(value):
         raise ValueError(f"{name} is {shown(value)}, but must be an integer {bounds}")

@@ -1,7 +1,8 @@
 """Sampling as the loop's choice of tokens: the same text with speculation and without."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.sampling.adjustments import Adjustments
-from eagle3.runner.sampling.arrays import Device, Host
-from eagle3.runner.sampling.draws import draw_by
+from eagle3.runner.sampling.arrays import Array, Arrays, Device, Host
+from eagle3.runner.sampling.draws import Draw, draw_by
 from eagle3.runner.sampling.options import Sampling
 
 
@@ -32,39 +33,43 @@ class Sampler:
         self._sampling, self._metadata = sampling, metadata
         self._plain, self._adjusts = sampling.plain, bool(sampling.logit_bias) or sampling.repetition_penalty != 1
         self._tokens, self._length = list(tokens), len(tokens)
-        self._target: _Vocabulary | None = None  # what they are made of depends on where the logits are
-        self._draft: _Vocabulary | None = None
+        self._vocabularies: tuple[_Vocabulary, _Vocabulary] | None = None  # made where the logits are
 
     def target(self, step: Step, proposed: list[int]) -> Tensor:
         if self._plain:
             return step.ids
-        if self._target is None:
-            self._open(step.logits.device)
+        assert step.logits is not None, "Sampling.check asks for logits"
+        if self._vocabularies is None:
+            self._vocabularies = self._made(step.logits.device)
+        target, _ = self._vocabularies
         behind = enumerate(proposed, 1) if self._adjusts else ()
-        return self._target.choose(step.logits, self._length, behind)
+        return target.choose(step.logits, self._length, behind)
 
     def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
         if self._plain:
             return step.ids
+        assert step.logits is not None and self._vocabularies is not None  # the target chose the anchor
+        _, draft = self._vocabularies
         ahead = len(proposed) * self._metadata.proposals
         behind = [(0, int(token)) for tokens in proposed for token in tokens[0]] if self._adjusts else ()
-        return self._draft.choose(step.logits, self._length + ahead, behind)
+        return draft.choose(step.logits, self._length + ahead, behind)
 
     def accept(self, tokens: list[int]) -> None:
         self._length += len(tokens)
-        if self._target is None:
+        if self._vocabularies is None:
             self._tokens += tokens
         elif self._adjusts:
-            self._target.see(tokens)
-            self._draft.see(tokens)
+            for vocabulary in self._vocabularies:
+                vocabulary.see(tokens)
 
-    def _open(self, device: torch.device) -> None:
-        arrays = Host() if device.type == "cpu" else Device(device)
+    def _made(self, device: torch.device) -> tuple["_Vocabulary", "_Vocabulary"]:
+        """The target's and the draft's."""
+        arrays: Arrays = Host() if device.type == "cpu" else Device(device)
         common = self._sampling, self.seed, self._metadata.vocab_size, arrays, self._tokens
-        self._target, self._draft = _Vocabulary(None, *common), _Vocabulary(self._metadata.draft_ids, *common)
+        return _Vocabulary(None, *common), _Vocabulary(self._metadata.draft_ids, *common)
 
 
-class _Vocabulary:
+class _Vocabulary(Generic[Array]):
     """One model's ids, and how one of them is chosen."""
 
     def __init__(
@@ -73,16 +78,16 @@ class _Vocabulary:
         sampling: Sampling,
         seed: int,
         vocabulary: int,
-        arrays: Host | Device,
+        arrays: Arrays[Array],
         tokens: Sequence[int],
     ):
         """``ids``: int64 [V], the target's id of each column, None where they are the same; ``vocabulary``: of the
         target; ``tokens``: those so far"""
-        self._view = arrays.view
-        self._ids = None if ids is None else ids.numpy()
-        every = np.arange(vocabulary) if ids is None else self._ids
-        self._draw = draw_by(sampling, seed, every, arrays)
-        self._adjust = None
+        self._view: Callable[[Tensor], Array] = arrays.view
+        self._ids: np.ndarray | None = None if ids is None else ids.numpy()
+        every = np.arange(vocabulary) if self._ids is None else self._ids
+        self._draw: Draw[Array] = draw_by(sampling, seed, every, arrays)
+        self._adjust: Adjustments[Array] | None = None
         if sampling.logit_bias or sampling.repetition_penalty != 1:
             columns = np.full(vocabulary, -1)
             columns[every] = np.arange(len(every))
@@ -95,8 +100,8 @@ class _Vocabulary:
 
     def choose(self, logits: Tensor, position: int, proposed: Iterable[tuple[int, int]]) -> Tensor:
         """Ids of the target after each row of ``logits`` [1, R, V]: int64 [1, R] on the host."""
-        logits = self._view(logits)
+        viewed = self._view(logits)
         if self._adjust:
-            logits = self._adjust(logits, proposed)
-        columns = self._draw(logits, position)
+            viewed = self._adjust(viewed, proposed)
+        columns = self._draw(viewed, position)
         return torch.from_numpy(columns if self._ids is None else self._ids[columns])
