@@ -61,7 +61,7 @@ class EagerAttention(nn.Module):
                 1, shape.max_seq_len, shape.kv_heads, shape.head_dim, shape.dtype, use_index_copy=True
             )
 
-    def rows(self, input_pos: Tensor) -> Any:
+    def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
         """What the layers of one kind (sliding or full) share in a forward: opaque to all but ``forward``.
 
         Args:
@@ -74,7 +74,7 @@ class EagerAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Any,
+        rows: tuple[Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
@@ -187,22 +187,22 @@ class ForwardRows:
     """What the layers of each window share in a forward, by window, for layers that are called by transformers' own
     code: not every family hands keyword arguments down to its attention."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.by_window: dict[Window, Any] = {}
 
 
 def _attend(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling,
-    sliding_window=None,
-    position_ids=None,
-    softcap=None,
-    s_aux=None,
-    **given,
+    module: Any,  # noqa: ANN401 - any class of attention that transformers has
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,  # noqa: ANN401 - a draft head's rows, of whatever its backend makes them
+    scaling: float,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,  # noqa: ARG001 - kept out of ``given``
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **given: object,
 ) -> tuple[Tensor, None]:
     shared = getattr(module, "forward_rows", None)  # a draft head gives its rows as the mask
     if shared is not None and attention_mask is not None:

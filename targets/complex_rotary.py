@@ -5,6 +5,9 @@ that ``torch.view_as_complex`` makes stay real, interleaved: (a + ib)(c + is) = 
 products and sums. Anything else that is done to them is an error.
 """
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,7 +24,7 @@ class _Rotation:
     def __init__(self, real: Tensor, imaginary: Tensor):
         self.real, self.imaginary = real, imaginary
 
-    def __getitem__(self, index) -> "_Rotation":
+    def __getitem__(self, index: tuple[slice | None, ...]) -> "_Rotation":
         return _Rotation(self.real[index], self.imaginary[index])
 
     def __mul__(self, factor: float) -> "_Rotation":
@@ -41,7 +44,7 @@ class _Pairs:
         return _Pairs(self.pairs * by.real + rotate_half(self.pairs) * by.imaginary)
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Callable[..., Any], *_given: object) -> NoReturn:
         """Lets ``torch.view_as_real`` take one, which is then handed to the mode."""
         raise TypeError(f"{func.__name__} of complex numbers is not known here")
 
@@ -49,7 +52,13 @@ class _Pairs:
 class RealRotary(TorchFunctionMode):
     """See this module's docstring."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is torch.polar:
             size, angle = (torch.stack((each, each), dim=-1).flatten(-2) for each in args)
             return _Rotation(size * angle.cos(), size * angle.sin())

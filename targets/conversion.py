@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -54,7 +55,7 @@ class Conversion:
 
     def __init__(self, model: nn.Module):
         self.part = model if isinstance(model, TextPart) else None
-        self.model = model.wrapper if self.part else model
+        self.model: Any = self.part.wrapper if self.part else model
         transforms = get_model_conversion_mapping(self.model)
         self.own = dict(model.state_dict())
         self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]

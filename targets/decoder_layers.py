@@ -7,12 +7,13 @@ backend made, with the rows of this forward. A name without a mask function of i
 Whether a family fits is not asked here: the twin check computes it both ways.
 """
 
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle3.targets.attention import (
     HF_ATTENTION,
@@ -35,7 +36,15 @@ class DecoderLayersTarget(nn.Module):
     """See ``TapTarget``. ``model`` is a transformers causal language model with ``model.layers``, or the text part of a
     multimodal one."""
 
-    def __init__(self, model: nn.Module, max_seq_len: int, attention: AttentionFactory, dtype: torch.dtype):
+    causal_lm: PreTrainedModel | TextPart
+
+    def __init__(
+        self,
+        model: PreTrainedModel | TextPart,
+        max_seq_len: int,
+        attention: AttentionFactory,
+        dtype: torch.dtype,
+    ):
         super().__init__()
         config = model.config
         config._attn_implementation = HF_ATTENTION
@@ -44,7 +53,7 @@ class DecoderLayersTarget(nn.Module):
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
             if not attends_to_text(layer):
                 continue
-            attn = layer.self_attn
+            attn: Any = layer.self_attn  # of a class of transformers
             attn.kv_window, attn.forward_rows = window, self.rows
             ring = ring_window(window.tokens, max_seq_len)
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -68,13 +77,15 @@ class DecoderLayersTarget(nn.Module):
         states: dict[int, Tensor] = {}
         count = len(self.layers)
 
-        def keep_output(module, args, output):
+        def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             states[count] = output[0] if isinstance(output, tuple) else output
 
         hooks = []
         for index, layer in enumerate(self.layers):
 
-            def keep_input(module, args, kwargs, index=index):
+            def keep_input(
+                _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], index: int = index
+            ) -> None:
                 states[index] = args[0] if args else kwargs["hidden_states"]
 
             hooks.append(layer.register_forward_pre_hook(keep_input, with_kwargs=True))
@@ -106,8 +117,9 @@ class DecoderLayersTarget(nn.Module):
 
     def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
         """By window, what the attention modules of its layers want of a forward."""
-        rows = {}
-        for attn in (layer.self_attn for layer in self.layers if attends_to_text(layer)):
+        rows: dict[Window, Any] = {}
+        attending: Iterator[Any] = (layer.self_attn for layer in self.layers if attends_to_text(layer))
+        for attn in attending:
             window = attn.kv_window
             if window not in rows:
                 rows[window] = attn.kv_attention.rows(input_pos)
@@ -128,25 +140,25 @@ class _Past:
     def __init__(self, seen: Tensor):
         self._seen = seen
 
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+    def get_seq_length(self, *_args: object, **_kwargs: object) -> Tensor:
         return self._seen
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         return key, value
 
 
 class _Tail:
     """The model that makes logits, whose decoder has run already: it gives ``state``. It caps nothing."""
 
-    def __init__(self, causal_lm: nn.Module, state: Tensor, lm_head: nn.Module, capped: bool = False):
+    def __init__(self, causal_lm: PreTrainedModel | TextPart, state: Tensor, lm_head: nn.Module, capped: bool = False):
         self.owner = causal_lm.owner if isinstance(causal_lm, TextPart) else causal_lm
         self.lm_head, self._state = lm_head, state
         self.config = self.owner.config if capped else _uncapped(self.owner.config)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the model has
         return getattr(self.owner, name)
 
-    def model(self, *args, **kwargs) -> "_Output":
+    def model(self, *_args: object, **_kwargs: object) -> "_Output":
         return _Output(self._state)
 
 
@@ -180,7 +192,7 @@ def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
     return whole
 
 
-def _softcap(causal_lm: nn.Module) -> float | None:
+def _softcap(causal_lm: PreTrainedModel | TextPart) -> float | None:
     """Of the class that makes logits: a wrapper may leave out what its text model's class does."""
     cap = getattr(causal_lm.config, SOFTCAP, None)
     if cap is None:
@@ -195,7 +207,7 @@ def _softcap(causal_lm: nn.Module) -> float | None:
 Target = DecoderLayersTarget
 
 
-def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
+def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:  # noqa: ARG001 - as every family's
     """Raises ValueError for a kind of layer without attention to all or a window of the positions before."""
     layer_windows(config)
     with torch.device("meta"):
@@ -207,10 +219,10 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:
     return Skeleton(model, lambda name: conversion.name(text_name(name)), tied, conversion)
 
 
-def _check_parts(model: nn.Module) -> None:
+def _check_parts(model: PreTrainedModel | TextPart) -> None:
     """Raise ValueError for a model that has not what ``DecoderLayersTarget`` looks for, by name."""
     kind = type(model.wrapper if isinstance(model, TextPart) else model).__name__
-    decoder = getattr(model, "model", None)
+    decoder: Any = getattr(model, "model", None)
     missing = [name for name in ("layers", "embed_tokens") if not hasattr(decoder, name)]
     missing = [f"model.{name}" for name in missing] + [name for name in ("lm_head",) if not hasattr(model, name)]
     if not missing:
@@ -250,18 +262,23 @@ def load(
     return Target(bones.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
 
 
-def make_buffers(model: nn.Module) -> None:
+def make_buffers(model: PreTrainedModel | TextPart) -> None:
     """What no checkpoint holds (rotary tables, scales of embeddings), in float32, by transformers' own initialization;
     what has been loaded stays."""
     for module in model.modules():
         if any(isinstance(child, Experts) for child in module.children()):
-            module._is_hf_initialized = True  # its class would look for the tensors of transformers' own experts
+            _mark_initialized(module)  # its class would look for the tensors of transformers' own experts
         for parameter in module._parameters.values():
             if parameter is not None:
-                parameter._is_hf_initialized = True  # as from_pretrained marks what it has loaded
+                _mark_initialized(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
             elif buffer is not None:
-                buffer._is_hf_initialized = True
+                _mark_initialized(buffer)
     model.initialize_weights()
+
+
+def _mark_initialized(loaded: Any) -> None:  # noqa: ANN401 - a tensor or a module
+    """As transformers' ``from_pretrained`` marks what it has loaded."""
+    loaded._is_hf_initialized = True

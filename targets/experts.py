@@ -11,6 +11,7 @@ and want a copy of the weights beside the one that XNNPACK packs for prefill.
 
 from collections.abc import Callable, Iterator
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Experts(nn.Module):
 
     def __init__(self, stacked: nn.Module, transposed: bool, gate: Callable[[Tensor], Tensor], weighs_inputs: bool):
         super().__init__()
-        self.count, *shape = stacked.down_proj.shape
+        self.count, *shape = stacked.get_parameter("down_proj").shape
         hidden, self.width = reversed(shape) if transposed else shape
         bias = hasattr(stacked, "gate_up_proj_bias")
         self.gate_up = nn.Linear(hidden, self.count * 2 * self.width, bias=bias)
@@ -78,7 +79,7 @@ def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
     Returns what becomes of each tensor that they held: name to name and function. Raises ValueError for a kind that is
     not known.
     """
-    replaced = {}
+    replaced: dict[str, tuple[str, Flatten]] = {}
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             with torch.device("meta"):
@@ -98,12 +99,13 @@ def _made_of(module: nn.Module) -> Experts | None:
         return Experts(module, True, MethodType(_llama4_gate, module), weighs_inputs=True)
     if not hasattr(type(module), "_apply_gate"):  # what transformers gives every class of stacked experts
         return None
-    if not module.has_gate or module.has_post_expert_norm:
+    stacked: Any = module
+    if not stacked.has_gate or stacked.has_post_expert_norm:
         raise ValueError(f"its experts ({type(module).__name__}) have no gate, or a norm of their own: not supported")
-    return Experts(module, module.is_transposed, module._apply_gate, weighs_inputs=False)
+    return Experts(stacked, stacked.is_transposed, stacked._apply_gate, weighs_inputs=False)
 
 
-def _llama4_gate(experts: nn.Module, gate_up: Tensor) -> Tensor:
+def _llama4_gate(experts: Llama4TextExperts, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return up * experts.act_fn(gate)
 

@@ -80,7 +80,7 @@ def refuse_variants(config: Gemma4TextConfig) -> None:
         raise ValueError("final_logit_softcapping is null in config.json, but Gemma 4 31B has one")
 
 
-def _attend(self: Gemma4Attention, x: Tensor, input_pos: Tensor, rows: Rows) -> Tensor:
+def _attend(self: Gemma4Attention, x: Tensor, _input_pos: Tensor, rows: Rows) -> Tensor:
     """``Gemma4Attention.forward`` up to the cache, which belongs to ``kv_attention``. x [1, T, H] -> [1, T, H]."""
     query = self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim))
     raw_key = self.k_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))

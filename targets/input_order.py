@@ -18,7 +18,8 @@ class InputOrders:
     """Those met while a checkpoint is read; ``key_map`` gives a tensor's name in the model."""
 
     def __init__(self, key_map: Callable[[str], str | None]):
-        self.key_map, self.waiting = key_map, {}
+        self.key_map = key_map
+        self.waiting: dict[str | None, Tensor] = {}
 
     def takes(self, name: str, value: Tensor) -> bool:
         """Whether the tensor is an order, which is then kept for its weight."""

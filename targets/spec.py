@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PreTrainedConfig
 
     from eagle3.targets.conversion import Conversion
     from eagle3.targets.input_order import InputOrders
@@ -21,12 +22,17 @@ CHUNK = "attention_chunk_size"
 class TapTarget(Protocol):
     """A causal language model with a KV cache of its own, as a ``torch.nn.Module``."""
 
-    embed_tokens: "nn.Embedding"
-    """Raw rows [vocab_size, hidden_size]: shared with a draft head that has no embedding of its own."""
-    lm_head: "nn.Linear"
-    """Of normed states, without what ``logits`` scales or caps: shared with a draft head that has none of its own."""
+    @property
+    def embed_tokens(self) -> "nn.Embedding":
+        """Raw rows [vocab_size, hidden_size]: shared with a draft head that has no embedding of its own."""
 
-    def forward(
+    @property
+    def lm_head(self) -> "nn.Linear":
+        """Of normed states, without what ``logits`` scales or caps: shared with a draft head that has none."""
+
+    def parameters(self) -> Iterator["nn.Parameter"]: ...
+
+    def __call__(
         self, tokens: "Tensor", input_pos: "Tensor", taps: tuple[int, ...]
     ) -> tuple["Tensor", tuple["Tensor", ...]]:
         """One forward over the cache.
@@ -140,8 +146,10 @@ class TargetSpec:
     draft: Path | None = None
     max_seq_len: int = 4096
     """Default of ``--max-seq-len``, in tokens."""
-    min_forward_len: Callable[[Any], int] = lambda config: 1
-    max_forward_len: Callable[[Any], int] = lambda config: sliding_window(config) or config.max_position_embeddings
+    min_forward_len: Callable[["PreTrainedConfig"], int] = lambda _config: 1
+    max_forward_len: Callable[["PreTrainedConfig"], int] = lambda config: (
+        sliding_window(config) or config.max_position_embeddings
+    )
     """From the configuration: how many rows one forward may have. A longer chunk cuts sliding attention short."""
 
     def module(self) -> ModuleType:
@@ -158,7 +166,7 @@ class Window(NamedTuple):
 _WINDOW_FIELDS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": CHUNK}
 
 
-def layer_windows(config) -> list[Window]:
+def layer_windows(config: "PreTrainedConfig") -> list[Window]:
     """The window of each layer of a transformers text configuration.
 
     Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2). Raises ValueError for a
@@ -176,11 +184,11 @@ def layer_windows(config) -> list[Window]:
     return [_window(config, kind) for kind in kinds]
 
 
-def _window(config, kind: str) -> Window:
+def _window(config: "PreTrainedConfig", kind: str) -> Window:
     tokens = getattr(config, _WINDOW_FIELDS[kind] or "", None) or 0
     return Window(tokens, bool(tokens) and _WINDOW_FIELDS[kind] == CHUNK)
 
 
-def sliding_window(config) -> int:
+def sliding_window(config: "PreTrainedConfig") -> int:
     """The longest window or chunk in tokens of a transformers text configuration, 0 where every layer attends fully."""
     return max(window.tokens for window in layer_windows(config))

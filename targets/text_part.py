@@ -86,8 +86,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     whole, _ = config.__dict__.get(_WHOLE, (config, ()))
     for name in whole.architectures or ():
-        named = getattr(transformers, name, None)
-        generates = isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate()
+        named: Any = getattr(transformers, name, None)
+        generates = _is_model(named) and named.can_generate()
         if generates and named.config_class in (type(whole), type(config)):
             return named
     for kind in dict.fromkeys((type(whole), type(config))):
@@ -105,6 +105,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+def _is_model(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, PreTrainedModel)
+
+
 def wrapper_model(config: PreTrainedConfig) -> PreTrainedModel | None:
     """The multimodal model that a text configuration is a part of, on the meta device; None for a text model.
 
@@ -117,7 +121,7 @@ def wrapper_model(config: PreTrainedConfig) -> PreTrainedModel | None:
         return kind._from_config(whole, attn_implementation="eager")
 
 
-def build(config: PreTrainedConfig, real: bool = False) -> nn.Module:
+def build(config: PreTrainedConfig, real: bool = False) -> "PreTrainedModel | TextPart":
     """The model of a text configuration, which is not changed: transformers' own, or the ``TextPart`` of a wrapper.
 
     ``real``: its text part has initial weights, even where the current device is the meta device for the rest. Raises
@@ -145,13 +149,14 @@ class TextPart(nn.Module):
     """
 
     base_model_prefix = "model"
+    wrapper: PreTrainedModel
 
     def __init__(self, wrapper: PreTrainedModel):
         super().__init__()
-        decoder, head = wrapper.get_decoder(), wrapper.get_output_embeddings()
-        decoder = decoder if hasattr(decoder, "layers") else getattr(decoder, "model", None)
+        whole, head = wrapper.get_decoder(), wrapper.get_output_embeddings()
+        decoder: Any = whole if hasattr(whole, "layers") else getattr(whole, "model", None)
         names = {id(module): name for name, module in wrapper.named_modules()}
-        self.paths = {"model": names.get(id(decoder)), "lm_head": names.get(id(head))}
+        self.paths: dict[str, str] = {"model": names.get(id(decoder), ""), "lm_head": names.get(id(head), "")}
         if not all(self.paths.values()) or not self.paths["lm_head"].endswith("lm_head"):
             raise ValueError(
                 f"{type(wrapper).__name__} has no text decoder and lm_head that could be told from the rest"
@@ -197,7 +202,7 @@ class TextPart(nn.Module):
         self.wrapper.set_submodule(self.paths["model"], self.model)
         self.wrapper.set_submodule(self.paths["lm_head"], head)
 
-    def forward(self, *args, **given) -> Any:
+    def forward(self, *args: Any, **given: Any) -> Any:  # noqa: ANN401 - what the wrapper gives
         return self.wrapper(*args, **given)
 
     def saved(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ text model, and whether its head is tied. All of it is read from transformers' o
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -35,7 +36,7 @@ class Wrapper:
         """Whether the head is the embedding, as transformers' class ties them; None where there is no head to find."""
         return None if self.head is None else f"{self.head}.weight" in self.model.all_tied_weights_keys
 
-    def _name(self, part: Any) -> str | None:
+    def _name(self, part: nn.Module | None) -> str | None:
         """Of a module within the model, None for the model itself and for none."""
         return next((name for name, module in self.model.named_modules() if name and module is part), None)
 
