@@ -5,9 +5,12 @@
     model = load("out")
     print(model.generate("def main(", temperature=0.7).text)
 
-``eagle3.runner.model`` has ``Model``, ``Stream`` and ``Result``, ``eagle3.runner.options`` what ``generate`` takes.
+``Options`` says what ``generate`` takes, ``Conversation`` keeps the turns of a dialogue in the KV cache. All else in
+this package may change.
 """
 
+import importlib
+import importlib.metadata
 import os
 import sys
 import warnings
@@ -18,7 +21,26 @@ from eagle3.runner.hardware.cpu_features import check_instructions
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
-    from eagle3.runner.model import Model
+    from eagle3.runner.conversation import Conversation
+    from eagle3.runner.model import BusyError, Model, Result
+    from eagle3.runner.options import Options
+
+    __version__: str
+
+__all__ = ["BusyError", "Conversation", "Model", "Options", "Result", "load"]
+
+_MODULES = {"BusyError": "model", "Conversation": "conversation", "Model": "model", "Options": "options"}
+_MODULES |= {"Result": "model"}
+
+
+def __getattr__(name: str) -> object:
+    """Import a class when it is asked for, and torch with it; importing this package alone takes no time."""
+    if name == "__version__":
+        return importlib.metadata.version("eagle3-export")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    leave_threads_to_xnnpack()
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def load(

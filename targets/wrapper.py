@@ -2,7 +2,6 @@
 text model, and whether its head is tied. All of it is read from transformers' own class, on the meta device.
 """
 
-
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,5 +1,6 @@
 """What an install gets: every sub-package, every command, nothing imported that an import should not."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -30,6 +31,24 @@ def imported_modules(statement: str) -> set[str]:
 def test_a_command_answers_help_without_importing_torch(command):
     module = command.split(":")[0]
     assert not {"torch", "transformers", "executorch"} & imported_modules(f"import {module}")
+
+
+def test_the_runner_gives_six_names_and_imports_what_they_need_when_asked():
+    import eagle3.runner
+
+    names = {"load", "Model", "Result", "Options", "Conversation", "BusyError"}
+    assert set(eagle3.runner.__all__) == names and all(getattr(eagle3.runner, name).__name__ == name for name in names)
+    assert not {"torch", "transformers", "executorch"} & imported_modules("import eagle3.runner")
+    assert eagle3.runner.__version__ == PROJECT["project"]["version"]
+    with pytest.raises(AttributeError, match="no attribute 'Session'"):
+        _ = eagle3.runner.Session
+
+
+def test_threads_are_settled_before_torch_comes_with_a_class_of_the_runner():
+    code = "import os; from eagle3.runner import Model, load; print(os.environ['OMP_NUM_THREADS'])"
+    bare = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=bare)
+    assert done.stdout.split() == ["1"], done.stderr
 
 
 def test_the_runner_never_imports_the_exporter_nor_the_compiler():
