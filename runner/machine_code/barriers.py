@@ -1,15 +1,16 @@
-"""Global memory that threads of a block share without a barrier between them, by a kernel's PTX.
+"""Finds data races in global memory by reading a kernel's PTX.
 
-One warp's store and another's load of the same place are in order only by a barrier (``bar.sync``) on every path
-between them; without one the load may give what was there before, now and then. An interpreter that runs the threads of
-a block together cannot see it. So a kernel's instructions are followed along every path: what was accessed since the
-last barrier must not meet what is accessed next. Two accesses may meet where their addresses come from the same pointer
-argument; different arguments are taken to be different memory. What is provably each thread's own is left out
-(``thread_places.py``), and so are two stores, of which masked ones often stand side by side.
+Within a block: a store by one warp and a load by another of the same address are ordered only by a barrier
+(``bar.sync``) on every path between them. Without one the load sometimes returns the old value. An interpreter that
+runs the threads of a block together cannot show this. This module therefore follows a kernel's instructions along every
+path and looks for two accesses without a barrier between them, of which one is a load. Two accesses may overlap if
+their addresses come from the same pointer argument; different arguments are assumed to be different memory. Accesses
+that provably stay within one thread are left out (``thread_places.py``). Pairs of stores are left out too, because a
+kernel often has masked stores side by side.
 
-Blocks of a grid hand memory to each other by an atomic (NVIDIA's PTX ISA, memory consistency model): it must release
-and acquire for the GPU; what all threads of a block stored is released by one of them only behind a barrier, acquired
-for the others only before one.
+Between blocks of a grid: memory is handed over by an atomic (NVIDIA's PTX ISA, memory consistency model). The atomic
+must release and acquire at GPU scope. A barrier must come before it, to release what the other threads of the block
+stored, and after it, to acquire for the other threads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ UNFOLLOWED = "stored by other blocks, then loaded with no barrier behind the ato
 
 @dataclass(frozen=True)
 class Fault:
-    """What two instructions do to the memory of a pointer ``argument``, and what is lacking, in words."""
+    """A possible race between two instructions on the memory of a pointer ``argument``; ``what`` says it in words."""
 
     argument: str
     first: Instruction
@@ -46,9 +47,9 @@ class Fault:
 
 
 def faults(ptx: str, names: Mapping[int, str] | None = None) -> list[Fault]:
-    """Those of a kernel, one for each argument and lack, by the first pair of instructions that has it.
+    """Return a kernel's faults. Each argument and kind of fault is reported once, by the first pair of instructions.
 
-    ``names``: of arguments by number. Raises ValueError for instructions that are not read here.
+    ``names`` maps argument numbers to names. Raises ValueError for instructions that this module does not know.
     """
     kernel = _Kernel(Flow(ptx), names or {})
     found: dict[tuple[str, str], Fault] = {}
@@ -58,15 +59,19 @@ def faults(ptx: str, names: Mapping[int, str] | None = None) -> list[Fault]:
 
 
 class _State(NamedTuple):
-    """Accesses on some path to an instruction, each a bit: those since the last barrier; stores since the kernel began,
-    those of them before an atomic that is too weak, and those before one that no barrier has followed yet."""
+    """The accesses on any path to an instruction, as bit sets.
+
+    ``recent``: accesses since the last barrier. ``stored``: stores since the kernel began. ``weakly``: stores before an
+    atomic that does not release and acquire at GPU scope. ``unfollowed``: stores before an atomic that does, while no
+    barrier has followed it.
+    """
 
     recent: int = 0
     stored: int = 0
     weakly: int = 0
     unfollowed: int = 0
 
-    def joined(self, other: "_State") -> "_State":
+    def merged(self, other: "_State") -> "_State":
         return _State(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -86,16 +91,16 @@ class _Kernel:
 
     @cached_property
     def before(self) -> dict[int, _State]:
-        """What lies before each instruction that can be reached."""
+        """The state before each instruction that can be reached."""
         states, changed = {0: _State()}, [0]
         while changed:
             at = changed.pop()
             after = self._after(at, states[at])
             for following in self.flow.following[at]:
                 earlier = states.get(following)
-                joined = after if earlier is None else earlier.joined(after)
-                if joined != earlier:
-                    states[following] = joined
+                merged = after if earlier is None else earlier.merged(after)
+                if merged != earlier:
+                    states[following] = merged
                     changed.append(following)
         return states
 
@@ -162,7 +167,10 @@ class _Kernel:
 
 
 def access_of(instruction: Instruction) -> str | None:
-    """What an instruction does to global memory. Raises ValueError for one whose memory is not seen."""
+    """Return LOAD, STORE or ATOMIC for an access to global memory, otherwise None.
+
+    Raises ValueError for an instruction whose memory space is not known.
+    """
     kind, *parts = instruction.parts
     if kind == "call" and not any(name in operand for operand in instruction.operands for name in FUNCTIONS):
         raise ValueError(f"PTX {instruction}: {instruction.name} {' '.join(instruction.operands)} is not read")
@@ -179,12 +187,12 @@ def access_of(instruction: Instruction) -> str | None:
 
 
 def is_barrier(instruction: Instruction) -> bool:
-    """Of all threads of a block."""
+    """Return True for a barrier that waits for all threads of a block."""
     kind, *parts = instruction.parts
     whole = len(instruction.operands) == 1 and not instruction.predicate
     return whole and kind in ("bar", "barrier") and "sync" in parts and "warp" not in parts
 
 
 def is_strong(instruction: Instruction) -> bool:
-    """Whether an atomic releases and acquires what blocks of the whole GPU store."""
+    """Return True if an atomic releases and acquires at GPU scope, or at a larger one."""
     return "acq_rel" in instruction.parts and not {"cta", "cluster"} & set(instruction.parts)

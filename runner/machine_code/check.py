@@ -1,9 +1,9 @@
-"""What a GPU or a runtime would refuse, or do wrong now and then, read from the code of a CUDA artifact: no GPU needed.
+"""Checks the code of a CUDA artifact for faults that a GPU or a runtime would show only when it runs. Needs no GPU.
 
-1. Barriers: memory that threads share with nothing between them (``barriers.py``), by each kernel's PTX.
-2. Blocks: threads, registers and shared memory against the GPUs that the artifact is for (``limits.py``).
-3. Constants: each on the device that its weight is on (``constants.py``).
-4. Symbols: those that a library needs, against what the runtimes have (``runtime_symbols.py``).
+1. Barriers: each kernel's PTX must order the accesses to memory that threads share (``barriers.py``).
+2. Blocks: threads, registers and shared memory must fit the GPUs that the artifact is for (``limits.py``).
+3. Constants: each constant must be on the same device as its weight (``constants.py``).
+4. Symbols: the runtimes must have every symbol that a library needs (``runtime_symbols.py``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from eagle3.runner.machine_code.sass import Usage, read_usages
 
 @dataclass(frozen=True)
 class Found:
-    """``check``: "barriers", "blocks", "constants" or "symbols"; ``what``: a sentence that names method and kernel."""
+    """A fault. ``check`` is "barriers", "blocks", "constants" or "symbols"; ``what`` is a sentence for the user."""
 
     check: str
     method: str
@@ -34,11 +34,19 @@ def check_code(
     launches: Mapping[str, list[dict[str, Any]]],
     arch: str | None,
 ) -> dict[str, Any]:
-    """``faults``; for each method of what was checked how much; ``runs_on``: architectures and what they lack.
+    """Run the four checks.
 
-    ``delegates``: each method's weight tables and libraries; ``launches``: as recorded (``limits.recorded_launches``);
-    ``arch``: what the artifact says that it was made for. Raises ValueError for a damaged library, FileNotFoundError
-    where there is nothing to read PTX with.
+    Args:
+        delegates: the weight tables and libraries of each method
+        launches: the launches that the exporter recorded (``limits.recorded_launches``)
+        arch: the architecture that the artifact says it was compiled for
+
+    Returns ``faults``; ``methods``, the number of things checked in each; ``runs_on``, each architecture that has code
+    and the resource that it lacks.
+
+    Raises:
+        ValueError: a damaged library
+        FileNotFoundError: no ``cuobjdump`` to read PTX with
     """
     libraries = {method: [read_library(code) for _, code in parts] for method, parts in delegates.items()}
     kernels = {
@@ -94,7 +102,7 @@ def _counted(
 def _taken(
     named: Mapping[str, bytes], usages: Mapping[bytes, Usage], launches: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What a block of each kernel takes: by its code, and what its launches give it."""
+    """Yield the resources of a block of each kernel, from its code and the shared memory that its launches add."""
     given: dict[str, int] = {}
     for entry in launches:
         given[entry["kernel"]] = max(entry["shared_bytes"], given.get(entry["kernel"], 0))
@@ -116,7 +124,7 @@ def _barriers(kernels: Mapping[str, Mapping[str, bytes]], usages: Mapping[bytes,
 
 
 def _lines(ptx: str) -> list[str]:
-    """What is not read is not known to be right."""
+    """Return a line for each fault in ``ptx``. PTX that cannot be read counts as a fault."""
     try:
         return list(map(str, barrier_faults(ptx)))
     except ValueError as error:
@@ -131,7 +139,7 @@ def _blocks(
     runs_on: Mapping[str, str | None],
     arch: str | None,
 ) -> Iterator[Found]:
-    """Of the architecture that the artifact is for; of a kernel that was not recorded, or as another."""
+    """Yield the faults of blocks on the artifact's architecture, and of kernels that differ from ``export.json``."""
     for gpu in gpus_of(arch)[:1]:
         if arch not in runs_on:
             yield Found("blocks", "", f"a kernel has no code that {arch} runs, for which the artifact is made")

@@ -1,11 +1,11 @@
-"""On which device a method's library holds each of its constants, read from its machine code.
+"""Reads from a library's machine code which device each of its constants is on.
 
-AOTInductor's container refuses a weight whose device is another than its library says. No function of a library tells
-it. The model's constructor writes it down: for each constant the library's name, its device's type from a variable, and
-the program's name. The variables are set while the library loads, to what ``aoti_torch_device_type_cpu`` and
-``aoti_torch_device_type_cuda`` return. Both are found by what the dynamic loader needs of any library, so that a
-disassembler, debugging symbols, a run of the library or a GPU are not. x86-64 alone is read: there an instruction names
-a variable by its distance, the last four bytes of the instruction.
+AOTInductor's container refuses a weight if the library expects it on another device. A library has no function that
+returns the expected device. The model's constructor writes it: for each constant it stores the library's name, the
+device type from a variable, and the program's name. The variables are set while the library loads, to the results of
+``aoti_torch_device_type_cpu`` and ``aoti_torch_device_type_cuda``. This module finds both through the tables that the
+dynamic loader uses. It needs no disassembler, no debugging symbols, no GPU, and does not run the library. It reads
+x86-64 alone, where the last four bytes of an instruction hold the distance to the variable.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,13 @@ CONSTRUCTOR = "_ZN5torch12aot_inductor16AOTInductorModelC1E"
 X86_64 = 62
 CALL, CALL_BY_SLOT, JUMP_BY_SLOT, STORE_RESULT = b"\xe8", b"\xff\x15", b"\xff\x25", b"\x89\x05"
 BRANCH_TARGET = b"\xf3\x0f\x1e\xfa"
-"""Of x86-64: calls and jumps, directly or by a slot in the table of functions; a store of what a function returned to a
-variable; what may stand before code that is jumped to."""
+"""Opcodes of x86-64: calls and jumps, direct or through a slot of the global offset table; a store of a function's
+result in a variable; the marker that may precede the target of an indirect jump (``endbr64``)."""
 LOAD_ADDRESS = {bytes([prefix, 0x8D, 0x05 | register << 3]) for prefix in (0x48, 0x4C) for register in range(8)}
 
 
 def constant_devices(library: bytes) -> dict[str, str]:
-    """The program's name of each constant to "cpu" or "cuda". Raises ValueError for a library that cannot be read."""
+    """Map the program's name of each constant to "cpu" or "cuda". Raises ValueError for an unreadable library."""
     elf = Elf(library)
     try:
         if elf.machine != X86_64:
@@ -38,8 +38,10 @@ def constant_devices(library: bytes) -> dict[str, str]:
 
 
 def constant_faults(method: str, table: WeightTable, devices: Mapping[str, str]) -> Iterator[str]:
-    """A line where a method's library has weights on another device than its ``table``, or does not name them.
-    ``devices``: what ``constant_devices`` gives."""
+    """Yield one line if the library puts a weight on another device than its ``table`` does, or does not name it.
+
+    ``devices`` is the result of ``constant_devices``.
+    """
     wrong = [
         (weight.name, weight.device, devices.get(weight.name))
         for weight in table.weights
@@ -53,7 +55,7 @@ def constant_faults(method: str, table: WeightTable, devices: Mapping[str, str])
 
 
 def _named(mentions: list[tuple[int, str, str]]) -> Iterator[tuple[str, str]]:
-    """The program's name is the first text after the device."""
+    """Yield (program's name, device). The name is the first text after the device."""
     device = ""
     for _, kind, found in sorted(mentions):
         if kind == "device":
@@ -66,7 +68,7 @@ def _named(mentions: list[tuple[int, str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _mentions(elf: Elf, variables: dict[int, str]) -> list[tuple[int, str, str]]:
-    """Where the constructor names the variable of a device, or a text."""
+    """Find where the constructor refers to a device's variable or a text: (offset, "device" or "text", value)."""
     constructor = next((symbol for symbol in elf.symbols if symbol.name.startswith(CONSTRUCTOR)), None)
     if constructor is None:
         raise ValueError("it has no constructor of AOTInductor's model")
@@ -82,14 +84,15 @@ def _mentions(elf: Elf, variables: dict[int, str]) -> list[tuple[int, str, str]]
 
 
 def _named_addresses(code: bytes, address: int) -> np.ndarray:
-    """int64 [bytes - 3]: the address that an instruction names whose last four bytes begin at each byte."""
+    """Return int64 [bytes - 3]. Element i is the address that an instruction refers to if its last four bytes begin at
+    byte i of ``code``, which is loaded at ``address``."""
     fours = np.lib.stride_tricks.sliding_window_view(np.frombuffer(code, np.uint8), 4)
     distances = np.ascontiguousarray(fours).view(np.int32)[:, 0]
     return distances.astype(np.int64) + np.arange(len(distances)) + (address + 4)
 
 
 def _device_variables(elf: Elf) -> dict[int, str]:
-    """Addresses of the variables that are set to the type of a device."""
+    """Map the addresses of the variables that hold a device type to "cpu" or "cuda"."""
     slots = {slot: DEVICES[name] for name, slot in elf.relocations() if name in DEVICES}
     executable = [section for section in elf.sections if section.flags & EXECUTABLE and section.size > 8]
     stubs: dict[int, str] = {}
@@ -110,7 +113,7 @@ def _device_variables(elf: Elf) -> dict[int, str]:
 
 
 def _stubs(elf: Elf, section: Section, slots: dict[int, str]) -> dict[int, str]:
-    """Addresses of the code that jumps to a function by its slot, as the linker puts it there for calls."""
+    """Map the addresses of the linker's stubs, which jump to a function through its slot, to the slot's device."""
     code = elf.at_address(section.address, section.size)
     named = _named_addresses(code, section.address)
     found = {}

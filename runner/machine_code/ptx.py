@@ -1,12 +1,14 @@
-"""What a warp's loads from global memory touch, by a kernel's PTX: 128-byte lines and 32-byte sectors of a request.
+"""Computes from a kernel's PTX how many 128-byte lines and 32-byte sectors a warp's loads from global memory touch.
 
-Machine code has a load's width, not its addresses. The PTX that it was assembled from, which a fatbin holds beside it,
-has the arithmetic from a thread's number and the kernel's parameters to each address, strides being constants in it. So
-the addresses of a block's threads are worked out here. Terms are Nsight Compute's: a *request* is a warp's instruction,
-a *sector* 32 bytes, four to a *line* of L1; its "Sectors/Req" of global loads is ``Load.sectors``.
+Machine code shows a load's width but not its addresses. The PTX, which a fatbin holds beside the machine code, has the
+arithmetic from the thread index and the kernel's parameters to each address; strides are constants in it. This module
+evaluates that arithmetic for the threads of a block. The terms are Nsight Compute's: a *request* is an instruction of a
+warp, a *sector* is 32 bytes, and four sectors make a *line* of L1. Its "Sectors/Req" for global loads is
+``Load.sectors``.
 
-The block is the first, as it enters the loop that multiplies (without a loop: up to the last product). Each tensor is
-taken to begin on a line, and masks to let all threads load. What depends on loaded data is left out.
+The block evaluated is the first one, as it enters the loop with matrix multiplications (without such a loop: the code
+up to the last one). Each tensor is assumed to begin on a line, and masks are assumed to let all threads load. Loads
+whose address depends on loaded data are left out.
 """
 
 import re
@@ -19,7 +21,9 @@ import numpy as np
 LINE, SECTOR, WARP = 128, 32, 32
 TENSOR = 40  # bits of an address below the number of the parameter that it is in
 
-STEP = re.compile(r"^[^\S\n]*(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)[^\S\n]*([^;\n]*?)[^\S\n]*;|^(\$L\w+):", re.MULTILINE)
+STATEMENT = re.compile(
+    r"^[^\S\n]*(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)[^\S\n]*([^;\n]*?)[^\S\n]*;|^(\$L\w+):", re.MULTILINE
+)
 POINTER = re.compile(r"\.param \.u64 \.ptr[^\n,]* \w+_param_(\d+)")
 THREADS = re.compile(r"\.reqntid (\d+)")
 PRODUCT = re.compile(r"mma\.|wgmma\.")
@@ -33,8 +37,11 @@ BLOCK = re.compile(r"%(n?)ctaid\.([xyz])")
 
 @dataclass(frozen=True)
 class Load:
-    """An instruction that loads from the pointer ``parameter`` (by number), ``bytes`` a thread: the lines and sectors
-    that a warp touches, the mean of a block's warps, and the ``fewest`` lines for its bytes side by side."""
+    """A load instruction from the pointer ``parameter`` (a number), of ``bytes`` per thread.
+
+    ``lines`` and ``sectors`` are the mean counts that a warp touches; ``fewest`` is the number of lines that the same
+    bytes would take side by side.
+    """
 
     parameter: int
     bytes: int
@@ -44,9 +51,10 @@ class Load:
 
 
 def loads(ptx: str, grid: Sequence[int], rows: int) -> tuple[Load, ...]:
-    """Those of the loop that multiplies matrices, over a ``grid`` of blocks, of a kernel whose numbers are ``rows``.
+    """Return the loads in the loop that multiplies matrices, for a ``grid`` of blocks and ``rows`` as the value of
+    every parameter that is not a pointer.
 
-    Empty where nothing is multiplied, and without PTX; a load whose addresses cannot be worked out is left out.
+    Returns () without PTX or without matrix multiplications. Leaves out loads whose addresses cannot be computed.
     """
     threads = THREADS.search(ptx)
     if not threads:
@@ -60,11 +68,11 @@ class Unknown(Exception):
 
 
 Values = np.ndarray
-"""Of a register, int64 [threads]: 64 bits with their sign, fewer without."""
+"""The value of a register in each thread, int64 [threads]: 64-bit values are signed, narrower ones unsigned."""
 
 
-class Step(NamedTuple):
-    """An instruction, or a label."""
+class Statement(NamedTuple):
+    """An instruction or a label."""
 
     negated: str
     predicate: str
@@ -77,58 +85,59 @@ class Step(NamedTuple):
 
 
 class _Kernel:
-    """One block of it."""
+    """The first block of a kernel, with the values of its threads' registers."""
 
     def __init__(self, ptx: str, threads: int, grid: Sequence[int], rows: int):
-        self.steps = [Step(*found) for found in STEP.findall(ptx)]
+        self.statements = [Statement(*found) for found in STATEMENT.findall(ptx)]
         self.pointers = set(map(int, POINTER.findall(ptx)))
         self.threads, self.grid, self.rows = threads, dict(zip("xyz", grid, strict=True)), rows
         self.known: dict[str, Values | None] = {}
-        self.definitions: dict[str, Step] = {}  # the first: what a loop changes, as it is when the loop is entered
-        for step in self.steps:
-            target = step.arguments()[0]
-            if LOAD.match(step.name):  # in place of the zeros that stand before it
-                self.definitions |= dict.fromkeys(REGISTER.findall(step.text.split("[")[0]), step)
-            elif REGISTER.fullmatch(target) and not step.predicate:
-                self.definitions.setdefault(target, step)
+        self.definitions: dict[str, Statement] = {}  # the first: a loop's variables have the values at its entry
+        for statement in self.statements:
+            target = statement.arguments()[0]
+            if LOAD.match(statement.name):  # replaces the zeros that are assigned before it
+                self.definitions |= dict.fromkeys(REGISTER.findall(statement.text.split("[")[0]), statement)
+            elif REGISTER.fullmatch(target) and not statement.predicate:
+                self.definitions.setdefault(target, statement)
 
-    def body(self) -> list[Step]:
-        """The innermost loop that multiplies, or everything up to the last product."""
-        products = [at for at, step in enumerate(self.steps) if PRODUCT.match(step.name)]
-        labels = {step.label: at for at, step in enumerate(self.steps) if step.label}
-        branches = [(labels.get(step.text), at) for at, step in enumerate(self.steps) if step.name.startswith("bra")]
+    def body(self) -> list[Statement]:
+        """Return the innermost loop that multiplies matrices, or everything up to the last multiplication."""
+        numbered = list(enumerate(self.statements))
+        products = [at for at, statement in numbered if PRODUCT.match(statement.name)]
+        labels = {statement.label: at for at, statement in numbered if statement.label}
+        branches = [(labels.get(each.text), at) for at, each in numbered if each.name.startswith("bra")]
         loops = [(start, end) for start, end in branches if start is not None and start < end]
         found = [(start, end) for start, end in loops if any(start < at < end for at in products)]
         start, end = min(found, key=lambda loop: loop[1] - loop[0], default=(0, max(products, default=0)))
-        return self.steps[start:end]
+        return self.statements[start:end]
 
-    def load(self, step: Step) -> Load | None:
-        """None for what is no load, one that no thread makes, and one whose addresses are not known."""
-        load = LOAD.match(step.name)
-        if not load and not COPY.match(step.name):
+    def load(self, statement: Statement) -> Load | None:
+        """Return None for another instruction, a load that no thread executes, and one whose addresses are unknown."""
+        load = LOAD.match(statement.name)
+        if not load and not COPY.match(statement.name):
             return None
-        size = int(load[1] or 1) * int(load[2]) // 8 if load else int(step.arguments()[2], 0)
-        register, offset = (PLACE.findall(step.text) or [("", "")])[-1]
+        size = int(load[1] or 1) * int(load[2]) // 8 if load else int(statement.arguments()[2], 0)
+        register, offset = (PLACE.findall(statement.text) or [("", "")])[-1]
         try:
             at = self.value(register) + int(offset or "0", 0)
         except Unknown:
             return None
-        if not self._made(step):
+        if not self._executed(statement):
             return None
         found = [_touched(warp, size) for warp in at.reshape(-1, WARP)]
         return Load(int(at[0] >> TENSOR) - 1, size, *np.mean(found, axis=0).tolist())
 
-    def _made(self, step: Step) -> bool:
-        """Whether any thread makes it: some loads stand there for the compiler's eyes alone."""
+    def _executed(self, statement: Statement) -> bool:
+        """Return True if any thread may execute the load. The compiler leaves some loads whose mask is always off."""
         try:
-            return not step.predicate or bool((self.value(step.predicate) != bool(step.negated)).any())
+            return not statement.predicate or bool((self.value(statement.predicate) != bool(statement.negated)).any())
         except Unknown:
             return True
 
     def value(self, name: str) -> Values:
-        """Of a register or an operand. Raises Unknown."""
+        """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # where it is asked for on the way, or is not found
+            self.known[name] = None  # stays if it is not found, or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:
@@ -139,11 +148,11 @@ class _Kernel:
         if name == "%tid.x":
             return np.arange(self.threads)
         if name in self.definitions:
-            step = self.definitions[name]
-            sources = step.arguments()[1:]
-            if step.name.startswith("ld.param"):
+            statement = self.definitions[name]
+            sources = statement.arguments()[1:]
+            if statement.name.startswith("ld.param"):
                 return np.array([self._parameter(number) for number in self.value(sources[0].strip("[] ")).tolist()])
-            return computed(step.name, [self.value(source) for source in sources])
+            return computed(statement.name, [self.value(source) for source in sources])
         if block := BLOCK.fullmatch(name):
             return np.full(self.threads, self.grid[block[2]] if block[1] else 0)
         number = NUMBER.fullmatch(name) or re.search(r"_param_(\d+)$", name)
@@ -156,7 +165,7 @@ class _Kernel:
 
 
 def _touched(at: Values, size: int) -> tuple[int, int, int]:
-    """Lines and sectors of a warp, and the fewest lines for its bytes."""
+    """Return the lines and sectors that a warp's addresses touch, and the fewest lines that its bytes could take."""
     lines, sectors = (len({*(at // unit), *((at + size - 1) // unit)}) for unit in (LINE, SECTOR))
     return lines, sectors, -(-len(np.unique(at)) * size // LINE)
 
@@ -193,7 +202,7 @@ COMPUTED: dict[str, Callable[..., Values]] = {
 
 
 def computed(operation: str, sources: list[Values]) -> Values:
-    """What an instruction of integers or predicates makes of its sources. Raises Unknown for any other."""
+    """Evaluate an integer or predicate instruction on its source values. Raises Unknown for any other instruction."""
     name, *modifiers = operation.split(".")
     types = [_type(modifier) for modifier in modifiers]
     last = types[-1] if types else None
@@ -220,13 +229,13 @@ def computed(operation: str, sources: list[Values]) -> Values:
 
 
 def _type(modifier: str) -> tuple[int, bool] | None:
-    """Bits, and whether they have a sign; None for what is no type of integers."""
+    """Return (bits, signed) of an integer type; None for any other modifier."""
     found = re.fullmatch(r"([usb])(\d+)|pred", modifier)
     return found and (int(found[2] or 1), found[1] == "s")
 
 
 def _of_bits(value: Values, bits: int, signed: bool) -> Values:
-    """The low ``bits`` as a number."""
+    """Return the low ``bits`` of ``value`` as a number."""
     if bits == 64:
         return value
     low = value & (1 << bits) - 1

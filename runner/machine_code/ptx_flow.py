@@ -1,7 +1,7 @@
 """A kernel's PTX as a graph of instructions, with the pointer arguments that each address may come from.
 
-Registers are assigned several times (a loop's variables, zeros before a load that a predicate skips), so what a
-register may come from is gathered over all of its assignments. What is loaded from memory is taken to be no pointer.
+A register may be assigned several times (a loop's variable, a zero before a load that a predicate skips), so its
+possible sources are collected over all assignments. Values loaded from memory are assumed not to be pointers.
 """
 
 import re
@@ -28,7 +28,8 @@ BRANCHES, ENDS = ("bra", "brx"), ("ret", "exit", "trap")
 
 @dataclass(frozen=True)
 class Instruction:
-    """``line``: of the PTX, from 1; ``source``: file and line that it was compiled from, empty where unknown."""
+    """An instruction. ``line`` counts the PTX's lines from 1; ``source`` is the file and line that it was compiled
+    from, "" if unknown."""
 
     line: int
     source: str
@@ -44,20 +45,20 @@ class Instruction:
 
     @cached_property
     def place(self) -> tuple[str, int]:
-        """Register or variable, and offset in bytes, of the last address among its operands: a copy's source."""
+        """Return the last address among the operands: its register or variable, and its offset in bytes."""
         register, offset = PLACE.findall(" ".join(self.operands))[-1]
         return register, int(offset or "0", 0)
 
     @cached_property
     def targets(self) -> list[str]:
-        """Registers that it assigns: those of its first operand, unless that is an address, as a store's is."""
+        """Return the registers that it assigns: those of its first operand, unless that is an address (a store)."""
         if not self.operands or self.operands[0].startswith("["):
             return []
         return REGISTER.findall(self.operands[0])
 
     @cached_property
     def sources(self) -> list[str]:
-        """Registers and variables whose values it takes."""
+        """Return the registers and variables whose values it reads."""
         found = [word for operand in self.operands[1:] for word in re.findall(r"[%\w$.]+", operand)]
         return [word for word in found if REGISTER.fullmatch(word) or NAME.fullmatch(word)]
 
@@ -66,9 +67,9 @@ class Instruction:
 
 
 class Flow:
-    """The body of the first kernel in ``ptx``, whose blocks have so many ``threads``.
+    """The body of the first kernel in ``ptx``; a block of it has ``threads`` threads.
 
-    Raises ValueError where there is none, and for what is not read here.
+    Raises ValueError if there is no kernel, or for a branch that this module does not know.
     """
 
     def __init__(self, ptx: str):
@@ -106,7 +107,7 @@ class Flow:
 
     @cached_property
     def following(self) -> list[tuple[int, ...]]:
-        """The instructions that may come after each."""
+        """The indices of the instructions that may follow each instruction."""
         return [tuple(self._following(at)) for at in range(len(self.instructions))]
 
     def _following(self, at: int) -> Iterator[int]:
@@ -125,7 +126,7 @@ class Flow:
 
     @cached_property
     def bases(self) -> dict[str, frozenset[str]]:
-        """Register or variable to the pointer arguments and the variables that its value may come from."""
+        """Map each register or variable to the pointer arguments and variables that its value may come from."""
         found: dict[str, set[str]] = defaultdict(set)
         users: dict[str, list[Instruction]] = defaultdict(list)
         for instruction in self.instructions:
@@ -146,5 +147,5 @@ class Flow:
 
 
 def _loads(instruction: Instruction) -> bool:
-    """From memory; an argument is no memory."""
+    """Return True for a load from memory. Reading a kernel argument does not count."""
     return instruction.parts[0] == "ld" and "param" not in instruction.parts

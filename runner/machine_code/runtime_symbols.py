@@ -1,10 +1,10 @@
-"""Whether the runtimes that host a CUDA artifact have the symbols that its libraries need.
+"""Checks that the runtimes for CUDA artifacts have the symbols that the artifact's libraries need.
 
-PyTorch's libraries are asked; what its CUDA build has besides, its headers declare. ExecuTorch's CUDA runtime is in no
-CPU wheel, so its functions stand here, as its sources of 1.4.1 and 1.5.0 define them (``backends/aoti/
-common_shims_slim.cpp``, ``backends/cuda/runtime``): the same in both. CUDA's functions are those of CUDA 13.0 that
-AOTInductor's code calls. Both runtimes link libcudart, and PyTorch's host here loads the driver's libcuda; ExecuTorch's
-does not, so a library must ask for it.
+For PyTorch, the installed libraries are searched, and the headers that declare the functions of its CUDA build.
+ExecuTorch's CUDA runtime is not in a CPU wheel, so its functions are listed here. The list is the same in the sources
+of 1.4.1 and 1.5.0 (``backends/aoti/common_shims_slim.cpp``, ``backends/cuda/runtime``). The functions of CUDA are those
+of CUDA 13.0 that AOTInductor's code calls. Both runtimes link libcudart. PyTorch's host here also loads the driver's
+libcuda; ExecuTorch's does not, so a library must ask the loader for it.
 """
 
 import ctypes
@@ -106,8 +106,10 @@ CUDA_RUNTIME = frozenset(
 
 
 def lacking(needs: Iterable[str], asks_for: Iterable[str]) -> list[str]:
-    """A line for each runtime that lacks some of the symbols that a library ``needs``, itself asking the loader for the
-    libraries ``asks_for``."""
+    """Return a line for each runtime that lacks symbols of a library.
+
+    ``needs`` are the symbols that the library needs; ``asks_for`` are the libraries that it asks the loader for.
+    """
     wanted = sorted(needs)
     found = []
     for runtime, has in (("PyTorch's libraries", of_pytorch), ("ExecuTorch's CUDA libraries", EXECUTORCH.__contains__)):
@@ -127,7 +129,7 @@ def _listed(names: list[str]) -> str:
 
 @cache
 def of_pytorch(name: str) -> bool:
-    """Whether the installed PyTorch has a function, or its CUDA build of the same version."""
+    """Return True if the installed PyTorch, or the CUDA build of the same version, has the function ``name``."""
     return any(hasattr(library, name) for library in _pytorch()) or name in _declared()
 
 
@@ -142,7 +144,7 @@ def _pytorch() -> list[ctypes.CDLL]:
 
 @cache
 def _declared() -> frozenset[str]:
-    """Functions of CUDA that the headers of AOTInductor's C interface declare."""
+    """The CUDA functions that the headers of AOTInductor's C interface declare."""
     import torch
 
     folder = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "inductor" / "aoti_torch"

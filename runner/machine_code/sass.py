@@ -1,8 +1,8 @@
-"""What a kernel's machine code says of it: registers, spills, loops and what they load. No GPU is needed.
+"""Reads a kernel's registers, spills, loops and loads from its machine code. Needs no GPU.
 
-NVIDIA's ``cuobjdump`` disassembles; Triton's wheel has it, and every CUDA toolkit. Mnemonics are those of sm_80 to
-sm_120: LDG loads to registers, LDGSTS copies to shared memory without waiting, LDGDEPBAR ends a group of such copies,
-DEPBAR waits until no more than so many groups are under way, HMMA multiplies 16 x 8 by k on the matrix units.
+NVIDIA's ``cuobjdump`` disassembles; it is in Triton's wheel and in every CUDA toolkit. The mnemonics are those of sm_80
+to sm_120. LDG loads to registers. LDGSTS copies to shared memory asynchronously, LDGDEPBAR ends a group of such copies,
+and DEPBAR waits until at most a given number of groups is pending. HMMA multiplies 16 x 8 x k on the tensor cores.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ MATRIX = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b|HGMMA\.(64)x(\d+)x(16)")
 
 @dataclass(frozen=True)
 class Loop:
-    """Of one pass through its body, ``multiply_adds`` of a warp, bytes of a thread. ``ahead``: how many passes the
-    copies to shared memory run ahead of their use."""
+    """One iteration of a loop: ``multiply_adds`` per warp, bytes per thread. ``ahead`` is how many iterations before
+    their use the copies to shared memory are issued."""
 
     instructions: int
     multiply_adds: int
@@ -46,9 +46,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel, its bytes those of a thread. ``spill_bytes``: what is reloaded from a fixed place of the stack, which
-    holds small tables too (of sine and cosine); ``load_bytes``: each load of the code once; ``ptx``: its
-    source, empty where there is none."""
+    """A kernel; bytes are per thread.
+
+    ``spill_bytes``: bytes reloaded from fixed places of the stack, which also holds small tables (of sine and cosine).
+    ``load_bytes``: the bytes of every load instruction, each counted once. ``ptx``: the kernel's PTX, "" if there is
+    none.
+    """
 
     registers: int
     spill_bytes: int
@@ -60,8 +63,8 @@ class Code:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel's blocks take: registers and bytes of spills of a thread; the number of threads, 0 where it is not
-    known; bytes of shared memory that it has without being given any. ``ptx``: its sources, one for an architecture."""
+    """The resources of a kernel's block: registers and spilled bytes per thread, the number of threads (0 if unknown),
+    and the bytes of static shared memory. ``ptx`` has the kernel's PTX for each architecture."""
 
     registers: int
     spill_bytes: int
@@ -71,7 +74,7 @@ class Usage:
 
 
 def disassembler() -> Path:
-    """Raises FileNotFoundError saying what to install."""
+    """Find ``cuobjdump``. Raises FileNotFoundError, which says what to install."""
     spec = importlib.util.find_spec("triton")
     folders = [Path(spec.origin).parent / "backends" / "nvidia"] if spec and spec.origin else []
     folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -86,12 +89,12 @@ def disassembler() -> Path:
 
 
 def read_codes(fatbins: Iterable[bytes]) -> dict[bytes, Code]:
-    """What is known of each. Raises FileNotFoundError without a disassembler, ValueError for what it cannot read."""
+    """Disassemble each fatbin. Raises FileNotFoundError without ``cuobjdump``, ValueError for a fatbin it refuses."""
     return _read_all(fatbins, ("-res-usage", "-sass", "-ptx"), parse)
 
 
 def read_usages(fatbins: Iterable[bytes]) -> dict[bytes, Usage]:
-    """What the blocks of each take, without its machine code. Raises as ``read_codes``."""
+    """Read the resources of each fatbin's kernel without disassembling it. Raises as ``read_codes``."""
     return _read_all(fatbins, ("-res-usage", "-ptx"), parse_usage)
 
 
@@ -113,7 +116,7 @@ def _printed(tool: Path, folder: Path, fatbin: bytes, forms: tuple[str, ...]) ->
 
 
 def parse_usage(usage: str, ptx: str) -> Usage:
-    """What ``cuobjdump -res-usage`` and ``-ptx`` print of a fatbin. Local tables of the source are no spills."""
+    """Parse what ``cuobjdump -res-usage`` and ``-ptx`` print for a fatbin. Local tables in the PTX are no spills."""
     sources = tuple(ptx.split(SOURCE)[1:])
     tables = max((int(found) for found in TABLES.findall(ptx)), default=0)
     return Usage(
@@ -126,9 +129,9 @@ def parse_usage(usage: str, ptx: str) -> Usage:
 
 
 def parse(usage: str, sass: str, ptx: str) -> Code:
-    """What ``cuobjdump -res-usage``, ``-sass`` and ``-ptx`` print of a fatbin.
+    """Parse what ``cuobjdump -res-usage``, ``-sass`` and ``-ptx`` print for a fatbin.
 
-    Raises ValueError where there is no machine code.
+    Raises ValueError if there is no machine code.
     """
     used, code = REGISTERS.search(usage), [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
     if used is None or not code:
@@ -160,13 +163,13 @@ def _loop(body: list[str]) -> Loop:
 
 
 def _bytes(body: list[str], *opcodes: str) -> int:
-    """What a thread loads; a load without a width in its name is of 32 bits."""
+    """Return the bytes that a thread loads. A load without a width in its name has 32 bits."""
     loads = (text.split()[0] for text in body if text.startswith(opcodes))
     return sum(int(found[1]) // 8 if (found := WIDTH.search(load)) else 4 for load in loads)
 
 
 def _multiply_adds(text: str) -> int:
-    """Of a warp; HGMMA is one instruction of four."""
+    """Return the multiply-adds per warp of an instruction. Four warps share an HGMMA."""
     found = MATRIX.match(text)
     if not found:
         return 0

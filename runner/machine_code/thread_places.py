@@ -1,8 +1,8 @@
-"""Which places each thread of a block accesses, as far as a kernel's PTX says it without its arguments' values.
+"""Derives the addresses that each thread of a block accesses from a kernel's PTX, without the arguments' values.
 
-An address is taken apart into a number for each thread, a sum of values that all threads of a block have in common
-(arguments, the block's number), and steps of loops. Of two addresses with the same sum it is then known whether two
-threads ever access the same byte. Sums are taken not to overflow.
+An address is split into a number for each thread, a sum of values that all threads of a block have in common
+(arguments, the block index), and the steps of loops. If two addresses have the same sum, it can be decided whether two
+threads ever access the same byte. Sums are assumed not to overflow.
 """
 
 import math
@@ -22,8 +22,8 @@ SIZE = re.compile(r"(?:v(\d)\.)?[a-z]+(\d+)$")
 
 @dataclass(frozen=True)
 class Value:
-    """``by_thread``, int64 [threads], plus ``common``: register or argument to its factor, plus any multiple of
-    ``step``."""
+    """The sum of ``by_thread`` (int64 [threads]), of each register or argument in ``common`` times its factor, and of
+    any multiple of ``step``."""
 
     by_thread: np.ndarray
     common: Mapping[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Value:
         return not self.common and not self.step
 
     def is_common(self) -> bool:
-        """To all threads, and the same whenever it is asked for."""
+        """Return True if the value is the same in all threads and in every iteration of a loop."""
         return not self.step and bool((self.by_thread == self.by_thread[0]).all())
 
     def plus(self, other: "Value", sign: int = 1) -> "Value":
@@ -49,14 +49,15 @@ class Value:
 
 
 class Places:
-    """Of one kernel's threads."""
+    """The values and addresses of one kernel's threads."""
 
     def __init__(self, flow: Flow):
         self.flow = flow
         self.known: dict[str, Value | None] = {}
 
     def apart(self, one: Instruction, other: Instruction) -> bool:
-        """Whether no two threads can meet, one by the access ``one``, another by ``other``: False where unknown."""
+        """Return True if no two threads can touch the same byte, one through the access ``one`` and another through
+        ``other``; False if that is unknown."""
         try:
             first, second = (self._address(each) for each in (one, other))
         except Unknown:
@@ -70,15 +71,15 @@ class Places:
         for start, size in ((distance, accessed_bytes(other)), (-distance, accessed_bytes(one))):
             near |= (start % step < size) if step else (start >= 0) & (start < size)
         np.fill_diagonal(near, False)
-        return not bool(near[np.ix_(self._made(one), self._made(other))].any())
+        return not bool(near[np.ix_(self._executing(one), self._executing(other))].any())
 
     def _address(self, instruction: Instruction) -> Value:
         register, offset = instruction.place
         value = self.value(register)
         return Value(value.by_thread + offset, value.common, value.step)
 
-    def _made(self, instruction: Instruction) -> np.ndarray:
-        """Whether each thread makes the access, as far as it is known: True where it may."""
+    def _executing(self, instruction: Instruction) -> np.ndarray:
+        """Return bool [threads]: True for each thread that may execute the access."""
         if not instruction.predicate:
             return np.ones(self.flow.threads, dtype=bool)
         return self._may_be(instruction.predicate, not instruction.negated)
@@ -95,9 +96,9 @@ class Places:
         return (value.by_thread != 0) == true if value.is_number() else np.ones(self.flow.threads, dtype=bool)
 
     def value(self, name: str) -> Value:
-        """Of a register or an operand. Raises Unknown."""
+        """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # where it is asked for on the way, or is not found
+            self.known[name] = None  # stays if it is not found, or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:
@@ -120,7 +121,8 @@ class Places:
         return self._of_loop(name, definitions) if definitions else None
 
     def _of_loop(self, name: str, definitions: list[Instruction]) -> Value | None:
-        """Of a variable that begins as one value and has a number added to it from time to time."""
+        """Return the value of a loop's variable: it starts as one value, and constants are added to it. None if it is
+        not such a variable."""
         step, begins = 0, []
         for definition in definitions:
             added = self._added(name, definition)
@@ -134,7 +136,7 @@ class Places:
         return begin and Value(begin.by_thread, begin.common, math.gcd(begin.step, step))
 
     def _added(self, name: str, definition: Instruction) -> int | None:
-        """What the definition makes of the variable, less the variable itself; None if it is not made of it so."""
+        """Return the constant that a definition adds to the variable ``name``; None if it does anything else."""
         total = 0
         while definition.name.startswith(("mov.", "add.")):
             sources = definition.operands[1:]
@@ -152,7 +154,7 @@ class Places:
         return None
 
     def _result(self, instruction: Instruction) -> Value | None:
-        """Of an instruction; None where it is not known."""
+        """Return the result of an instruction, None if it is unknown."""
         kind, sources = instruction.parts[0], instruction.operands[1:]
         if kind == "ld":
             return self._argument(instruction)
@@ -170,7 +172,8 @@ class Places:
         return _sum(instruction, given) or self._common(instruction, given)
 
     def _argument(self, instruction: Instruction) -> Value | None:
-        """Which one is all that matters; a place that is chosen at run time is one too."""
+        """Return the value of a kernel argument: unknown, but the same in all threads. The argument may be chosen at
+        run time."""
         if "param" not in instruction.parts:
             return None
         name, _ = instruction.place
@@ -183,14 +186,15 @@ class Places:
         return Value(np.zeros(self.flow.threads, np.int64), {f"[{name}]": 1})
 
     def _common(self, instruction: Instruction, given: list[Value]) -> Value | None:
-        """Some value that all threads have in common, by the register's name."""
+        """Return an unknown value that all threads share, named after the register; None if threads may differ."""
         if len(instruction.targets) != 1 or not all(value.is_common() for value in given):
             return None
         return Value(np.zeros(self.flow.threads, np.int64), {instruction.targets[0]: 1})
 
 
 def _sum(instruction: Instruction, given: list[Value]) -> Value | None:
-    """Of values that are not all numbers; None for any other arithmetic."""
+    """Evaluate additions, shifts and multiplications by constants on values that are not all numbers; otherwise
+    None."""
     kind = instruction.parts[0]
     if kind in COPIES:
         return given[0]
@@ -211,12 +215,12 @@ def _sum(instruction: Instruction, given: list[Value]) -> Value | None:
 
 
 def _factor(value: Value) -> int | None:
-    """The number that a value is for every thread."""
+    """Return the number that a value is in every thread, None if it is not one number."""
     return int(value.by_thread[0]) if value.is_number() and value.is_common() else None
 
 
 def _lie_apart(one: Value, other: Value) -> bool:
-    """Whether the bits of one are all below those of the other, so that ``or`` adds them."""
+    """Return True if all set bits of one value are below those of the other, so that ``or`` adds them."""
     for low, high in ((one, other), (other, one)):
         unit = math.gcd(high.step, *high.common.values(), *map(int, high.by_thread))
         if low.is_number() and low.by_thread.min() >= 0 and low.by_thread.max() < (unit & -unit):
@@ -225,7 +229,7 @@ def _lie_apart(one: Value, other: Value) -> bool:
 
 
 def accessed_bytes(instruction: Instruction) -> int:
-    """Of a thread."""
+    """Return the bytes that a thread accesses."""
     if instruction.parts[0] == "cp":
         return int(instruction.operands[2], 0)
     found = SIZE.search(instruction.name)
