@@ -12,7 +12,7 @@ import torch
 
 from eagle3.runner.cache import common_prefix
 from eagle3.runner.contract import Metadata
-from eagle3.runner.hosts.session import Step, WholeRound
+from eagle3.runner.hosts.session import FusedRound, Step
 
 VOCABULARY = 23
 MASK = -1  # the token of a P-EAGLE's mask rows
@@ -185,7 +185,7 @@ class ScriptedSession:
             chain.append(drafted.ids)
         self.whole_rounds += 1
         window = torch.cat(chain, dim=1)
-        return WholeRound(torch.cat((step.ids, window)), window, following)
+        return FusedRound(torch.cat((step.ids, window)), window, following)
 
 
 class ThreeMethods:

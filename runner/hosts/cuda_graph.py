@@ -1,8 +1,9 @@
-"""A method as a CUDA graph: captured once, then replayed by one launch instead of hundreds.
+"""Runs a method as a CUDA graph: captured once, then replayed by one launch instead of hundreds.
 
-1. PyTorch's container asks an event whether its last run is over, which capture refuses. Every library has another
-   entry that asks nothing; PyTorch gives Python no way to it, so it is called here by ctypes.
-2. What is captured reads its inputs from where they lay and writes its outputs there again.
+1. PyTorch's container queries an event to see whether its last run has ended, which is forbidden during capture. Every
+   library has another entry point that queries nothing. PyTorch does not expose it to Python, so it is called here
+   through ctypes.
+2. A captured graph always reads its inputs from the same memory and writes its outputs to the same memory.
 """
 
 import ctypes
@@ -39,11 +40,14 @@ class ConstantEntry(ctypes.Structure):
 
 
 class SingleThreaded:
-    """A library's methods without PyTorch's container around them: no event, no lock, no check of the inputs."""
+    """Calls a library without PyTorch's container around it: no event, no lock, no check of the inputs."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device, constants: Mapping[str, Tensor]):
-        """``constants`` by the library's own names; they stay the caller's. Raises ValueError for a library that lacks
-        one of NEEDED (made by a PyTorch before 2.13), RuntimeError for what a call refuses."""
+        """``constants`` are keyed by the library's own names; the caller keeps owning them.
+
+        Raises ValueError for a library that lacks one of NEEDED (made by a PyTorch before 2.13), RuntimeError if a call
+        fails.
+        """
         lacking = [name for name in NEEDED if not hasattr(library, name)]
         if lacking:
             raise ValueError(f"its library has no {lacking[0]}: an earlier PyTorch made it")
@@ -70,7 +74,7 @@ class SingleThreaded:
             _tensors(handles)  # frees them: the container makes handles of its own
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Inputs and outputs in the library's order, on the current stream."""
+        """Run on the current stream. Inputs and outputs are in the library's order."""
         given, made = (ctypes.c_void_p * len(inputs))(*_handles(inputs)), (ctypes.c_void_p * self._outputs)()
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
         arrays = given, _size(len(inputs)), made, _size(self._outputs)
@@ -98,7 +102,7 @@ class SingleThreaded:
 
 
 def _handles(tensors: Iterable[Tensor]) -> list[int]:
-    """An ``AtenTensorHandle`` of each, whose taker frees it."""
+    """Return an ``AtenTensorHandle`` for each tensor. The callee that takes a handle frees it."""
     capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -106,14 +110,14 @@ def _handles(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _tensors(handles: Iterable[int]) -> list[Tensor]:
-    """The tensors of handles that are ours; each is freed with its tensor."""
+    """Turn handles that we own into tensors. Each handle is freed with its tensor."""
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([capsule(handle, None, None) for handle in handles])
 
 
-class Graph(Protocol):
-    """Of ``torch.cuda.CUDAGraph``"""
+class CapturedGraph(Protocol):
+    """The part of ``torch.cuda.CUDAGraph`` that is used here."""
 
     def replay(self) -> None: ...
     def reset(self) -> None: ...
@@ -122,12 +126,12 @@ class Graph(Protocol):
 Body = Callable[[], None]
 
 
-def capture(body: Body, device: torch.device) -> Graph:
-    """What ``body`` launches on ``device``, as a graph. Raises RuntimeError for what cannot be captured.
+def capture(body: Body, device: torch.device) -> CapturedGraph:
+    """Capture what ``body`` launches on ``device``. Raises RuntimeError if something cannot be captured.
 
-    ``torch.cuda.graph`` leaves its stream current where beginning or ending the capture fails, so that later calls
-    would run on it, unordered with what is on the caller's. Here the caller's stream is current again however it ends,
-    and allocations leave the graph's memory pool.
+    ``torch.cuda.graph`` leaves its own stream current if beginning or ending the capture fails. Later calls would then
+    run on that stream, unordered with the work on the caller's stream. Here the caller's stream is always restored, and
+    later allocations leave the graph's memory pool.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
@@ -143,7 +147,7 @@ def capture(body: Body, device: torch.device) -> Graph:
             try:
                 body()
             except BaseException:
-                with suppress(RuntimeError):  # of a capture that failed; what made it fail says more
+                with suppress(RuntimeError):  # the capture failed; the exception that made it fail says more
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -151,18 +155,19 @@ def capture(body: Body, device: torch.device) -> Graph:
 
 
 def _leave_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """Beginning a capture enters the pool first and stays in it where the capture is refused."""
+    """Leave the graph's memory pool: a capture enters it first and stays in it if the capture is refused."""
     with suppress(RuntimeError):  # it was refused before
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 
 
 WARM_UP = 2
-"""Calls before the capture: kernels load and workspaces are made at the first."""
+"""Calls before the capture: the first one loads kernels and allocates workspaces."""
 
 
 class Graphed:
-    """A method at one number of rows. Where capture refuses it, it runs as it did, and the log says why."""
+    """A method at one number of rows, replayed as a CUDA graph. If it cannot be captured, it runs without a graph, and
+    the log says why."""
 
     def __init__(
         self,
@@ -170,27 +175,27 @@ class Graphed:
         plain: Run,
         make_capturable: Callable[[], tuple[Run, Callable[[], None]]],
         fed_back: Mapping[int, int],
-        capture: Callable[[Body, torch.device], Graph] = capture,
+        capture: Callable[[Body, torch.device], CapturedGraph] = capture,
     ):
         """
         Args:
-            plain: the method as it runs without a graph
-            make_capturable: the method as it can be captured, and what frees it
-            fed_back: outputs that are the next call's inputs: place of the output to that of the input; they are
-                handed out as those inputs, so that nothing is copied where they come back
-            capture: a fake's, where there is no GPU
+            plain: the method without a graph
+            make_capturable: returns the method in a form that can be captured, and a function that frees it
+            fed_back: maps the index of each output that is an input of the next call to the index of that input. Such
+                an output is returned as the input's own tensor, so that nothing is copied if it is passed in again
+            capture: replaced by a fake on a machine without a GPU
         """
         self._name, self._plain, self._make_capturable = name, plain, make_capturable
         self._fed_back, self._capture = fed_back, capture
         self._wanted, self._warm = True, 0
         self._run: Run | None = None
         self._free: Callable[[], None] | None = None
-        self._graph: Graph | None = None
+        self._graph: CapturedGraph | None = None
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The first output is to be read before the next call."""
+        """Run the method. The caller must read the first output before the next call overwrites it."""
         if self._graph is None and self._wanted:
             try:
                 if self._warm < WARM_UP:
@@ -209,7 +214,7 @@ class Graphed:
         self._warm += 1
         return outputs
 
-    def _replay(self, graph: Graph, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _replay(self, graph: CapturedGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
         for static, given in zip(self._inputs, inputs, strict=True):
             if given is not static:
                 static.copy_(given)
@@ -225,7 +230,7 @@ class Graphed:
             self._outputs[output] = self._inputs[place]
 
     def close(self) -> None:
-        """Run without a graph from here on. It goes before what it reads and writes."""
+        """Run without a graph from now on. The graph is freed before the memory that it reads and writes."""
         if self._graph is not None:
             self._graph.reset()
         self._wanted, self._graph, self._run, self._inputs, self._outputs = False, None, None, [], []

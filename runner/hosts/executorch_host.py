@@ -1,4 +1,4 @@
-"""``executorch.runtime`` as the host of an artifact: quick to import, with ExecuTorch's LLM ops, silent."""
+"""Runs an artifact by ``executorch.runtime``: imports it quickly and silently, with ExecuTorch's LLM operators."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def load_runtime() -> "Runtime":
-    """The ``Runtime`` singleton."""
+    """Return the ``Runtime`` singleton."""
     with calm_stderr():
         with without_compiler():
             from executorch.runtime import Runtime
@@ -24,10 +24,10 @@ def load_runtime() -> "Runtime":
 
 
 def load_llm_ops(runtime: "Runtime") -> None:
-    """Register ``llama::custom_sdpa`` and the cache updates, which artifacts for the CPU call and no others.
+    """Register ``llama::custom_sdpa`` and the cache updates, which only artifacts for the CPU call.
 
-    Importing ``executorch.extension.llm.custom_ops`` would do so too, and import all of Inductor (2 s) on the way;
-    loading its library does the same. Raises ValueError where that is made for another PyTorch.
+    Importing ``executorch.extension.llm.custom_ops`` would do the same, but it imports all of Inductor too (2 s). This
+    loads its library directly. Raises ValueError if that library was built for another PyTorch.
     """
     with calm_stderr():
         import executorch
@@ -47,8 +47,8 @@ def load_llm_ops(runtime: "Runtime") -> None:
 
 
 class ExecuTorchSession(TimedSession):
-    """Methods of a program that ``executorch.runtime`` has loaded, all of the contract or those that are named. Inputs
-    must be contiguous tensors on the host."""
+    """The methods ``names`` of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on
+    the host."""
 
     def __init__(self, program: "Program", metadata: Metadata, names: Iterable[str] = (*METHODS, SPECULATE, DECODE)):
         super().__init__(metadata)
@@ -68,7 +68,8 @@ class ExecuTorchSession(TimedSession):
         self._methods.clear()
 
     def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:
-        """ExecuTorch's errors are bare codes: put what was fed beside what the method declares."""
+        """Return a message with the inputs beside what the method declares, because ExecuTorch's errors are bare
+        codes."""
         declared = self._methods[name].metadata
         pairs = []
         for slot, value in enumerate(inputs):

@@ -1,5 +1,8 @@
-"""One host of CUDA artifacts a process: PyTorch's and ExecuTorch's give a method's library other functions under the
-same names, and the loader takes those that came first. The first call would end the process."""
+"""Allows one host of CUDA artifacts per process.
+
+PyTorch and ExecuTorch export different functions under the same names to a method's library, and the loader takes those
+that were loaded first. With the wrong ones, the first call would crash the process.
+"""
 
 import ctypes
 from pathlib import Path
@@ -16,7 +19,8 @@ class _Place(ctypes.Structure):
 
 
 def provider() -> str | None:
-    """The file name of the library whose functions a method's library would call, None before either host ran."""
+    """Return the file name of the library whose functions a method's library would call; None before either host
+    ran."""
     process, place = ctypes.CDLL(None), _Place()
     try:
         function = ctypes.cast(getattr(process, SHARED), ctypes.c_void_p)
@@ -27,7 +31,8 @@ def provider() -> str | None:
 
 
 def check_only_host(torch: bool) -> None:
-    """Raises ValueError where PyTorch (``torch``) or ExecuTorch is to run an artifact and the other already has."""
+    """Raise ValueError if the other host has already run an artifact. ``torch``: PyTorch is the host, not
+    ExecuTorch."""
     found = provider()
     if found is None or found.startswith("libtorch") == torch:
         return

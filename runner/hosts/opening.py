@@ -19,8 +19,8 @@ EXECUTORCH, TORCH, AUTO = RUNTIMES
 def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO) -> Session:
     """Load the methods. ``runtime`` is one of RUNTIMES, ``cuda_graph`` one of CUDA_GRAPHS.
 
-    Raises FileNotFoundError or ValueError where a file ends early or is missing, the artifact needs what this machine
-    or the runtime lacks, or the runtime does not run such artifacts.
+    Raises FileNotFoundError or ValueError if a file is missing or ends early, if the artifact needs something that this
+    machine or the runtime lacks, or if the runtime does not run such artifacts.
     """
     host = choose_runtime(artifact, runtime)
     if artifact.is_cuda:
@@ -47,7 +47,7 @@ def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO
 
 
 def _weights(artifact: Artifact) -> Path:
-    """The file of a CUDA artifact's weights. Raises FileNotFoundError."""
+    """Return the file of a CUDA artifact's weights. Raises FileNotFoundError."""
     stored = artifact.folder / WEIGHTS_FILE
     if not stored.is_file():
         raise FileNotFoundError(f"{stored} is missing: it holds the artifact's weights, copy or export it again")
@@ -55,7 +55,7 @@ def _weights(artifact: Artifact) -> Path:
 
 
 def choose_runtime(artifact: Artifact, asked: str) -> str:
-    """EXECUTORCH or TORCH. ExecuTorch goes first where it registers the artifact's backend.
+    """Return EXECUTORCH or TORCH. ExecuTorch is preferred if it registers the artifact's backend.
 
     Raises ValueError for a runtime that cannot run such an artifact.
     """

@@ -1,6 +1,7 @@
-"""A session: an opened artifact (or an eager speculator) whose methods run one step each.
+"""A session runs the methods of an opened artifact (or of an eager module), one step per call.
 
-Whatever runs the methods, ``loop.py`` sees the same calls. A session has one KV cache: one generation at a time.
+``loop.py`` makes the same calls whichever host runs the methods. A session has one KV cache, so it runs one generation
+at a time.
 """
 
 import time
@@ -15,22 +16,23 @@ from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TAR
 
 
 class Step(NamedTuple):
-    """What a method gives; shapes in ``eagle3.runner.contract``."""
+    """The outputs of a method; shapes are in ``eagle3.runner.contract``."""
 
     ids: Tensor
     feature: Tensor | None
-    """None of a whole round, which keeps it."""
+    """None for a fused round, which does not return it."""
     logits: Tensor | None = None
-    """None where the artifact has none, and of a whole round."""
+    """None if the artifact has no logits, and for a fused round."""
 
     def own_feature(self) -> Tensor:
-        """The feature of a step that is not a whole round."""
-        assert self.feature is not None, "a whole round keeps its feature"
+        """Return the feature of a step that is not a fused round."""
+        assert self.feature is not None, "a fused round returns no feature"
         return self.feature
 
 
-class WholeRound(NamedTuple):
-    """What ``speculate`` gives: ``said`` on the host; what the next call takes, where the session keeps it."""
+class FusedRound(NamedTuple):
+    """The outputs of ``speculate``: ``said`` (greedy ids and next window) on the host, and the inputs of the next call,
+    which stay where the session keeps them."""
 
     said: Tensor
     tokens: Tensor
@@ -38,13 +40,15 @@ class WholeRound(NamedTuple):
 
 
 class Session(Protocol):
-    """Shapes as in ``eagle3.runner.contract``; H is the draft's hidden size. Ids and positions are on the host; a
-    feature is where the session keeps it, and goes back as it came, whole or cut to its first rows; logits are there
-    too."""
+    """The interface that ``loop.py`` uses. Shapes are as in ``eagle3.runner.contract``; H is the draft's hidden size.
+
+    Ids and positions are on the host. Features and logits are on the session's device. The caller passes a feature back
+    as it was returned, whole or cut to its first rows.
+    """
 
     metadata: Metadata
     positions: Tensor
-    """int64 [max_seq_len], 0, 1, 2, ...: slices of it are every ``input_pos``, since making one anew costs 20 us."""
+    """int64 [max_seq_len], 0, 1, 2, ... Every ``input_pos`` is a slice of it, because a new tensor costs 20 us."""
     has_decode: bool
     has_speculate: bool
     seconds: defaultdict[str, float]
@@ -56,21 +60,21 @@ class Session(Protocol):
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> Step: ...
     def decode(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
-    def speculate(self, tokens: Tensor, input_pos: Tensor) -> WholeRound:
-        """Inputs from the host, or those that the round before gave."""
+    def speculate(self, tokens: Tensor, input_pos: Tensor) -> FusedRound:
+        """Run a fused round. The inputs come from the host, or are those that the previous round returned."""
 
     def close(self) -> None:
-        """Give back what the session holds; it cannot be used after that."""
+        """Free the session's memory. It cannot be used afterwards."""
 
 
 def missing_method(name: str, closed: bool) -> str:
-    """Why a session cannot call a method."""
+    """Return an error message that says why a session cannot call the method ``name``."""
     flag = "--speculate" if name == SPECULATE else "--with-decode"
     return f"the artifact {'is closed' if closed else f'has no method {name}: export it with {flag}'}"
 
 
 class TimedSession:
-    """The methods over one ``_call``, each call counted and timed."""
+    """Implements the methods by one ``_call``, and counts and times the calls."""
 
     def __init__(self, metadata: Metadata):
         self.metadata = metadata
@@ -79,7 +83,7 @@ class TimedSession:
         self.calls: Counter[str] = Counter()
 
     def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
-        """The outputs of a method, in the contract's order."""
+        """Run a method and return its outputs in the contract's order."""
         raise NotImplementedError
 
     def _timed(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
@@ -101,15 +105,15 @@ class TimedSession:
     def decode(self, tokens: Tensor, input_pos: Tensor) -> Step:
         return Step(*self._timed(DECODE, tokens, input_pos))
 
-    def speculate(self, tokens: Tensor, input_pos: Tensor) -> WholeRound:
-        return WholeRound(*self._timed(SPECULATE, tokens, input_pos))
+    def speculate(self, tokens: Tensor, input_pos: Tensor) -> FusedRound:
+        return FusedRound(*self._timed(SPECULATE, tokens, input_pos))
 
     def close(self) -> None:
         pass
 
 
 class EagerSession(TimedSession):
-    """The same methods of a PyTorch module, to hold an artifact against."""
+    """Runs the same methods on a PyTorch module, as the reference for an artifact."""
 
     has_decode = has_speculate = True
 

@@ -1,12 +1,12 @@
-"""PyTorch as the host of a CUDA artifact: no ExecuTorch delegate is needed, only PyTorch's AOTInductor container.
+"""Runs a CUDA artifact by PyTorch: needs only PyTorch's AOTInductor container, no ExecuTorch delegate.
 
-1. Methods: ExecuTorch's own reader gives each method's delegate: a library, a weight table, the order of its inputs.
-2. Weights: the ``.ptd`` is memory-mapped and each storage goes to the device once, so a cache is one tensor to all
-   methods that name it.
-3. Libraries: each is loaded through ``torch._C._aoti``, its constants are views of those storages.
-4. The session that runs them, by CUDA graphs where it can (``cuda_graph.py``).
+1. Methods: ExecuTorch's own reader returns each method's delegate: a library, a weight table, the order of its inputs.
+2. Weights: the ``.ptd`` is memory-mapped, and each storage is copied to the device once. A cache is therefore one
+   tensor for all methods that name it.
+3. Libraries: each is loaded through ``torch._C._aoti``; its constants are views of those storages.
+4. Session: it runs the methods, by CUDA graphs if possible (``cuda_graph.py``).
 
-Nothing here knows the device but by its name; what a GPU must bring is asked in ``torch_host_checks.py``.
+This module knows the device by its name alone; ``torch_host_checks.py`` checks what a GPU must have.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from eagle3.runner.artifact.limits import recorded_launches
 from eagle3.runner.artifact.pte import Pte, read_pte
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata, row_bounds
 from eagle3.runner.hosts import torch_host_checks as checks
-from eagle3.runner.hosts.cuda_graph import Body, Graph, Graphed, Run, SingleThreaded, capture
+from eagle3.runner.hosts.cuda_graph import Body, CapturedGraph, Graphed, Run, SingleThreaded, capture
 from eagle3.runner.hosts.one_host import check_only_host
 from eagle3.runner.hosts.session import TimedSession, missing_method
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bool = True) -> "TorchSession":
-    """Load the methods of a ``.pte`` whose weights the ``.ptd`` file ``stored`` holds: on the current GPU, by CUDA
-    graphs if ``graphs``, or on the CPU if they are made for it.
+    """Load the methods of a ``.pte`` whose weights are in the ``.ptd`` file ``stored``.
 
-    Raises ValueError, one line each, for what cannot run here; before anything loads where that can be known.
+    They run on the current GPU, by CUDA graphs if ``graphs``, or on the CPU if they are compiled for it. Raises
+    ValueError with one line if they cannot run here; if possible, before anything is loaded.
     """
     checks.check_torch()
     methods = read_methods(read_pte(model))
@@ -59,7 +59,7 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
         libraries = {method.name: method.parsed for method in methods}
         capability = torch.cuda.get_device_capability(device)
         checks.check_architectures(libraries, capability, metadata.manifest.get("cuda_arch"))
-        gpu: Any = torch.cuda.get_device_properties(device)  # whose type lacks what the next line reads
+        gpu: Any = torch.cuda.get_device_properties(device)  # its type stub lacks the attribute of the next line
         checks.check_launches(recorded_launches(model), capability, gpu.shared_memory_per_block_optin)
         checks.check_constants({method.name: (method.table, method.library) for method in methods})
     export_host_symbols(device)
@@ -87,8 +87,8 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
 
 @dataclass(frozen=True)
 class HostMethod:
-    """A method that is one delegate. ``inputs``: the method's input in each place of the library's; ``outputs``: the
-    library's output in each place of the method's."""
+    """A method that is one delegate. ``inputs[i]`` is the index of the method's input that the library takes as its
+    input i; ``outputs[i]`` is the index of the library's output that is the method's output i."""
 
     name: str
     table: WeightTable
@@ -99,7 +99,10 @@ class HostMethod:
 
 
 def read_methods(pte: Pte) -> list[HostMethod]:
-    """The contract's methods. Raises ValueError for a damaged program and one that runs more than its delegates."""
+    """Return the contract's methods.
+
+    Raises ValueError for a damaged program, and for one that runs operators outside its delegates.
+    """
     named = {item.key: item.segment_index for item in pte.program.named_data or ()}
     plans = {plan.name: plan for plan in pte.program.execution_plan}
     try:
@@ -123,8 +126,11 @@ DEVICE_COPIES = ("et_copy::_h2d_copy", "et_copy::_d2h_copy")
 
 
 def _wiring(plan: "ExecutionPlan") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Follow the values of a plan through its delegate. Its order is not the method's, and ExecuTorch's copies to and
-    from the device stand between: those are the host's business here."""
+    """Return ``HostMethod.inputs`` and ``outputs``, by following the values of a plan through its delegate.
+
+    The delegate's order differs from the method's. ExecuTorch's copies to and from the device are skipped, because the
+    host makes them here.
+    """
     inputs = {value: place for place, value in enumerate(plan.inputs)}
     results: dict[int, int] = {}
     taken: tuple[int, ...] = ()
@@ -145,7 +151,7 @@ def _wiring(plan: "ExecutionPlan") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def made_for_cpu(methods: Iterable[HostMethod]) -> bool:
-    """Whether every weight is the CPU's: then so is the code."""
+    """Return True if every weight is on the CPU; the code is then compiled for the CPU as well."""
     return {weight.device for method in methods for weight in method.table.weights} == {"cpu"}
 
 
@@ -153,17 +159,17 @@ def made_for_cpu(methods: Iterable[HostMethod]) -> bool:
 
 
 def storages(methods: Iterable[HostMethod]) -> dict[str, CudaWeight]:
-    """Storage key to a weight that lies in it, each storage once for all methods."""
+    """Map each storage key of all methods to one weight that lies in the storage."""
     return {key: weight for method in methods for key, weight in method.table.storages().items()}
 
 
 def place_storages(
     stored: Path, index: dict[str, Extent], needed: dict[str, CudaWeight], device: torch.device
 ) -> dict[str, Tensor]:
-    """Storage key to its bytes, uint8 [size], on the device (or on the host where the weight is the host's).
+    """Copy each storage to the device, or to the host if its weight belongs there. Return uint8 [size] by storage key.
 
-    ``needed`` has a weight of each storage, ``index`` its place in the file. The file is mapped: its pages are read as
-    they are copied, and are the system's to drop.
+    ``needed`` has a weight of each storage, ``index`` the storage's place in the file. The file is memory-mapped, so
+    its pages are read while they are copied, and the system may drop them.
     """
     with stored.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -181,14 +187,13 @@ def _place(mapped: mmap.mmap, extent: Extent, weight: CudaWeight, device: torch.
 
 
 def view(storage: Tensor, weight: CudaWeight) -> Tensor:
-    """A weight, over the bytes that others may share."""
+    """Return a weight as a view of its storage, which other weights may share."""
     whole = torch.empty(0, dtype=weight.dtype, device=storage.device)
     return whole.set_(storage.untyped_storage(), weight.offset, weight.shape, weight.stride)
 
 
 def free(placed: Iterable[Tensor]) -> None:
-    """Give the memory back. The container keeps a reference to each of its constants for good, so that dropping ours
-    is not enough."""
+    """Free the storages' memory. Dropping our references is not enough, because the container never drops its own."""
     for storage in placed:
         storage.untyped_storage().resize_(0)
 
@@ -197,10 +202,10 @@ def free(placed: Iterable[Tensor]) -> None:
 
 
 class LoadedMethod:
-    """A method as a function of its inputs on the device, by PyTorch's container."""
+    """Runs a method on inputs on the device, through PyTorch's container."""
 
     def __init__(self, method: HostMethod, path: Path, device: torch.device):
-        """``path``: of its library, which may go once it is loaded. Raises OSError or RuntimeError."""
+        """Load the library at ``path``, which may be deleted afterwards. Raises OSError or RuntimeError."""
         # The library looks into itself before it looks into PyTorch: both have instances of libstdc++'s templates,
         # std::regex among them, and another compiler's do not mix. PyTorch's own loading finds it loaded.
         self._library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
@@ -208,7 +213,7 @@ class LoadedMethod:
         self._method, self._device = method, device
 
     def give(self, constants: Mapping[str, Tensor]) -> None:
-        """``constants`` by the table's names. Raises ValueError for one that it lacks."""
+        """Set the constants, keyed by the table's names. Raises ValueError if the library needs another one."""
         names = self._container.get_constant_names_to_original_fqns()
         lacking = sorted(name for name in names.values() if name and name not in constants)
         if lacking:
@@ -222,7 +227,8 @@ class LoadedMethod:
         return self._wired(self._container.run, inputs)
 
     def capturable(self) -> tuple[Run, Callable[[], None]]:
-        """The same in a form that a CUDA graph can capture, and what frees it. Raises as ``SingleThreaded``."""
+        """Return the method in a form that a CUDA graph can capture, and a function that frees it. Raises as
+        ``SingleThreaded``."""
         single = SingleThreaded(self._library, self._device, self._constants)
         return lambda inputs: self._wired(single, inputs), single.close
 
@@ -232,9 +238,12 @@ class LoadedMethod:
 
 
 def load_method(method: HostMethod, placed: dict[str, Tensor], device: torch.device) -> LoadedMethod:
-    """Raises ValueError where the library does not load, or needs a constant that the table lacks."""
+    """Load a method's library and set its constants.
+
+    Raises ValueError if the library does not load, or needs a constant that the table lacks.
+    """
     constants = {weight.name: view(placed[weight.storage_key], weight) for weight in method.table.weights}
-    with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:  # the loader needs a path, the library loaded none
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:  # needed until the library is loaded
         path = Path(folder) / f"{method.name}.so"
         path.write_bytes(method.library)
         try:
@@ -247,17 +256,17 @@ def load_method(method: HostMethod, placed: dict[str, Tensor], device: torch.dev
 
 
 def _container(path: str, device: torch.device) -> Any:  # noqa: ANN401 - its stub wants a stream, which it does not
-    """PyTorch's container with one instance of the library."""
+    """Return PyTorch's container with one instance of the library."""
     if device.type == "cpu":
         return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
     return torch._C._aoti.AOTIModelContainerRunnerCuda(path, 1, str(device))
 
 
 def export_host_symbols(device: torch.device) -> None:
-    """Let libraries see PyTorch's symbols and the driver's: the artifact's name none that they depend on, and Python
-    loads PyTorch's for itself alone.
+    """Make the symbols of PyTorch and of the driver visible to the artifact's libraries.
 
-    Raises ValueError where the driver's is missing.
+    Those libraries do not name the libraries they depend on, and Python loads PyTorch's with local symbols. Raises
+    ValueError if the driver's library is missing.
     """
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libc10.so", "libtorch_cpu.so", *(("libc10_cuda.so", "libtorch_cuda.so") * (device.type == "cuda"))):
@@ -273,8 +282,8 @@ def export_host_symbols(device: torch.device) -> None:
 
 
 class TorchSession(TimedSession):
-    """Methods that PyTorch hosts on ``device``. Features stay there; ids come to the host, which waits for the method,
-    so that ``seconds`` are those of the device."""
+    """Methods that PyTorch runs on ``device``. Features stay there. Ids are copied to the host, which waits for the
+    method to end, so ``seconds`` include the device's time."""
 
     def __init__(
         self,
@@ -284,18 +293,19 @@ class TorchSession(TimedSession):
         metadata: Metadata,
         free: Callable[[], None],
     ):
-        """``rows``: the fewest and the most of each method, which compiled code does not check by itself; ``free``
-        gives back the memory of the weights."""
+        """``rows``: the fewest and the most rows of each method, which compiled code does not check by itself.
+        ``free`` frees the memory of the weights."""
         super().__init__(metadata)
         self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
         self._graphs: dict[tuple[str, int], Graphed] = {}
         self.has_decode, self.has_speculate = DECODE in methods, SPECULATE in methods
 
-    def replay_graphs(self, capture: Callable[[Body, torch.device], Graph] = capture) -> None:
-        """Play rounds by CUDA graphs: whole ones, or the verification of a window and each draft step."""
-        window, whole = self.metadata.chain_len + 1, {1: 0, 2: 1}  # the next window and its positions are fed back
+    def replay_graphs(self, capture: Callable[[Body, torch.device], CapturedGraph] = capture) -> None:
+        """Replay rounds as CUDA graphs: fused rounds, or else ``target_verify`` of a whole window and each draft
+        step."""
+        window, fused = self.metadata.chain_len + 1, {1: 0, 2: 1}  # the next window and its positions are fed back
         wanted = (
-            {(SPECULATE, window): whole} if self.has_speculate else {(TARGET_VERIFY, window): {}, (DRAFT_DECODE, 1): {}}
+            {(SPECULATE, window): fused} if self.has_speculate else {(TARGET_VERIFY, window): {}, (DRAFT_DECODE, 1): {}}
         )
         for (name, rows), fed_back in wanted.items():
             method = self._methods[name]
@@ -316,7 +326,7 @@ class TorchSession(TimedSession):
             raise RuntimeError(f"{name} of {rows} rows failed on {self._device} ({reason})") from error
 
     def _fitting(self, value: Tensor) -> Tensor:
-        """As compiled code takes it for granted: on the device, contiguous, at the start of its memory."""
+        """Return the tensor as compiled code expects it: on the device, contiguous, with storage offset 0."""
         value = value.to(self._device).contiguous()
         return value.clone() if value.storage_offset() else value
 

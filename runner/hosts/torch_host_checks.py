@@ -1,5 +1,5 @@
-"""What must be so before PyTorch hosts a CUDA artifact: a GPU, its architecture, room for blocks, a driver, symbols,
-constants on the GPU, memory.
+"""Checks made before PyTorch runs a CUDA artifact: the GPU and its architecture, the driver, the size of blocks,
+symbols, the devices of constants, free memory.
 
 Each check raises ValueError with one line: the fact, both values, what to do. None of them loads anything.
 """
@@ -17,12 +17,12 @@ from eagle3.runner.machine_code.constants import constant_devices, constant_faul
 
 GIB = 1 << 30
 HOSTS = (2, 11), (2, 13)
-"""The first and the last PyTorch whose container is known to take its arguments as they are given."""
+"""The first and the last PyTorch whose container is known to take the arguments that are passed here."""
 
 
 def check_torch() -> None:
-    """The container is called by functions that PyTorch keeps to itself, some by ctypes, where a changed argument would
-    end the process."""
+    """Check PyTorch's version. The container is called through private functions, some of them by ctypes, where a
+    changed argument would crash the process."""
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not HOSTS[0] <= found <= HOSTS[1]:
         first, last = (".".join(map(str, version)) for version in HOSTS)
@@ -33,7 +33,8 @@ def check_torch() -> None:
 
 
 def check_gpu(manifest: dict[str, Any]) -> None:
-    """A CUDA build of PyTorch, a GPU, a driver that fits PyTorch and the toolkit that made the kernels."""
+    """Check for a CUDA build of PyTorch, a GPU, and a driver that fits PyTorch and the toolkit that built the
+    kernels."""
     arch = manifest.get("cuda_arch")
     needs = f"the artifact is for NVIDIA GPUs ({arch})" if arch else "the artifact is for NVIDIA GPUs"
     if torch.version.cuda is None:
@@ -52,14 +53,14 @@ def check_gpu(manifest: dict[str, Any]) -> None:
 
 
 def driver_version() -> int:
-    """The newest CUDA that the driver knows, as the driver counts: 13000 is 13.0."""
+    """Return the newest CUDA version that the driver supports, as the driver counts: 13000 is 13.0."""
     found = ctypes.c_int(0)
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
     return found.value
 
 
 def check_driver(driver: int, nvcc: str | None) -> None:
-    """Machine code of a toolkit runs on drivers of the same major version or a later one."""
+    """Check that the driver's CUDA major version is the toolkit's or a later one, so that its machine code runs."""
     if nvcc is None:
         return
     major = int(nvcc.split(".")[0])
@@ -72,8 +73,11 @@ def check_driver(driver: int, nvcc: str | None) -> None:
 
 
 def check_architectures(libraries: dict[str, Library], capability: tuple[int, int], arch: str | None) -> None:
-    """``libraries`` by method: every kernel must have code that a GPU of this compute capability runs. ``arch`` is what
-    the artifact says that it was made for, which goes for a kernel that is no fatbin but bare machine code."""
+    """Check that every kernel has code for a GPU of this compute capability. ``libraries`` is keyed by method.
+
+    ``arch`` is the architecture that the artifact was compiled for. It holds for kernels that are bare machine code
+    instead of a fatbin.
+    """
     for method, library in libraries.items():
         for kernel, code in library.kernels.items():
             images = images_of(f"kernel {kernel} of {method}", code, arch)
@@ -87,8 +91,11 @@ def check_architectures(libraries: dict[str, Library], capability: tuple[int, in
 
 
 def check_launches(launches: dict[str, list[dict[str, Any]]], capability: tuple[int, int], shared_bytes: int) -> None:
-    """``launches`` by method, as the exporter recorded them: no block may take more than the GPU allows one, which is
-    ``shared_bytes`` of shared memory. Code for sm_80 runs on sm_86 and sm_89, which allow less."""
+    """Check that no block takes more than the GPU allows. Code for sm_80 runs on sm_86 and sm_89, which allow less.
+
+    ``launches`` are those that the exporter recorded, by method. ``shared_bytes`` is the most shared memory that the
+    GPU gives to a block.
+    """
     gpu = "sm_{}{}".format(*capability)
     excess = next(excesses(launches, f"the GPU ({gpu})", shared_bytes), None)
     if excess:
@@ -96,8 +103,10 @@ def check_launches(launches: dict[str, list[dict[str, Any]]], capability: tuple[
 
 
 def check_constants(libraries: dict[str, tuple[WeightTable, bytes]]) -> None:
-    """``libraries`` by method, with the method's table: each constant must be on its weight's device. A library that
-    cannot be read is left to PyTorch, which looks for itself."""
+    """Check that each constant is on its weight's device. ``libraries`` maps a method to its weight table and library.
+
+    A library that cannot be read is skipped; PyTorch checks the devices when it loads the library.
+    """
     for method, (table, library) in libraries.items():
         try:
             devices = constant_devices(library)
@@ -108,7 +117,7 @@ def check_constants(libraries: dict[str, tuple[WeightTable, bytes]]) -> None:
 
 
 def check_symbols(needs: dict[str, list[str]]) -> None:
-    """``needs`` by method: each must be among the symbols that this process gives to the libraries it loads."""
+    """Check that this process has the symbols that each method's library needs. ``needs`` is keyed by method."""
     missing = missing_symbols(name for names in needs.values() for name in names)
     if missing:
         methods = ", ".join(method for method, names in needs.items() if set(missing) & set(names))
@@ -120,13 +129,14 @@ def check_symbols(needs: dict[str, list[str]]) -> None:
 
 
 def missing_symbols(names: Iterable[str]) -> list[str]:
-    """Those that the dynamic loader does not find, sorted: it is asked, as it will be when a library loads."""
+    """Return the names that the dynamic loader does not find, sorted. It searches as it does when a library loads."""
     process = ctypes.CDLL(None)
     return sorted({name for name in names if not hasattr(process, name)})
 
 
 def check_memory(kept: int, workspace: int, available: int, total: int) -> None:
-    """Bytes of weights and caches, and of what methods make beside them, against those of the GPU."""
+    """Check that the GPU has room: ``kept`` bytes of weights and caches, ``workspace`` bytes of intermediate tensors,
+    ``available`` bytes free out of ``total``."""
     lacking = kept + workspace - available
     if lacking > 0:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Options of ExecuTorch's XNNPACK backend, which its Python bindings (1.5) do not have: set through its C++ library.
+"""Sets options of ExecuTorch's XNNPACK backend through its C++ library, because its Python bindings (1.5) lack them.
 
-``executorch::runtime::set_option`` is exported by ``libexecutorch.so``; what it takes is written in the package's own
-headers (``include/executorch/runtime/backend/options.h``).
+``libexecutorch.so`` exports ``executorch::runtime::set_option``. The package's own headers define its arguments
+(``include/executorch/runtime/backend/options.h``).
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _SET_OPTION = "_ZN10executorch7runtime10set_optionEPKcNS0_4SpanINS0_13BackendOpt
 
 
 class _Value(ctypes.Union):
-    """Of ``std::variant<bool, int, std::array<char, 256>>``."""
+    """The layout of ``std::variant<bool, int, std::array<char, 256>>``."""
 
     _fields_ = [("boolean", ctypes.c_bool), ("integer", ctypes.c_int), ("text", ctypes.c_char * 256)]
 
@@ -25,9 +25,11 @@ class _Option(ctypes.Structure):
 
 @contextmanager
 def packed_weights_shared() -> Iterator[bool]:
-    """Methods that load within it hold one packed copy of a weight together, instead of one each; other programs of the
-    process, which load outside, are left alone. The numbers are the same. Yields whether this ExecuTorch, loaded
-    before, has the option."""
+    """Methods loaded within this context share one packed copy of each weight instead of holding one copy each.
+
+    Programs loaded outside are not affected. The computed numbers are the same. Yields True if this ExecuTorch, which
+    must be loaded before, has the option.
+    """
     has = _set_weight_cache(True)
     try:
         yield has
