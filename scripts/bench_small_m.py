@@ -134,7 +134,7 @@ def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tens
     if len(weight) == 4:
         return k_quants._launch_k_quant(k_quants._k_quant_small_m_kernel, x, *weight, counters(), choice=choice)
     if is_int4(weight):
-        return int4._launch_int4(int4._int4_small_m_kernel, x, [weight[0]], *weight[1:], counters(), choice=choice)
+        return int4._launch_int4(int4.int4_small_m_kernel, x, [weight[0]], *weight[1:], counters(), choice=choice)
     return small_m._launch_int8(small_m._int8_small_m_kernel, x, *weight, counters(), choice=choice)
 
 

@@ -51,7 +51,7 @@ def int8_product() -> None:
 def int4_product() -> None:
     choice = replace(int4.INT4, parts=2)
     weight = parts(int4_weight(130, 512))
-    int4._launch_int4(int4._int4_small_m_kernel, _rows(3, 512), *weight, sums.counters(), choice=choice)
+    int4._launch_int4(int4.int4_small_m_kernel, _rows(3, 512), *weight, sums.counters(), choice=choice)
 
 
 def k_quant_product() -> None:
@@ -62,7 +62,7 @@ def k_quant_product() -> None:
 
 
 def int4_large() -> None:
-    kernels = int4_matmul._int4_matmul_kernel, int4_matmul._int4_small_m_kernel
+    kernels = int4_matmul._int4_matmul_kernel, int4_matmul.int4_small_m_kernel
     int4_matmul._launch_matmul(*kernels, _rows(33, 512), *parts(int4_weight(130, 512)), sums.counters(), 2)
 
 

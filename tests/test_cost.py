@@ -270,9 +270,9 @@ def test_products_of_kernels_by_their_constants():
     tile = {"N": 100, "K": 1024, "BLOCK_N": 64}
     # Tiles of 128 outputs: two of the first weight, one of the second.
     pair = {"N0": 256, "N1": 100, "K": 1024, "BLOCK_N": 128, "BLOCK_K": 256, "SPLITS": 4}
-    one = products("_int4_small_m_kernel", pair, 3 * 4, 8)
+    one = products("int4_small_m_kernel", pair, 3 * 4, 8)
     assert (one.weights, one.multiply_adds, one.iterations) == (128 * 256, 128 * 256 * 8, 3 * 4)
-    assert products("_int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
+    assert products("int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
     eight = products("_int8_small_m_kernel", tile | {"BLOCK_K": 256}, 2, 9)
     assert (eight.weights, eight.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
     large = products("_int8_matmul_kernel", tile | {"BLOCK_K": 64, "BLOCK_M": 64, "DIVIDED": True}, 2 * 3 * 5, 130)
@@ -369,10 +369,10 @@ Q6_K = (
     on_meta(TILES, BLOCKS, 128, 1, dtype=torch.float16),
 )
 LAUNCHED = {
-    "int4": (int4._launch_int4, int4._int4_small_m_kernel, INT4_PARTS),
+    "int4": (int4._launch_int4, int4.int4_small_m_kernel, INT4_PARTS),
     "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),
     "bf16": (bf16._launch_bf16, bf16._bf16_small_m_kernel, (on_meta(OUTPUTS, INPUTS, dtype=torch.bfloat16),)),
-    "gated int4": (partial(int4._launch_int4, activation=GELU_TANH), int4._int4_small_m_kernel, GATED_INT4_PARTS),
+    "gated int4": (partial(int4._launch_int4, activation=GELU_TANH), int4.int4_small_m_kernel, GATED_INT4_PARTS),
 } | {
     name: (k_quants._launch_k_quant, k_quants._k_quant_small_m_kernel, parts)
     for name, parts in (("q4_k", Q4_K), ("q5_k", Q5_K), ("q6_k", Q6_K))

@@ -36,7 +36,7 @@ def of_int4(x: Tensor, weight: list[tuple[Tensor, ...]], arrived: Tensor, activa
     codes, steps = (torch.cat(parts) for parts in zip(*(int4.tiled(*each[1:]) for each in weight), strict=True))
     with interpreted(sums, small_m, int4):
         given = x, [each[0] for each in weight], codes, steps, arrived, activation
-        return int4._launch_int4(int4._int4_small_m_kernel, *given)
+        return int4._launch_int4(int4.int4_small_m_kernel, *given)
 
 
 PRODUCTS = {
@@ -166,5 +166,5 @@ def test_it_fits_as_the_product_does(arch, activation, tmp_path):
     found = usage(bf16._bf16_small_m_kernel, BF16_TYPES, constants, arch, tmp_path, bf16.WARPS)
     assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
     constants = INT4_DOWN | {"N0": 21504, "N1": 21504, "K": 5376, "SPLITS": 3, "BLOCK_M": 8, "ACTIVATION": activation}
-    found = usage(int4._int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
+    found = usage(int4.int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
     assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0

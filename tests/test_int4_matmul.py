@@ -30,7 +30,7 @@ def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = 
     arrived = sums.counters() if arrived is None else arrived
     with interpreted(sums, small_m, int4, large_m, int4_matmul):
         return int4_matmul._launch_matmul(
-            int4_matmul._int4_matmul_kernel, int4_matmul._int4_small_m_kernel, x, *weight, arrived, count
+            int4_matmul._int4_matmul_kernel, int4_matmul.int4_small_m_kernel, x, *weight, arrived, count
         )
 
 
@@ -57,7 +57,7 @@ def test_any_number_of_rows_is_right(m):
 def test_few_rows_take_the_small_m_kernel_in_tiles_of_16(m):
     x, weight = activations(m, 512), parts(int4_weight(33, 512))
     with interpreted(sums, small_m, int4):
-        expected = int4._launch_int4(int4._int4_small_m_kernel, x, *weight, sums.counters())
+        expected = int4._launch_int4(int4.int4_small_m_kernel, x, *weight, sums.counters())
     assert torch.equal(product(x, *weight), expected)
 
 

@@ -38,7 +38,7 @@ def int4(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
 def tiled_int4(x: Tensor, *weight: Tensor | list[Tensor], parts: int | None = None) -> Tensor:
     with interpreted(sums, small_m, kernel4):
         choice = replace(kernel4.INT4, parts=parts)
-        return kernel4._launch_int4(kernel4._int4_small_m_kernel, x, *weight, sums.counters(), choice=choice)
+        return kernel4._launch_int4(kernel4.int4_small_m_kernel, x, *weight, sums.counters(), choice=choice)
 
 
 def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
@@ -212,7 +212,7 @@ def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
     with interpreted(sums, small_m, kernel4):
         if len(weight) == 5:
-            kernel, arguments = Kept(kernel4._int4_small_m_kernel), ([weight[0]], *kernel4.tiled(*weight[1:]))
+            kernel, arguments = Kept(kernel4.int4_small_m_kernel), ([weight[0]], *kernel4.tiled(*weight[1:]))
             out = kernel4._launch_int4(kernel, x, *arguments, sums.counters(), choice=replace(kernel4.INT4, parts=2))
         else:
             kernel, choice = Kept(small_m._int8_small_m_kernel), replace(small_m.INT8, parts=2)
@@ -327,7 +327,7 @@ INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_int4_takes_2_7_instructions_a_weight_and_two_programs_fit(arch, tmp_path):
-    kernel, constants = kernel4._int4_small_m_kernel, INT4_DOWN | {"BLOCK_M": 8}
+    kernel, constants = kernel4.int4_small_m_kernel, INT4_DOWN | {"BLOCK_M": 8}
     assert_two_programs_fit(kernel, INT4_TYPES, constants, arch, tmp_path)
     found = usage(kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
     assert found.stack == 0
@@ -339,7 +339,7 @@ def test_int4_takes_2_7_instructions_a_weight_and_two_programs_fit(arch, tmp_pat
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_int4_for_16_rows_keeps_everything_in_registers(arch, tmp_path):
     constants = INT4_DOWN | {"BLOCK_M": 16}
-    found = usage(kernel4._int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
+    found = usage(kernel4.int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
     assert found.shared <= SHARED and found.stack == 0
     assert found.a_weight(kernel4.TILE * kernel4.BLOCK, small_m.WARPS) <= 3.6
 

@@ -37,11 +37,11 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
     WARPS,
     Blocks,
-    _check_contiguous,
-    _on_all_rows,
-    _ones,
-    _operand,
-    _sum_of_groups,
+    check_contiguous,
+    on_all_rows,
+    ones_operand,
+    operand,
+    sum_of_groups,
 )
 from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
 
@@ -74,8 +74,8 @@ def _terms(codes, steps):
 def _add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
     # A word's codes are k = 0..7; code i and code i + 4 lie 16 bits apart, a pair of bf16 for one AND and one OR.
     words = tl.permute(tl.reshape(words, (64, 8, 4)), (1, 0, 2))
-    w01 = _operand((words & 0x000F000F) | magic, ((words >> 4) & 0x000F000F) | magic, 64, 4)
-    w23 = _operand(((words >> 8) & 0x000F000F) | magic, ((words >> 12) & 0x000F000F) | magic, 64, 4)
+    w01 = operand((words & 0x000F000F) | magic, ((words >> 4) & 0x000F000F) | magic, 64, 4)
+    w23 = operand(((words >> 8) & 0x000F000F) | magic, ((words >> 12) & 0x000F000F) | magic, 64, 4)
     part = tl.dot(w23, x23, tl.dot(w01, x01))
     z = tl.broadcast_to((terms >> 32).to(tl.uint32).to(tl.float32, bitcast=True), (8, 64, BLOCK_M))
     s = tl.broadcast_to(terms.to(tl.uint32).to(tl.float32, bitcast=True), (8, 64, BLOCK_M))
@@ -83,7 +83,7 @@ def _add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _place(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_of_tile(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr):
     # Which of the weights the tile is of, its first output among that one's, their number, and how many are before.
     # Pointers stay with the caller: PyTorch's analysis would take one given here for what the results come from, and
     # the weight for written, once something is stored at a place that depends on them.
@@ -100,7 +100,7 @@ def _place(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def _int4_small_m_kernel(
+def int4_small_m_kernel(
     X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -115,7 +115,7 @@ def _int4_small_m_kernel(
     tile = tl.program_id(1)
     CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * BLOCK_N)
     STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * BLOCK_N)
-    which, n0, outputs, before = _place(tile, N0, N1, N2, BLOCK_N)
+    which, n0, outputs, before = place_of_tile(tile, N0, N1, N2, BLOCK_N)
     Q = tl.where(which == 2, Q2, tl.where(which == 1, Q1, Q0))
     # A lane's rows of the tile (8 apart) are neighbours in N: its scales and zero points lie side by side.
     n = tl.arange(0, BLOCK_N)
@@ -137,7 +137,7 @@ def _int4_small_m_kernel(
     # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
     magic = tl.load(WORDS + nowhere, mask=nowhere + n0 >= outputs, other=0x43004300)
-    ones = _ones(4)
+    ones = ones_operand(4)
     acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     codes, steps = tl.load(CODES + first * (GROUPS * BLOCK_N) + codes_at), tl.load(STEPS + first * BLOCK_N + n)
@@ -154,12 +154,12 @@ def _int4_small_m_kernel(
         x = tl.reshape(x, (BLOCK_M, 8, 4, 2, 2, 2))  # m, group, word, half, i // 2, i % 2
         x01, x23 = tl.split(tl.permute(x, (1, 2, 5, 3, 0, 4)))
         x01, x23 = tl.reshape(x01, (8, 16, BLOCK_M)), tl.reshape(x23, (8, 16, BLOCK_M))
-        sum_x = _on_all_rows(tl.dot(ones, x23, tl.dot(ones, x01)), 64, BLOCK_M)
+        sum_x = on_all_rows(tl.dot(ones, x23, tl.dot(ones, x01)), 64, BLOCK_M)
         terms0, terms1 = _terms(codes, steps)
         acc0 = _add_half(acc0, words0, terms0, x01, x23, sum_x, magic, BLOCK_M)
         acc1 = _add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
         codes, steps = codes_after, steps_after
-    total = tl.join(_sum_of_groups(acc0, 64, BLOCK_M), _sum_of_groups(acc1, 64, BLOCK_M))
+    total = tl.join(sum_of_groups(acc0, 64, BLOCK_M), sum_of_groups(acc1, 64, BLOCK_M))
     total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
     n = n0 + (n % 8) * 16 + n // 8
     store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS, ACTIVATION)
@@ -169,8 +169,8 @@ def _launch_int4(
     kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor,
     activation: str = "", choice: Blocks = INT4,
 ) -> Tensor:  # fmt: skip
-    group = _group(x, qdata, codes, steps)
-    _check_contiguous(*qdata, codes, steps)
+    group = int4_group(x, qdata, codes, steps)
+    check_contiguous(*qdata, codes, steps)
     x = x.contiguous()
     count, run = few_rows(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
     outputs = sum(each.shape[0] for each in qdata)
@@ -183,7 +183,7 @@ def few_rows(
 ) -> tuple[int, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
     """Programs along K, and what starts the kernel: ``run(grid, rows of a tile, out, parts)``."""
     k = x.shape[1]
-    weights, (n0, n1, n2) = _as_most(qdata)
+    weights, (n0, n1, n2) = as_most(qdata)
     count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
@@ -196,13 +196,13 @@ def few_rows(
     return count, run
 
 
-def _as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """``MOST`` weights and their numbers of outputs, as the kernels take them: what is not there has none."""
     missing = MOST - len(qdata)
     return (*qdata, *[qdata[0]] * missing), (*(each.shape[0] for each in qdata), *[0] * missing)
 
 
-def _group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
+def int4_group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
     """The group size; raises where the shapes do not make INT4 weights that ``x`` can be multiplied with."""
     k, widths = x.shape[1], {2 * each.shape[1] for each in qdata}
     if not 1 <= len(qdata) <= MOST:
@@ -250,7 +250,7 @@ def int4_small_m(
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, more
             rows than there are counters for, or halves of other than whole tiles
     """
-    return _launch_int4(wrap_triton(_int4_small_m_kernel), x, qdata, codes, steps, arrived, activation)
+    return _launch_int4(wrap_triton(int4_small_m_kernel), x, qdata, codes, steps, arrived, activation)
 
 
 @int4_small_m.register_kernel("cpu")
@@ -263,7 +263,7 @@ def int4_reference(
     activation: str = "",
 ) -> Tensor:
     """``int4_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    _group(x, qdata, codes, steps)
+    int4_group(x, qdata, codes, steps)
     products = [(x.float() @ w.T).to(x.dtype) for w in dequantized(qdata, codes, steps)]
     return gated(torch.cat(products, 1), activation)
 

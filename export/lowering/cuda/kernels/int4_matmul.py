@@ -26,15 +26,15 @@ from torch.nn import functional as F
 
 from eagle3.export.lowering.cuda.kernels.int4 import (
     BLOCK,
-    _as_most,
-    _group,
-    _int4_small_m_kernel,
-    _place,
+    as_most,
     dequantized,
     few_rows,
+    int4_group,
+    int4_small_m_kernel,
+    place_of_tile,
 )
 from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, finish, halves, launch, never
-from eagle3.export.lowering.cuda.kernels.small_m import _check_contiguous
+from eagle3.export.lowering.cuda.kernels.small_m import check_contiguous
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _int4_matmul_kernel(
     tile = tl.program_id(1)
     CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * 128)
     STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * 128)
-    which, n0, outputs, before = _place(tile, N0, N1, N2, BLOCK_N)
+    which, n0, outputs, before = place_of_tile(tile, N0, N1, N2, BLOCK_N)
     Q = tl.where(which == 2, Q2, tl.where(which == 1, Q1, Q0))
     n = tl.arange(0, 128)
     m = tl.arange(0, BLOCK_M)
@@ -116,10 +116,10 @@ def _launch_matmul(
     count: Any = None,
 ) -> Tensor:  # fmt: skip
     """``few``: the small-M kernel; ``count``: programs along K, if not as ``parts_of_k`` says."""
-    group = _group(x, qdata, codes, steps)
-    _check_contiguous(*qdata, codes, steps)
+    group = int4_group(x, qdata, codes, steps)
+    check_contiguous(*qdata, codes, steps)
     k = x.shape[1]
-    weights, (n0, n1, n2) = _as_most(qdata)
+    weights, (n0, n1, n2) = as_most(qdata)
     # Of two kernels Inductor would give each an x of its own; what is viewed by strides is one. Of the same sizes it
     # would call what not every runtime has.
     x = x.contiguous().as_strided((*x.shape, 1), (k, 1, 1))
@@ -147,7 +147,7 @@ def int4_matmul(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, or weights that are not contiguous
     """
     return _launch_matmul(
-        wrap_triton(_int4_matmul_kernel), wrap_triton(_int4_small_m_kernel), x, qdata, codes, steps, arrived
+        wrap_triton(_int4_matmul_kernel), wrap_triton(int4_small_m_kernel), x, qdata, codes, steps, arrived
     )
 
 
@@ -156,6 +156,6 @@ def matmul_reference(
     x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor | None = None
 ) -> Tensor:
     """``int4_matmul`` in plain PyTorch, any floating dtype of ``x``."""
-    _group(x, qdata, codes, steps)
+    int4_group(x, qdata, codes, steps)
     weights = [w.bfloat16().to(x.dtype) for w in dequantized(qdata, codes, steps)]
     return torch.cat([F.linear(x, w) for w in weights], 1)

@@ -16,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
 from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, TILE, finish, halves, launch, never
-from eagle3.export.lowering.cuda.kernels.small_m import _checked_group, _int8_group, int8_dequantized
+from eagle3.export.lowering.cuda.kernels.small_m import checked_int8_group, int8_dequantized, int8_group
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _launch_matmul(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, count: Any = None
 ) -> Tensor:
     """``count``: programs along K, if not as ``parts_of_k`` says."""
-    group, (n, k) = _checked_group(x, qdata, scale, zero), qdata.shape
+    group, (n, k) = checked_int8_group(x, qdata, scale, zero), qdata.shape
     x = x.contiguous()
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
@@ -155,5 +155,5 @@ def int8_matmul(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: 
 @int8_matmul.register_kernel("cpu")
 def matmul_reference(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor | None = None) -> Tensor:
     """``int8_matmul`` in plain PyTorch, any floating dtype of ``x``, any group."""
-    _int8_group(x, qdata, scale, zero)
+    int8_group(x, qdata, scale, zero)
     return F.linear(x, int8_dequantized(qdata, scale, zero).bfloat16().to(x.dtype))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.k_quants import _agreeing_bits, _checked_parts, dequantized
+from eagle3.export.lowering.cuda.kernels.k_quants import agreeing_bits, checked_parts, dequantized
 from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, TILE, finish, halves, launch, never
 
 
@@ -136,7 +136,7 @@ def _launch_k_quant_matmul(
     count: Any = None,
 ) -> Tensor:  # fmt: skip
     """``count``: programs along K, if not as ``parts_of_k`` says."""
-    bits, weight = _checked_parts(x, qdata, high, codes, steps)
+    bits, weight = checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
     x = x.contiguous()
 
@@ -169,5 +169,5 @@ def matmul_reference(
     x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor | None = None
 ) -> Tensor:
     """``k_quant_matmul`` in plain PyTorch, any floating dtype of ``x``."""
-    _agreeing_bits(x, qdata, high, codes, steps)
+    agreeing_bits(x, qdata, high, codes, steps)
     return F.linear(x, dequantized(qdata, high, codes, steps).bfloat16().to(x.dtype))

@@ -41,10 +41,10 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
     WARPS,
     Blocks,
-    _check_contiguous,
-    _on_all_rows,
-    _operand,
-    _sum_of_groups,
+    check_contiguous,
+    on_all_rows,
+    operand,
+    sum_of_groups,
 )
 from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
@@ -90,15 +90,15 @@ def _decoded(words, high, magic, nibbles, BITS: tl.constexpr):
     # uint32 [64, 32] -> bf16 [8, 64, 16] of 128 + q, twice: of c = 0 and of c = 1
     words = tl.permute(tl.reshape(words, (64, 8, 4)), (1, 0, 2))
     if BITS == 4:
-        w0 = _operand((words & 0x000F000F) | magic, ((words >> 8) & 0x000F000F) | magic, 64, 4)
-        w1 = _operand(((words >> 4) & 0x000F000F) | magic, ((words >> 12) & 0x000F000F) | magic, 64, 4)
+        w0 = operand((words & 0x000F000F) | magic, ((words >> 8) & 0x000F000F) | magic, 64, 4)
+        w1 = operand(((words >> 4) & 0x000F000F) | magic, ((words >> 12) & 0x000F000F) | magic, 64, 4)
     else:
         MASK: tl.constexpr = 0x001F001F if BITS == 5 else 0x003F003F
         high = _spread(high, BITS)
         found = ((words ^ high) & nibbles) ^ high  # low nibbles of the one, high nibbles of the other
-        w0 = _operand((found & MASK) | magic, ((found >> 8) & MASK) | magic, 64, 4)
+        w0 = operand((found & MASK) | magic, ((found >> 8) & MASK) | magic, 64, 4)
         found = ((words ^ high) & nibbles) ^ words
-        w1 = _operand(((found >> 4) & MASK) | magic, ((found >> 12 | found << 20) & MASK) | magic, 64, 4)
+        w1 = operand(((found >> 4) & MASK) | magic, ((found >> 12 | found << 20) & MASK) | magic, 64, 4)
     return w0, w1
 
 
@@ -163,7 +163,7 @@ def _k_quant_small_m_kernel(
     nibbles = tl.load(WORDS + nowhere, mask=nowhere + n0 >= N, other=0x0F0F0F0F)
     # What each code is too large by: 128 and, in Q6_K, 32.
     minus = tl.full((8, 16, 4), 0xC320C320 if BITS == 6 else 0xC300C300, tl.uint32)
-    minus = _operand(minus, minus, 16, 4)
+    minus = operand(minus, minus, 16, 4)
     acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     # Too narrow for the compiler's pipeline of asynchronous copies: codes and steps are fetched a block ahead here.
@@ -181,10 +181,10 @@ def _k_quant_small_m_kernel(
 
         x0, x1 = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 8, 2, 16)), (1, 3, 0, 2)))  # [8, 16, BLOCK_M]
         if BITS == 6:
-            minus0 = _on_all_rows(tl.dot(minus, x0), 64, BLOCK_M)
-            minus1 = _on_all_rows(tl.dot(minus, x1), 64, BLOCK_M)
+            minus0 = on_all_rows(tl.dot(minus, x0), 64, BLOCK_M)
+            minus1 = on_all_rows(tl.dot(minus, x1), 64, BLOCK_M)
         else:
-            minus1 = _on_all_rows(tl.dot(minus, x1, tl.dot(minus, x0)), 64, BLOCK_M)
+            minus1 = on_all_rows(tl.dot(minus, x1, tl.dot(minus, x0)), 64, BLOCK_M)
             minus0 = minus1
         terms = _terms(codes, steps, BITS, BLOCK_N)
         if BLOCK_N == 128:
@@ -196,9 +196,9 @@ def _k_quant_small_m_kernel(
         if BLOCK_N == 128:
             acc1 = _add(acc1, words1, high, terms1, x0, x1, minus0, minus1, magic, nibbles, BITS, BLOCK_M)
         codes, steps = codes_after, steps_after
-    total = _sum_of_groups(acc0, 64, BLOCK_M)
+    total = sum_of_groups(acc0, 64, BLOCK_M)
     if BLOCK_N == 128:
-        total = tl.join(total, _sum_of_groups(acc1, 64, BLOCK_M))
+        total = tl.join(total, sum_of_groups(acc1, 64, BLOCK_M))
         total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
     n = n0 + (n % 8) * (BLOCK_N // 8) + n // 8
     store(OUT, PARTS, ARRIVED, total, M, m, n, n < N, N, SPLITS)
@@ -223,7 +223,7 @@ def _launch_k_quant(
     kernel: Any, x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor,
     choice: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    bits, weight = _checked_parts(x, qdata, high, codes, steps)
+    bits, weight = checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
     choice = choice or CHOICES[bits]
     count = choice.parts or splits(n, k // BLOCK, choice.n)
@@ -238,18 +238,18 @@ def _launch_k_quant(
     return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
 
 
-def _checked_parts(
+def checked_parts(
     x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor
 ) -> tuple[int, tuple[Tensor, ...]]:
     """The bits of a code, and the weight as a kernel takes it, in tensors alone: in place of high bits that are not
     there one whose pointer it does not follow. Raises for what kernels do not take."""
-    bits = _agreeing_bits(x, qdata, high, codes, steps)
+    bits = agreeing_bits(x, qdata, high, codes, steps)
     weight = qdata, qdata if high is None else high, codes, steps
-    _check_contiguous(*weight)
+    check_contiguous(*weight)
     return bits, weight
 
 
-def _agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:
+def agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:
     bits = code_bits(qdata, *parts)
     if x.shape[1] != 2 * qdata.shape[1]:
         raise ValueError(f"x has K = {x.shape[1]}, qdata {2 * qdata.shape[1]}: they must agree")
@@ -288,7 +288,7 @@ def k_quant_reference(
     x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor | None = None
 ) -> Tensor:
     """``k_quant_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    _agreeing_bits(x, qdata, high, codes, steps)
+    agreeing_bits(x, qdata, high, codes, steps)
     return (x.float() @ dequantized(qdata, high, codes, steps).T).to(x.dtype)
 
 

@@ -48,7 +48,7 @@ WARPS = 8
 
 
 @triton.jit
-def _operand(low, high, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def operand(low, high, ROWS: tl.constexpr, WORDS: tl.constexpr):
     # uint32 [8, ROWS, WORDS] of two bf16 each -> bf16 [8, ROWS, 4 * WORDS] ordered word, (low, high), half
     low = tl.join((low & 0xFFFF).to(tl.uint16), (low >> 16).to(tl.uint16))
     high = tl.join((high & 0xFFFF).to(tl.uint16), (high >> 16).to(tl.uint16))
@@ -57,14 +57,14 @@ def _operand(low, high, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _ones(WORDS: tl.constexpr):
+def ones_operand(WORDS: tl.constexpr):
     # made as weights are, so that the compiler lays x out once for both products
     one = tl.full((8, 16, WORDS), 0x3F803F80, tl.uint32)
-    return _operand(one, one, 16, WORDS)
+    return operand(one, one, 16, WORDS)
 
 
 @triton.jit
-def _on_all_rows(sums, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+def on_all_rows(sums, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     # [8, 16, BLOCK_M], 16 equal rows -> [8, BLOCK_N, BLOCK_M]
     sums = tl.broadcast_to(tl.reshape(sums, (8, 1, 16, BLOCK_M)), (8, BLOCK_N // 16, 16, BLOCK_M))
     return tl.reshape(sums, (8, BLOCK_N, BLOCK_M))
@@ -87,7 +87,7 @@ def _tile_rows(row, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_groups(acc, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+def sum_of_groups(acc, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     # [8, BLOCK_N, BLOCK_M]: the groups added in a fixed order, which tl.sum does not promise
     acc = tl.permute(acc, (1, 2, 0))
     a, b = tl.split(tl.reshape(acc, (BLOCK_N, BLOCK_M, 4, 2)))
@@ -127,7 +127,7 @@ def _int8_small_m_kernel(
     never = nowhere + n0 >= N
     magic = tl.load(WORDS + nowhere, mask=never, other=0x43004300)
     magic_high = tl.load(WORDS + nowhere, mask=never, other=0x43084308)
-    ones = _ones(N_WORDS)
+    ones = ones_operand(N_WORDS)
     acc = tl.full((8, BLOCK_N, BLOCK_M), 0, tl.float32)
     group = tl.minimum((first * 8 + chunk) * CHUNK // G, K // G - 1)[:, None]
     scale, zero = tl.load(SCALE + row + group), tl.load(ZERO + row + group)
@@ -145,23 +145,23 @@ def _int8_small_m_kernel(
 
         # A word's codes are k = 0..3, of two nibbles each; the XOR with 8 in the high ones adds 128 to the code.
         words = tl.permute(tl.reshape(words, (BLOCK_N, 8, N_WORDS)), (1, 0, 2))
-        low = _operand((words & 0x000F000F) ^ magic, ((words >> 8) & 0x000F000F) ^ magic, BLOCK_N, N_WORDS)
-        high = _operand(
+        low = operand((words & 0x000F000F) ^ magic, ((words >> 8) & 0x000F000F) ^ magic, BLOCK_N, N_WORDS)
+        high = operand(
             ((words >> 4) & 0x000F000F) ^ magic_high, ((words >> 12) & 0x000F000F) ^ magic_high, BLOCK_N, N_WORDS
         )
         x = tl.permute(tl.reshape(x, (BLOCK_M, 8, N_WORDS, 2, 2)), (1, 2, 4, 3, 0))  # chunk, word, odd, half, m
         x = tl.reshape(x, (8, CHUNK, BLOCK_M))
         x16 = (x.to(tl.float32) * 16).to(tl.bfloat16)
         part = tl.dot(high, x16, tl.dot(low, x))
-        sum_x = _on_all_rows(tl.dot(ones, x), BLOCK_N, BLOCK_M)
+        sum_x = on_all_rows(tl.dot(ones, x), BLOCK_N, BLOCK_M)
         z = zero.to(tl.float32) + 2304.0
         acc = _add_groups(acc, part, sum_x, scale.to(tl.float32), z, BLOCK_N, BLOCK_M)
         scale, zero = scale_after, zero_after
     n = n0 + tile_row
-    store(OUT, PARTS, ARRIVED, _sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
+    store(OUT, PARTS, ARRIVED, sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
 
 
-def _int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
+def int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
     """The group size; raises where the shapes do not make an INT8 weight that ``x`` can be multiplied with."""
     n, k = qdata.shape
     if x.shape[1] != k:
@@ -174,7 +174,7 @@ def _int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
     return k // scale.shape[1]
 
 
-def _check_contiguous(*weight: Tensor) -> None:
+def check_contiguous(*weight: Tensor) -> None:
     for tensor in weight:
         if not tensor.is_contiguous():
             raise ValueError(
@@ -182,10 +182,10 @@ def _check_contiguous(*weight: Tensor) -> None:
             )
 
 
-def _checked_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
-    """``_int8_group``; raises for what the kernels do not take as well."""
-    group = _int8_group(x, qdata, scale, zero)
-    _check_contiguous(qdata, scale, zero)
+def checked_int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
+    """``int8_group``; raises for what the kernels do not take as well."""
+    group = int8_group(x, qdata, scale, zero)
+    check_contiguous(qdata, scale, zero)
     if group % 16:
         raise ValueError(f"the group size is {group}: the kernel takes multiples of 16")
     return group
@@ -194,7 +194,7 @@ def _checked_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int
 def _launch_int8(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, choice: Blocks = INT8
 ) -> Tensor:
-    group, (n, k) = _checked_group(x, qdata, scale, zero), qdata.shape
+    group, (n, k) = checked_int8_group(x, qdata, scale, zero), qdata.shape
     chunk = 16 if group % 32 else 32  # of K, by a warp
     count = choice.parts or splits(n, triton.cdiv(k, 8 * chunk), choice.n)
     x = x.contiguous()
@@ -234,7 +234,7 @@ def int8_small_m(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived:
 @int8_small_m.register_kernel("cpu")
 def int8_reference(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor | None = None) -> Tensor:
     """``int8_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``, any G."""
-    _int8_group(x, qdata, scale, zero)
+    int8_group(x, qdata, scale, zero)
     return (x.float() @ int8_dequantized(qdata, scale, zero).T).to(x.dtype)
 
 
