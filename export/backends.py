@@ -12,13 +12,23 @@ from eagle3.export.planning.config import CUDA_RECIPES, XNNPACK_RECIPES
 if TYPE_CHECKING:
     import torch
     from executorch.exir import ExecutorchProgramManager
+    from torch import Tensor
     from torch.export import ExportedProgram
 
     from eagle3.export.planning.memory import GpuMemory
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
-    from eagle3.targets.spec import Conversion
+
+
+class WeightConversion(Protocol):
+    """What becomes of the target's tensors, each as it is read."""
+
+    def __call__(self, name: str, value: "Tensor", /) -> "Tensor":
+        """What the model holds of a tensor."""
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of it, once all tensors were read."""
 
 
 class Backend(Protocol):
@@ -33,35 +43,34 @@ class Backend(Protocol):
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, before any weight is read."""
 
-    def memory(self, plan: "Plan") -> tuple[int, str]:
+    def memory(self, plan: "Plan", /) -> tuple[int, str]:
         """Bytes of what will run the artifact, or of this machine, and its name."""
 
-    def footprint(self, plan: "Plan") -> "GpuMemory | None":
+    def footprint(self, plan: "Plan", /) -> "GpuMemory | None":
         """What a run takes of a GPU; None for a CPU, where weights are mapped."""
 
-    def suggest_flags(self, plan: "Plan", has: int) -> str | None:
+    def suggest_flags(self, plan: "Plan", has: int, /) -> str | None:
         """Flags with which a run takes no more than ``has`` bytes; None where none do."""
 
-    def export_bytes(self, plan: "Plan") -> int | None:
+    def export_bytes(self, plan: "Plan", /) -> int | None:
         """What the export takes of this machine's memory; None where weights stay mapped."""
 
-    def conversion(self, plan: "Plan") -> "Conversion":
-        """Called with name and value of each of the target's tensors as it is read; returns what the model holds."""
+    def conversion(self, plan: "Plan") -> WeightConversion: ...
 
     def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
         """Rewrite the draft head's weights in place, once they are loaded."""
 
-    def tracing(self, speculator: "Eagle3Speculator", plan: "Plan") -> AbstractContextManager[None]:
+    def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """A context around each trace."""
 
     def runs_here(self) -> bool:
         """Whether this machine runs the artifacts."""
 
-    def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan") -> dict[str, Any]:
+    def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan", /) -> dict[str, Any]:
         """What the manifest says of the kernels. Raises ValueError for a graph that must not be."""
 
     def lower(
-        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan"
+        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan", /
     ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
         """The program, and what ``export.json`` says of what was compiled."""
 

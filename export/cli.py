@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -127,7 +128,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--list-targets", is_flag=True, is_eager=True, expose_value=False, callback=_list_targets)
 @version_option
-def main(dry_run: bool, as_json: bool, **flags) -> None:
+def main(dry_run: bool, as_json: bool, **flags: Any) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
 
     The artifact is a folder with model.pte (prefill, target_verify, draft_decode, and speculate for a GPU), the

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 TESTED: dict[str, tuple[str, ...]] = {
@@ -243,7 +244,7 @@ def used() -> dict[str, Patch]:
 
 
 @contextmanager
-def replaced(name: str, value: Any, owner: Any = None) -> Iterator[None]:
+def replaced(name: str, value: object, owner: ModuleType | type | None = None) -> Iterator[None]:
     """Within it, the attribute that patch ``name`` names is ``value``.
 
     Args:
@@ -302,7 +303,7 @@ def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None
                 table[key] = value
 
 
-def original(name: str) -> Any:
+def original(name: str) -> Any:  # noqa: ANN401 - a function, a class or a table
     """What patch ``name`` replaces. Raises as ``replaced``."""
     assert name in PATCHES, name
     try:
@@ -350,12 +351,12 @@ def check_versions(packages: tuple[str, ...], tested: Mapping[str, tuple[str, ..
             )
 
 
-def _owner(name: str) -> Any:
+def _owner(name: str) -> ModuleType | type:
     """The module or class whose attribute ``name`` is."""
     parts = name.split(".")[:-1]
     for length in range(len(parts), 0, -1):
         try:
-            owner = importlib.import_module(".".join(parts[:length]))
+            owner: ModuleType | type = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         try:

@@ -185,5 +185,5 @@ def stored_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
     parts = sum(getattr(tensor, name).nbytes for name in names)
-    in_halves = isinstance(tensor, IntxUnpackedToInt8Tensor) and tensor.target_dtype == torch.int4
+    in_halves = isinstance(tensor, IntxUnpackedToInt8Tensor) and tensor.target_dtype == torch.int4  # type: ignore[attr-defined]
     return parts - tensor.qdata.nbytes // 2 if in_halves else parts

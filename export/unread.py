@@ -9,7 +9,13 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from eagle3.targets.wrapper import Wrapper
 
 UNREAD = {
     r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are made anew",
@@ -28,7 +34,9 @@ def is_read(name: str) -> bool:
     return not any(re.fullmatch(pattern, name) for pattern in UNREAD)
 
 
-def unread(without: Collection[str], headers: Collection[str], model: Any, config: Any, checkpoint: Path) -> set[str]:
+def unread(
+    without: Collection[str], headers: Collection[str], model: "nn.Module", config: "PreTrainedConfig", checkpoint: Path
+) -> set[str]:
     """Of the tensors ``without`` a place in ``model``, those that may go unread.
 
     Args:
@@ -68,7 +76,7 @@ def _lies_behind(pattern: str, layers: int) -> bool:
     return found is None or int(found[1]) >= layers
 
 
-def _wrapper(checkpoint: Path) -> Any:
+def _wrapper(checkpoint: Path) -> "Wrapper | None":
     from transformers import AutoConfig
 
     from eagle3.targets.wrapper import wrapper_of

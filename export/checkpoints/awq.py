@@ -39,7 +39,7 @@ class Awq(Format):
         if version != "gemm" or config.get("backend") == "llm-awq":
             raise ValueError(f"{where} has the version {version}, but gemm is what is read: {ANOTHER}")
 
-    def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
+    def layout(self, linear: str, parts: Parts, _read: Read) -> PackedLinear:
         columns, words = matrix(linear, QWEIGHT, parts[QWEIGHT])
         rows, group = 8 * words, columns if self.group == -1 else self.group
         if columns % group or columns % 8:
@@ -54,7 +54,7 @@ class Awq(Format):
         expect(linear, SCALES, parts[SCALES], (layout.groups, rows), FLOAT_SCALES, why)
         return layout
 
-    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+    def unpack(self, _linear: str, layout: PackedLinear, read: Read) -> Tensor:
         codes = _in_order(read(QWEIGHT)).t().contiguous()  # [N, K]
         codes = codes[:, ::2] | codes[:, 1::2] << 4
         return as_tensor(layout, codes, read(SCALES).t(), _in_order(read(QZEROS)).t())

@@ -84,7 +84,7 @@ class CompressedTensors(Format):
             layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
         return layout
 
-    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+    def unpack(self, _linear: str, layout: PackedLinear, read: Read) -> Tensor:
         zero = None
         if not layout.symmetric:
             zero = unpacked(read(ZERO).t(), layout.bits)[:, : layout.rows].t()
@@ -107,7 +107,7 @@ class CompressedTensors(Format):
         )
 
 
-def _scheme(where: str, group: Any, config: dict[str, Any]) -> Scheme:
+def _scheme(where: str, group: object, config: dict[str, Any]) -> Scheme:
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         raise ValueError(f"{where} says nothing of weights: copy config.json again")
     stored, weights = group.get("format") or config.get("format"), group["weights"]
@@ -140,13 +140,15 @@ def _scheme(where: str, group: Any, config: dict[str, Any]) -> Scheme:
     )
 
 
-def _is_target(target: Any) -> bool:
+def _is_target(target: object) -> bool:
+    if not isinstance(target, str):
+        return False
     try:
         re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-    except (AttributeError, re.error):
+    except re.error:
         return False
     return True
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return json.dumps(value, default=str)[:60]

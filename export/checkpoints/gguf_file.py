@@ -89,7 +89,7 @@ class GGUFFile(Source):
             )
         return ARCHITECTURES[name]
 
-    def field(self, key: str) -> Any:
+    def field(self, key: str) -> Any:  # noqa: ANN401 - of whatever type the file gives it
         """A value of the file's metadata, a list for an array; None where it has none. ``{arch}`` stands for the
         architecture's name."""
         fields = self._readers[0].fields
@@ -149,11 +149,12 @@ class GGUFFile(Source):
         """The same in every layer, as in all models whose rows llama.cpp reorders."""
         found = self.field(f"{{arch}}.{key}")
         heads = set(found) if isinstance(found, list) else {default if found is None else found}
-        if len(heads) != 1 or None in heads:
+        number = heads.pop() if len(heads) == 1 else None
+        if number is None:
             raise ValueError(
                 f"{self.path}: its metadata has {found} for {key}, but must have one number: copy it again"
             )
-        return heads.pop()
+        return number
 
 
 def super_scales(value: "ExportableGGUFTensor") -> Tensor:

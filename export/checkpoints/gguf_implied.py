@@ -2,9 +2,12 @@
 computes. llama.cpp's converter writes them (``conversion/`` there, per architecture)."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.targets.spec import layer_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 """Keys that say nothing of what is computed."""
@@ -21,7 +24,7 @@ class Implied(NamedTuple):
     absent: Any = None
 
 
-def implied(config: Any) -> Iterator[Implied]:
+def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     """``config`` is transformers' text configuration."""
     windows = [window.tokens for window in layer_windows(config)]
     layers, full, sliding = config.per_layer_config, None, None
@@ -49,27 +52,27 @@ def implied(config: Any) -> Iterator[Implied]:
     yield from _ropes(config, width, narrow)
 
 
-def ropes_of(config: Any) -> dict[str, dict[str, Any]]:
+def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
     """By kind of layer: one rope for all, or one each."""
     given = config.rope_parameters
     return {kind: given.get(kind, given) for kind in ("full_attention", "sliding_attention")}
 
 
-def _scale_field(config: Any) -> str:
+def _scale_field(config: "PreTrainedConfig") -> str:
     return "query_pre_attn_scalar" if getattr(config, "query_pre_attn_scalar", None) else "head_dim"
 
 
-def _scale(config: Any, width: int) -> float:
+def _scale(config: "PreTrainedConfig", width: int) -> float:
     """By what attention multiplies products of queries and keys, as transformers' classes do."""
     if config.model_type == "gemma4_text":
         return 1.0  # its norms of queries and keys hold it
     return (getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5
 
 
-def _switches(config: Any) -> Iterator[Implied]:
+def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
     """What most models have not: 0, or 1 for a factor."""
 
-    def said(*names: str) -> Any:
+    def said(*names: str) -> Any:  # noqa: ANN401 - of the type of the configuration's field
         return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)
 
     yield Implied("final_logit_softcapping", "final_logit_softcapping", said("final_logit_softcapping"), 0)
@@ -89,7 +92,7 @@ def _switches(config: Any) -> Iterator[Implied]:
     yield Implied("attention.causal", "is_causal", True)
 
 
-def _ropes(config: Any, width: int, narrow: int | None) -> Iterator[Implied]:
+def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterator[Implied]:
     ropes, field = ropes_of(config), "rope_parameters"
     rope, swa = ropes["full_attention"], ropes["sliding_attention"]
     kind = rope.get("rope_type") if rope.get("rope_type") in ("linear", "yarn", "longrope") else "none"

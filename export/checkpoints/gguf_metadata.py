@@ -6,7 +6,7 @@ two disagree one of them is of another model. A key that is compared with nothin
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,16 +15,25 @@ from eagle3.export.checkpoints.gguf_implied import HARMLESS, implied, ropes_of
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.source import TensorHeader
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _LIKELY = "likely not of the same model: type --config with the Hugging Face folder that the file was made from"
 _UNROTATED = 1e30
 """By what llama.cpp divides the frequencies of dimensions that are not rotated."""
-FACTORS = ("logit_scale", "embedding_scale", "residual_scale", "attention.scale", "rope.scaling.factor")
+FACTORS: tuple[str, ...] = (
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "attention.scale",
+    "rope.scaling.factor",
+)
 FACTORS += ("rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 """Keys whose value 0 means that llama.cpp takes its own default."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def check_metadata(file: GGUFFile, config: Any, folder: Path, stop_ids: tuple[int, ...] = ()) -> None:
+def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_ids: tuple[int, ...] = ()) -> None:
     """``config`` is transformers' text configuration in ``folder``, ``stop_ids`` the stop tokens there. Raises
     ValueError naming the first key that disagrees, and both values."""
     own = file.architecture.model_types
@@ -59,7 +68,9 @@ def check_metadata(file: GGUFFile, config: Any, folder: Path, stop_ids: tuple[in
     _check_rope_factors(file, config, folder, described)
 
 
-def rows_of_embedding(file: GGUFFile, headers: dict[str, TensorHeader], config: Any, folder: Path) -> int:
+def rows_of_embedding(
+    file: GGUFFile, headers: dict[str, TensorHeader], config: "PreTrainedConfig", folder: Path
+) -> int:
     """How many tokens the file's embedding has: ``config.vocab_size``, or fewer where llama.cpp's converter left out
     the rows that no token has (Gemma 3's last 64). Raises ValueError where it left out tokens."""
     rows = {headers[name].shape[0] for name in (EMBEDDING, HEAD) if name in headers and headers[name].shape}
@@ -112,11 +123,13 @@ def _tokens(file: GGUFFile, folder: Path) -> int | None:
     return max([*ids, *(each["id"] for each in added)], default=-1) + 1
 
 
-def _may_be_cut(file: GGUFFile, key: str, found: Any, config: Any) -> bool:
-    return key == "vocab_size" and file.architecture.cuts_vocabulary and found <= config.vocab_size
+def _may_be_cut(file: GGUFFile, key: str, found: object, config: "PreTrainedConfig") -> bool:
+    if key != "vocab_size" or not file.architecture.cuts_vocabulary:
+        return False
+    return isinstance(found, int) and found <= config.vocab_size
 
 
-def _check_ids(file: GGUFFile, config: Any, folder: Path, stop_ids: tuple[int, ...]) -> None:
+def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_ids: tuple[int, ...]) -> None:
     """The file's first token and its stop token against the configuration's, where that has any."""
     ends = config.eos_token_id
     ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
@@ -131,10 +144,11 @@ def _check_ids(file: GGUFFile, config: Any, folder: Path, stop_ids: tuple[int, .
             raise ValueError(f"{file.path}: {key} is {found}, but {folder} implies {says} ({field}): {_LIKELY}")
 
 
-def _by_layer(key: str, found: Any, expected: Any) -> Any:
+def _by_layer(key: str, found: object, expected: object) -> object:
     """A pattern of windows may be one number n, by which every n-th layer attends to all; sections of a rope may end in
     zeros."""
-    if key == "attention.sliding_window_pattern" and isinstance(found, int) and not isinstance(found, bool):
+    pattern = key == "attention.sliding_window_pattern"
+    if pattern and isinstance(found, int) and not isinstance(found, bool) and isinstance(expected, list):
         return [found == 0 or bool((layer + 1) % found) for layer in range(len(expected))]
     if key == "rope.dimension_sections" and isinstance(found, list):
         while found and not found[-1]:
@@ -143,19 +157,19 @@ def _by_layer(key: str, found: Any, expected: Any) -> Any:
     return found
 
 
-def _agree(found: Any, expected: Any) -> bool:
+def _agree(found: object, expected: object) -> bool:
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(_agree, found, expected))
     if isinstance(found, list):
         return all(_agree(each, expected) for each in found)
     if isinstance(expected, list):
         return all(_agree(found, each) for each in expected)
-    if isinstance(found, str) or isinstance(expected, str):
-        return found == expected
-    return math.isclose(found, expected, rel_tol=1e-6)  # the file has float32
+    if isinstance(found, int | float) and isinstance(expected, int | float):
+        return math.isclose(found, expected, rel_tol=1e-6)  # the file has float32
+    return found == expected
 
 
-def _shown(value: Any, other: Any) -> str:
+def _shown(value: object, other: object) -> str:
     """A value; of a list, what is at the first place where the two differ."""
     if isinstance(value, list):
         pairs = enumerate(zip(value, other if isinstance(other, list) else [other] * len(value), strict=False))
@@ -164,18 +178,20 @@ def _shown(value: Any, other: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)[:60]
 
 
-def _check_rope_factors(file: GGUFFile, config: Any, folder: Path, described: bool) -> None:
+def _check_rope_factors(file: GGUFFile, config: "PreTrainedConfig", folder: Path, described: bool) -> None:
     """The factors that llama.cpp divides the frequencies of full layers by, against transformers' own frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")
-    kind, expected = rope.get("rope_type", "default"), None
+    kind: str = rope.get("rope_type", "default")
+    expected: torch.Tensor | None = None
     if kind in ROPE_INIT_FUNCTIONS and kind not in ("linear", "yarn"):  # which have keys in the metadata, no factors
         by_layer = {} if rope is config.rope_parameters else {"layer_type": "full_attention"}
         expected, _ = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **by_layer)
-    if factors is None and (expected is None or not described):
+    given = expected if factors is None else factors
+    if given is None or (factors is None and not described):
         return
-    count = len(expected if factors is None else factors)
+    count = len(given)
     plain = rope["rope_theta"] ** -(torch.arange(count) / count)
     own = plain if factors is None else torch.where(factors < _UNROTATED / 2, plain / factors, 0.0)
     expected = plain if expected is None else expected

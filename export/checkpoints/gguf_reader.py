@@ -4,6 +4,7 @@ takes half a minute and 1.8 GB for Gemma's.
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderField
@@ -14,13 +15,16 @@ _UNREADABLE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, str
 class HeaderReader(GGUFReader):
     """Arrays of numbers are one part; of those of text the number of texts is."""
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int):
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[np.ndarray], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        mapped: Any = self.data  # numpy's types say from Python 3.12 on that an array is a buffer
+        kind, count = struct.unpack_from("<IQ", mapped, orig_offs)
         start = at = orig_offs + 12
         if kind == GGUFValueType.STRING:
-            data = memoryview(self.data)
+            data = memoryview(mapped)
             for _ in range(count):
                 at += 8 + struct.unpack_from("<Q", data, at)[0]
             return at - orig_offs, [np.array([count])], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]

@@ -69,7 +69,7 @@ class Gptq(Format):
             self._check_zeros(linear, layout, read)
         return layout
 
-    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+    def unpack(self, _linear: str, layout: PackedLinear, read: Read) -> Tensor:
         codes = read(QWEIGHT).t().contiguous().view(torch.uint8)
         zero = self._stored_zeros(layout, read) + int(self.less_one)
         return as_tensor(layout, codes, read(SCALES).t(), zero.t())

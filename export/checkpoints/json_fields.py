@@ -5,8 +5,11 @@ A value such as ``"false"`` where ``false`` belongs would load, run and compute 
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Default = TypeVar("Default")
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -20,7 +23,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def boolean(config: dict[str, Any], key: str, default: bool, where: Any) -> bool:
+def boolean(config: Mapping[str, Any], key: str, default: Default, where: object) -> bool | Default:
     """``where`` names the file in errors. A key that is absent or null has its default."""
     value = config.get(key)
     if value is None:
@@ -30,7 +33,7 @@ def boolean(config: dict[str, Any], key: str, default: bool, where: Any) -> bool
     return value
 
 
-def count(config: dict[str, Any], key: str, default: int | None, where: Any, least: int = 1) -> int | None:
+def count(config: Mapping[str, Any], key: str, default: Default, where: object, least: int = 1) -> int | Default:
     """A whole number of ``least`` or more."""
     value = config.get(key)
     if value is None:
@@ -42,7 +45,9 @@ def count(config: dict[str, Any], key: str, default: int | None, where: Any, lea
     return value
 
 
-def number(config: dict[str, Any], key: str, default: float | None, where: Any, most: float = math.inf) -> float | None:
+def number(
+    config: Mapping[str, Any], key: str, default: Default, where: object, most: float = math.inf
+) -> float | Default:
     """A finite number above 0, of ``most`` at most."""
     value = config.get(key)
     if value is None:
@@ -54,7 +59,7 @@ def number(config: dict[str, Any], key: str, default: float | None, where: Any, 
     return value
 
 
-def layer_ids(config: dict[str, Any], key: str, where: Any) -> tuple[int, ...] | None:
+def layer_ids(config: Mapping[str, Any], key: str, where: object) -> tuple[int, ...] | None:
     """A list of whole numbers; None where it is absent, null or empty."""
     value = config.get(key)
     if value is None or value == []:
@@ -64,7 +69,7 @@ def layer_ids(config: dict[str, Any], key: str, where: Any) -> tuple[int, ...] |
     return tuple(value)
 
 
-def texts(config: dict[str, Any], key: str, where: Any) -> tuple[str, ...]:
+def texts(config: Mapping[str, Any], key: str, where: object) -> tuple[str, ...]:
     """A list of strings, empty where it is absent or null."""
     value = config.get(key)
     if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
@@ -72,7 +77,7 @@ def texts(config: dict[str, Any], key: str, where: Any) -> tuple[str, ...]:
     return tuple(value or ())
 
 
-def nested(config: dict[str, Any], key: str, where: Any) -> dict[str, Any]:
+def nested(config: Mapping[str, Any], key: str, where: object) -> dict[str, Any]:
     """An object, empty where it is absent or null."""
     value = config.get(key)
     if value is None:
@@ -82,5 +87,5 @@ def nested(config: dict[str, Any], key: str, where: Any) -> dict[str, Any]:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return {list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")

@@ -66,12 +66,12 @@ class Format(ABC):
     def __init__(self, file: Path, config: dict[str, Any]): ...
 
     @abstractmethod
-    def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
+    def layout(self, linear: str, parts: Parts, read: Read, /) -> PackedLinear:
         """How ``linear`` is stored. ``read`` gives a part, to be asked for the small ones alone. Raises ValueError for
         parts that do not go together."""
 
     @abstractmethod
-    def unpack(self, linear: str, layout: PackedLinear, read: Read) -> Tensor:
+    def unpack(self, linear: str, layout: PackedLinear, read: Read, /) -> Tensor:
         """The weight, by ``as_tensor``."""
 
 
@@ -106,7 +106,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> int:
     """``bits`` of a quantization_config."""
     bits = count(config, "bits", None, where)
-    if bits not in known:
+    if bits is None or bits not in known:
         raise ValueError(f"{where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}")
     return bits
 

@@ -26,7 +26,7 @@ FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gp
 class PackedFolder(SafetensorsFolder):
     def __init__(self, path: Path):
         super().__init__(path)
-        file, config = path / "config.json", quantization_config(path)
+        file, config = path / "config.json", quantization_config(path) or {}
         method = config.get("quant_method")
         if not isinstance(method, str) or method not in FORMATS:
             raise ValueError(f"{file}: quantization_config has quant_method {method}, which is not read: {ANOTHER}")

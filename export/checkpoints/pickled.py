@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,12 +113,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     return state
 
 
-def _is_dense(name: Any, value: Any) -> bool:
+def _is_dense(name: object, value: object) -> bool:
     dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
     return isinstance(name, str) and dense
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path) -> object:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:

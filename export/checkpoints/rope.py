@@ -1,9 +1,13 @@
 """Which rotary tables can be computed: those that depend on positions alone, since a cached key keeps its rotation."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import number
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
 
 _BY_LENGTH = {
     "dynamic": "its frequencies change with the length of the text",
@@ -11,7 +15,7 @@ _BY_LENGTH = {
 }
 
 
-def check_rope(config: Any, where: str, static: bool = True) -> None:
+def check_rope(config: "PreTrainedConfig", where: str, static: bool = True) -> None:
     """Raise ValueError for a transformers configuration with a rope that transformers does not know, and, if it must be
     ``static``, with one whose table depends on the length of the text."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -30,11 +34,11 @@ def check_rope(config: Any, where: str, static: bool = True) -> None:
             _refuse_by_length(kind, where)
 
 
-def check_static(model: Any, config: Any, where: str) -> None:
+def check_static(model: "nn.Module", config: "PreTrainedConfig", where: str) -> None:
     """Raise ValueError for a model whose rotary table depends on the length of the text: transformers' classes decide
     that by the ``rope_type`` of their rotary modules (``dynamic_rope_update`` there), which is not always the
     configuration's: HunYuan's "dynamic" with a fixed ``alpha`` is static."""
-    found = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
+    found: list[Any] = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
     if not found:
         check_rope(config, where)
     for kind in (kind for each in found for kind in (each.values() if isinstance(each, dict) else (each,))):

@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.rope import check_rope, check_static
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
 from eagle3.targets import TARGETS, spec_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window"),
@@ -27,7 +30,7 @@ DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_voc
 """What a draft head's configuration has, whatever its dialect, and a target's has not."""
 
 
-def read_target_config(checkpoint: Path, name: str) -> Any:
+def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     """transformers' text configuration of the target ``name``.
 
     Raises FileNotFoundError for a folder that has none, ValueError for a file that describes no model, or one that the
@@ -84,7 +87,7 @@ def read_target_config(checkpoint: Path, name: str) -> Any:
     return text_config
 
 
-def special_ids(checkpoint: Path, target_config: Any) -> tuple[int, tuple[int, ...]]:
+def special_ids(checkpoint: Path, target_config: "PreTrainedConfig") -> tuple[int, tuple[int, ...]]:
     """The first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them.
 
     Raises ValueError for an id that is no whole number: it would never stop.
@@ -138,9 +141,11 @@ def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from (each for each in (overrides.values() if isinstance(overrides, dict) else ()) if each)
 
 
-def _check_sizes(file: Path, part: Any, unused: str | None = "sliding_window") -> None:
+def _check_sizes(file: Path, part: object, unused: str | None = "sliding_window") -> None:
     """``unused``: the size that may be 0, if nothing uses it: Qwen2-MoE's class writes that for a window."""
-    for name in SIZES if isinstance(part, dict) else ():
+    if not isinstance(part, dict):
+        return
+    for name in SIZES:
         value, most = part.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST
         if value == 0 and _whole(value) and name == unused:
             continue
@@ -151,7 +156,7 @@ def _check_sizes(file: Path, part: Any, unused: str | None = "sliding_window") -
             )
 
 
-def _config_of(fields: dict[str, Any]) -> Any:
+def _config_of(fields: dict[str, Any]) -> "PreTrainedConfig":
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))
@@ -177,7 +182,7 @@ def _refusal(
     return ValueError(f"{file}: {fact} ({reason}): correct it, or copy the file again")
 
 
-def _tie_as_the_whole(config: Any, text_config: Any) -> None:
+def _tie_as_the_whole(config: "PreTrainedConfig", text_config: "PreTrainedConfig") -> None:
     """Whether the head is the embedding is said at the top of a multimodal configuration, for most of its classes."""
     if config is text_config:
         return
@@ -188,7 +193,7 @@ def _tie_as_the_whole(config: Any, text_config: Any) -> None:
         text_config.tie_word_embeddings = wrapper.ties
 
 
-def _check_layers(file: Path, config: Any) -> None:
+def _check_layers(file: Path, config: "PreTrainedConfig") -> None:
     """The sizes once more, with the defaults of the class in place, as each layer has them."""
     strange = sorted((config.per_layer_attributes or set()).difference(BY_LAYER))
     if strange:
@@ -210,7 +215,7 @@ def _check_layers(file: Path, config: Any) -> None:
             )
 
 
-def _check_ropes(file: Path, config: Any) -> None:
+def _check_ropes(file: Path, config: "PreTrainedConfig") -> None:
     """Either one rope for all layers or one a kind of layer, each of a kind that can be computed."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
@@ -222,11 +227,11 @@ def _check_ropes(file: Path, config: Any) -> None:
     check_rope(config, str(file), static=False)
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """As the file has it, or what it is where that is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

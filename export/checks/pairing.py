@@ -5,15 +5,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checks.tensors import check_draft
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map, largest_id
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def check_pair(draft: DraftDescription, target_config: Any, taps: tuple[int, ...]) -> None:
+
+def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...]) -> None:
     """Raise ValueError where the draft's tensors cannot belong to this target."""
     hidden, vocabulary = target_config.hidden_size, target_config.vocab_size
     trained_for = f"; the head names {draft.verifier} as its target" if draft.verifier else ""

@@ -5,7 +5,7 @@ A tensor that nothing reads is refused: it would have changed what the model com
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.gguf_file import BLOCKS
 from eagle3.export.checkpoints.source import TensorHeader
@@ -13,6 +13,9 @@ from eagle3.export.draft.description import DraftDescription
 from eagle3.export.unread import is_read, unread
 from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.spec import Skeleton
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 QUANTIZED = ("Int4Tensor", "ExportableInt4Tensor", "IntxUnpackedToInt8Tensor")
 """The tensor classes of torchao and ExecuTorch that every backend takes: it has layouts for them, or dequantizes."""
@@ -32,7 +35,11 @@ _CAUSES = {
 
 
 def check_target(
-    checkpoint: Path, headers: dict[str, TensorHeader], skeleton: Skeleton, config: Any, described: Path | None = None
+    checkpoint: Path,
+    headers: dict[str, TensorHeader],
+    skeleton: Skeleton,
+    config: "PreTrainedConfig",
+    described: Path | None = None,
 ) -> dict[str, TensorHeader]:
     """Every tensor of the target as its configuration has it, by name. Returns the headers of those that are read.
 
@@ -41,7 +48,7 @@ def check_target(
     given: dict[str, TensorHeader] = {}
     names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
     orders = {name for name in names if headers[name].dtype == INPUT_ORDER}
-    expected = skeleton.expected(own for name, own in names.items() if name not in orders)
+    expected = skeleton.expected(own for name, own in names.items() if own is not None and name not in orders)
     parts = skeleton.conversion.parts if skeleton.conversion else {}
     without = {name for name, own in names.items() if name not in orders and own not in expected}
     spare = unread(without, headers, skeleton.model, config, described or checkpoint) if without else set()

@@ -19,11 +19,14 @@ window of the attention moves with the chain (in speculators' training it stays 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 _FIRST = ("layers.0.", "midlayer.", "transformer.")
 _OTHER_NAMES = {
@@ -45,7 +48,7 @@ class Drafter:
 
     dialect: str
     config: dict[str, Any]
-    layer: Any
+    layer: "LlamaConfig"
     tensors: dict[str, Tensor]
     embedding: Tensor
     lm_head: Tensor
@@ -67,7 +70,7 @@ class Drafter:
     def mask_rows(self, taps: int) -> tuple[Tensor, Tensor]:
         """Token id [] and feature [1, H] of a row that stands for a proposal not made yet."""
         said = (self._said(key) for key in ("mask_token_id", "pard_token", "ptd_token_id"))
-        hidden = self._find("mask_hidden").reshape(1, -1)
+        hidden = self._get("mask_hidden").reshape(1, -1)
         return torch.tensor(next(id for id in said if id is not None)), self.fuse(list(hidden.chunk(taps, dim=-1)))
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +91,7 @@ class Drafter:
 
     @property
     def _joins_in_fc(self) -> bool:
-        return self._find("layers.0.self_attn.q_proj.weight").shape[1] == self.layer.hidden_size
+        return self._get("layers.0.self_attn.q_proj.weight").shape[1] == self.layer.hidden_size
 
     def _vocabulary(self) -> Tensor:
         own = self._find("lm_head.weight")
@@ -117,7 +120,7 @@ class Drafter:
 
     def _attention(self, index: int, x: Tensor) -> Tensor:
         at, heads = f"layers.{index}.self_attn.", self.layer.num_attention_heads
-        size = self._find(f"{at}q_proj.weight").shape[0] // heads
+        size = self._get(f"{at}q_proj.weight").shape[0] // heads
         query, key, value = (
             self._linear(x, f"{at}{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1) for name in "qkv"
         )  # [heads or kv_heads, T, size]
@@ -163,13 +166,19 @@ class Drafter:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(variance + self.layer.rms_norm_eps) * self._find(f"{name}.weight")
+        return x * torch.rsqrt(variance + self.layer.rms_norm_eps) * self._get(f"{name}.weight")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self._find(f"{name}.weight"), self._find(f"{name}.bias"))
+        return F.linear(x, self._get(f"{name}.weight"), self._find(f"{name}.bias"))
 
-    def _said(self, key: str) -> Any:
+    def _said(self, key: str) -> Any:  # noqa: ANN401 - of whatever type the JSON has
         return (self.config.get("eagle_config") or {}).get(key, self.config.get(key))
+
+    def _get(self, name: str) -> Tensor:
+        found = self._find(name)
+        if found is None:
+            raise KeyError(name)
+        return found
 
     def _find(self, name: str) -> Tensor | None:
         """A tensor by ``layers.{i}.`` and the names above, whatever the checkpoint calls it."""

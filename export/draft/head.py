@@ -11,6 +11,8 @@ Source: the papers (EAGLE-3, arXiv 2503.01840; EAGLE, 2401.15077), speculators' 
 ``PEagleDraftModel`` and ``EagleSpeculator``, whose numbers tests/golden holds.
 """
 
+from typing import Any, Self
+
 import torch
 from executorch.extension.llm.export.load import load_checkpoint
 from torch import Tensor, nn
@@ -28,6 +30,9 @@ class DraftHead(nn.Module):
     ``proposals``: how many tokens one forward proposes, K for a P-EAGLE that is to propose K, else 1.
     """
 
+    d2t: Tensor | None
+    mask_feature: Tensor
+
     def __init__(self, draft: DraftDescription, max_seq_len: int, proposals: int = 1):
         super().__init__()
         config, size = draft.layer, draft.hidden_size
@@ -37,7 +42,8 @@ class DraftHead(nn.Module):
         self.joins_in_fc, self.mask_token = draft.kind == EAGLE, draft.mask_token_id
         self.takes_final_state = draft.takes_final_state
         if draft.has_embedding:
-            self.embed_tokens = nn.Embedding(*draft.headers["embed_tokens.weight"].shape)
+            tokens, width = draft.headers["embed_tokens.weight"].shape
+            self.embed_tokens = nn.Embedding(tokens, width)
 
         def norm(name: str, width: int) -> nn.Module | None:
             return RMSNorm(width, config.rms_norm_eps) if draft.has(name) else None
@@ -59,10 +65,12 @@ class DraftHead(nn.Module):
         self.windows = [ring_window(window, self.slots) for window in draft.windows]
         self._slots_written = 0  # eager mode alone: exported programs leave positions to their caller
 
-    def attach(self, draft: DraftDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget):
+    def attach(
+        self, draft: DraftDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget
+    ) -> Self:
         """Make what no checkpoint holds: KV caches, the rotary table (float32), a shared embedding and lm_head."""
         for layer, window in zip(self.layers, self.windows, strict=True):
-            attn = layer.self_attn
+            attn: Any = layer.self_attn  # of a class of transformers
             shape = KVCacheShape(draft.layer.num_key_value_heads, attn.head_dim, self.slots, window, dtype)
             attn.kv_attention = attention(shape)
         if self.d2t is not None:
@@ -73,10 +81,11 @@ class DraftHead(nn.Module):
         if draft.shares_lm_head:
             self.lm_head = target.lm_head
         if draft.ties_lm_head:
-            self.lm_head = nn.Linear(*reversed(self.embed_tokens.weight.shape), bias=False, device="meta")
+            tokens, width = self.embed_tokens.weight.shape
+            self.lm_head = nn.Linear(width, tokens, bias=False, device="meta")
             self.lm_head.weight = self.embed_tokens.weight
         if self.mask_token is not None:
-            taps = getattr(self, MASK).reshape(1, 1, -1).split(draft.taps_width // self._taps(draft), dim=-1)
+            taps = getattr(self, MASK).reshape(1, 1, -1).split(draft.taps_width // self._taps(), dim=-1)
             with torch.no_grad():
                 self.register_buffer("mask_feature", self.fuse(taps).detach(), persistent=False)
             delattr(self, MASK)
@@ -87,7 +96,7 @@ class DraftHead(nn.Module):
         """The shortest of the layers' rings, 0 where there is none."""
         return min((window for window in self.windows if window), default=0)
 
-    def _taps(self, draft: DraftDescription) -> int:
+    def _taps(self) -> int:
         return len(self.fc_norm) if self.fc_norm is not None else 1
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
@@ -98,6 +107,7 @@ class DraftHead(nn.Module):
             return state
         if self.fc_norm is not None:
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
+        assert self.fc is not None, "a head of taps has an fc"
         states = torch.cat(taps, dim=-1)
         return self.fc(states if self.input_norm is None else self.input_norm(states))
 
@@ -128,17 +138,23 @@ class DraftHead(nn.Module):
         embedded = self.embed_tokens(tokens)
         if self.embed_norm is not None:
             embedded = self.embed_norm(embedded)
-        state = self.fc(torch.cat((embedded, feature), dim=-1)) if self.joins_in_fc else feature
-        rows, rotary = {}, self.rotary_emb(feature, input_pos[None])
+        state = feature
+        if self.joins_in_fc:
+            assert self.fc is not None, "an EAGLE has an fc"
+            state = self.fc(torch.cat((embedded, feature), dim=-1))
+        rows: dict[int, Any] = {}
+        rotary = self.rotary_emb(feature, input_pos[None])
         for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            attn: Any = layer.self_attn
             if window not in rows:
-                rows[window] = layer.self_attn.kv_attention.rows(input_pos)
+                rows[window] = attn.kv_attention.rows(input_pos)
             keep = self._kept(last, accepted) if index == len(self.layers) - 1 else None
             state = layer(embedded, state, keep, position_embeddings=rotary, attention_mask=rows[window])
         normed = state if self.norm is None else self.norm(state)
         return self.lm_head(normed), normed if self.feeds_normed else state
 
     def _with_mask_rows(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.mask_token is not None, "a P-EAGLE has a mask token"
         rows = self.proposals - 1
         masks = tokens.new_full((1, rows), self.mask_token)
         positions = input_pos[-1:] + torch.arange(1, rows + 1, device=input_pos.device)
@@ -147,6 +163,7 @@ class DraftHead(nn.Module):
 
     def _masked_behind(self, tokens: Tensor, feature: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Mask rows in the place of those behind row ``accepted``: the first of them are what it proposes by."""
+        assert self.mask_token is not None, "a P-EAGLE has a mask token"
         behind = torch.arange(tokens.shape[1], device=tokens.device) > accepted
         tokens = torch.where(behind, self.mask_token, tokens)
         return tokens, torch.where(behind[None, :, None], self.mask_feature, feature)

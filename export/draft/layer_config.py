@@ -19,7 +19,15 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
 )
-_READ = (*_SIZES, "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
+_READ: tuple[str, ...] = (
+    *_SIZES,
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+)
 _READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_window_layers")
 
 
@@ -85,14 +93,14 @@ def _text_alone(rope: dict[str, Any] | None) -> None:
         rope.setdefault("rope_type", rope.get("type", "default"))
 
 
-def _head_dim(config: Any, headers: Mapping[str, TensorHeader]) -> int:
+def _head_dim(config: "LlamaConfig", headers: Mapping[str, TensorHeader]) -> int:
     rows, heads = headers["layers.0.self_attn.q_proj.weight"].shape[0], config.num_attention_heads
     if rows % heads:
         raise ValueError(f"q_proj has {rows} rows, no multiple of num_attention_heads {heads}")
     return rows // heads
 
 
-def windows(file: Path, config: Any, layers: int) -> tuple[int, ...]:
+def windows(file: Path, config: "LlamaConfig", layers: int) -> tuple[int, ...]:
     """The sliding window of each draft layer's own attention in tokens, 0 for full attention.
 
     ``layer_types`` decides, as in speculators and vLLM: a ``sliding_window`` that no layer type names is not used.

@@ -9,9 +9,11 @@ all:                             g = x + mlp(post_attention_layernorm(x))
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
@@ -27,6 +29,10 @@ Keep = Callable[[Tensor], Tensor]
 
 class DraftLayer(nn.Module):
     """Layer ``index`` of a head. A norm that the checkpoint has not is none."""
+
+    input_layernorm: nn.Module | None
+    hidden_norm: nn.Module | None
+    post_attention_layernorm: nn.Module
 
     def __init__(self, draft: DraftDescription, index: int):
         super().__init__()
@@ -48,7 +54,7 @@ class DraftLayer(nn.Module):
                 inputs = width if name in ("q_proj", "k_proj", "v_proj") else linear.in_features
                 setattr(owner, name, nn.Linear(inputs, linear.out_features, bias=bias))
 
-    def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention) -> Tensor:
+    def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention: Any) -> Tensor:
         """Embedding of the tokens (the first layer's alone) and feature, each [1, T, H] -> [1, T, H], or the
         rows that ``keep`` picks: only keys and values outlive the others."""
         if self.joins:
@@ -84,7 +90,7 @@ def _attention_class(draft: DraftDescription, where: str) -> type[nn.Module]:
     return modeling_qwen3.Qwen3Attention if draft.has(f"{where}.self_attn.q_norm") else modeling_llama.LlamaAttention
 
 
-def _config(draft: DraftDescription):
+def _config(draft: DraftDescription) -> LlamaConfig:
     config = deepcopy(draft.layer)
     config._attn_implementation = HF_ATTENTION
     config.layer_types, config.sliding_window = ["full_attention"], None  # the window is kv_attention's

@@ -158,7 +158,7 @@ def _describe(
 
 def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[str, TensorHeader]]:
     """Checkpoint name to ``DraftHead``'s, and headers by the latter."""
-    names = {name: own for name in headers if (own := own_name(name)) is not None}
+    names = {name: known for name in headers if (known := own_name(name)) is not None}
     own = {each: headers[name] for name, each in names.items()}
     if len(own) != len(names):
         twice = next(name for name in names if list(names.values()).count(names[name]) > 1)
@@ -246,7 +246,8 @@ def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tu
 
 
 def _mask_token(file: Path, variants: Mapping[str, Any], own: Headers) -> int:
-    found = [count(variants, key, None, file, least=0) for key in MASK_TOKENS if variants.get(key) is not None]
+    given = (count(variants, key, None, file, least=0) for key in MASK_TOKENS)
+    found = [token for token in given if token is not None]
     if not found:
         raise ValueError(f"{file} has none of {', '.join(MASK_TOKENS)}, which a P-EAGLE head proposes from: add it")
     if found[0] >= own["embed_tokens.weight"].shape[0]:

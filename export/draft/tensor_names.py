@@ -6,6 +6,7 @@ each may stand under ``model.`` (NeMo, vLLM).
 """
 
 import re
+from collections.abc import Iterable
 
 _PREFIXES = {
     r"midlayer\.(?=\d)": "layers.",
@@ -39,6 +40,6 @@ def own_name(name: str) -> str | None:
     return name
 
 
-def layer_count(names: object) -> int:
+def layer_count(names: Iterable[str]) -> int:
     """Of ``DraftHead``'s names."""
     return 1 + max((int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))), default=-1)

@@ -45,16 +45,16 @@ def refuse_unheeded_variants(
         overridden: keys that a flag of the export decides
     """
     heeds, trainer = dialect.heeds(kind), dialect.trainer
-    for key, value in said(variants).items() if heeds is not None else ():
-        if key not in heeds and key not in overridden:
+    for key, value in said(variants).items():
+        if heeds is not None and key not in heeds and key not in overridden:
             raise ValueError(_asked(f"{file}: {key} is {_shown(value)}", trainer, "take it out"))
     ropes = dialect.ropes(kind)
-    for key, value in rope_kinds(variants).items() if ropes is not None else ():
-        if value not in ropes:
+    for key, value in rope_kinds(variants).items():
+        if ropes is not None and value not in ropes:
             raise ValueError(_asked(f"{file}: {key} has the type {_shown(value)}", trainer, "take it out"))
     places = dialect.places(kind)
-    for name in sorted(tensors) if places is not None else ():
-        if not re.fullmatch(places, name):
+    for name in sorted(tensors):
+        if places is not None and not re.fullmatch(places, name):
             raise ValueError(_asked(f"{file.parent} has {name}", trainer, "take the tensor out of the file"))
 
 
@@ -92,6 +92,6 @@ def _asked(fact: str, trainer: str, remove: str) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

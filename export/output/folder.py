@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from eagle3.export.output.contents import sha256
 from eagle3.export.output.lock import claimed, put_aside
@@ -64,7 +65,8 @@ def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        chain, cause = [], error
+        chain: list[BaseException] = []
+        cause: BaseException | None = error
         while cause is not None:
             chain.append(cause)
             cause = cause.__cause__ or cause.__context__
@@ -186,7 +188,7 @@ def _stopped_in_one_way() -> Iterator[None]:
         return
     stopped, logged = False, logging.root.manager.disable
 
-    def interrupt(signum, frame):
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
         nonlocal stopped
         stopped = True
         logging.disable(logging.CRITICAL)

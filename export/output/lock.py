@@ -19,7 +19,7 @@ from eagle3.runner.contract import EXPORT_RECORD
 try:
     import fcntl
 except ImportError:  # no Unix
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 PARTIAL, REPLACED = "partial", "replaced"
 PATIENCE = 5.0  # seconds that an export waits for others that begin beside it

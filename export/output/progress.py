@@ -15,7 +15,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class Progress:
     """``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the order they ended."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self.stages: list[dict] = []
 

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from eagle3.export.draft.description import DraftDescription
 from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import KVCacheShape, ring_window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 GIB = 1 << 30
 
@@ -49,7 +52,7 @@ def linux_bytes(file: str, key: str) -> int | None:
     return None
 
 
-def target_cache_bytes(spec: TargetSpec, config: Any, max_seq_len: int, dtype: torch.dtype) -> int:
+def target_cache_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype) -> int:
     """Of a target of transformers' text configuration ``config``."""
     shapes: list[KVCacheShape] = []
 

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints import Source, open_source
@@ -23,6 +23,9 @@ from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WINDOW_ROWS = 16  # a verify window is never longer: what the small-M kernel takes at one reading of the weights
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
@@ -54,7 +57,7 @@ class Plan:
     spec: TargetSpec
     checkpoint: Path  # with the configuration and the tokenizer
     target_source: Source
-    target_config: Any  # transformers' text configuration
+    target_config: "PreTrainedConfig"  # transformers' text configuration
     target_headers: dict[str, TensorHeader]  # of the tensors that are read
     draft: DraftDescription
     chosen_taps: Taps
@@ -245,7 +248,7 @@ def check_flags(config: ExportConfig) -> None:
         )
 
 
-def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> None:
+def check_context(spec: TargetSpec, target_config: "PreTrainedConfig", max_seq_len: int) -> None:
     """Raise ValueError for a context longer than the target knows, with the memory that it would take."""
     import torch
 
@@ -261,7 +264,7 @@ def check_context(spec: TargetSpec, target_config: Any, max_seq_len: int) -> Non
 def plan_methods(
     config: ExportConfig,
     spec: TargetSpec,
-    target_config: Any,
+    target_config: "PreTrainedConfig",
     chain_len: int,
     max_seq_len: int,
     draft_longest: int = 0,

@@ -5,9 +5,12 @@ TensorRT-LLM, under the same key. A wrong tap loads, runs and accepts about 1%.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eagle3.export.draft.description import DraftDescription
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Taps:
 
 
 def choose_taps(
-    draft: DraftDescription, target_config: Any, given: tuple[int, ...] | None, convention: str | None
+    draft: DraftDescription, target_config: "PreTrainedConfig", given: tuple[int, ...] | None, convention: str | None
 ) -> Taps:
     """Flags first, then the checkpoint's ids, then 2, n//2, n-3.
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +26,9 @@ from eagle3.export.twin.comparison import TOLERANCE, Comparison
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.shrink import shrink
 from eagle3.targets.attention import EagerAttention
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 VOCABULARY, DRAFT_VOCABULARY = 96, 48
 CHUNK, CHAIN = 7, 3  # rows
@@ -109,7 +112,7 @@ def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor])
     return compared
 
 
-def _small_layer(draft: DraftDescription) -> Any:
+def _small_layer(draft: DraftDescription) -> "LlamaConfig":
     layer = deepcopy(draft.layer)
     layer.num_hidden_layers, layer.layer_types = 1, (layer.layer_types or [None])[:1]
     layer.layer_types = None if layer.layer_types == [None] else layer.layer_types
@@ -117,7 +120,7 @@ def _small_layer(draft: DraftDescription) -> Any:
     return shrink(layer)
 
 
-def _shrunken(draft: DraftDescription, small: Any, overridden: bool | None) -> dict[str, Any]:
+def _shrunken(draft: DraftDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
     """The head's own JSON with its sizes cut."""
     config = read_object(draft.folder / "config.json")
     fields = DIALECTS[draft.dialect].layer_fields(config)
@@ -144,7 +147,7 @@ def _spoken(draft: DraftDescription) -> int:
 
 
 def _random_tensors(
-    draft: DraftDescription, layer: Any, taps: int, width: int, generator: torch.Generator
+    draft: DraftDescription, layer: "LlamaConfig", taps: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """A tensor for each one of the checkpoint, under its name. Raises ValueError for one without a formula."""
     shapes = _shapes(draft, layer, taps, width)
@@ -170,7 +173,7 @@ def _random_tensors(
     return tensors
 
 
-def _shapes(draft: DraftDescription, layer: Any, taps: int, width: int) -> dict[str, tuple[int, ...]]:
+def _shapes(draft: DraftDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
     """By ``DraftHead``'s names, biases where the checkpoint has them."""
     size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
     queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim

@@ -1,8 +1,11 @@
 """Which fields of a configuration are not what its class has by default."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.targets.text_part import fields_of, like
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SIZES_AND_BOOKKEEPING = {
     "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop",
@@ -14,7 +17,7 @@ _SIZES_AND_BOOKKEEPING = {
 }  # fmt: skip
 
 
-def unusual_fields(config: Any) -> dict[str, Any]:
+def unusual_fields(config: "PreTrainedConfig") -> dict[str, Any]:
     """Dotted name to value of each field that differs from its class's default, sizes left out."""
     try:
         usual = _flat(type(config)().to_dict())
@@ -24,7 +27,7 @@ def unusual_fields(config: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != usual.get(name)}
 
 
-def reset(config: Any, name: str) -> Any:
+def reset(config: "PreTrainedConfig", name: str) -> "PreTrainedConfig":
     """A copy of the configuration with one field, dotted, at its class's default, or left out where there is none."""
     values, usual = fields_of(config), type(config)().to_dict()
     *path, last = name.split(".")
@@ -39,7 +42,7 @@ def reset(config: Any, name: str) -> Any:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if not prefix and name in _SIZES_AND_BOOKKEEPING:
             continue

@@ -69,7 +69,7 @@ def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     return fewer
 
 
-def _traits(config: PreTrainedConfig) -> list[dict[str, Hashable]]:
+def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """What tells each layer from others, by name."""
     count = config.num_hidden_layers
     lists = {
@@ -82,7 +82,7 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Hashable]]:
     stacks = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     found = []
     for at, layer in enumerate(next(stacks, [nn.Module()] * count)):
-        traits: dict[str, Hashable] = {name: repr(value[at]) for name, value in lists.items()}
+        traits: dict[str, Any] = {name: repr(value[at]) for name, value in lists.items()}
         traits |= {name: tuple(weight.shape) for name, weight in layer.named_parameters()}
         for path, module in layer.named_modules():
             traits[path] = type(module)
@@ -93,7 +93,7 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Hashable]]:
     return found
 
 
-def _telling(traits: list[dict[str, Hashable]]) -> set[str]:
+def _telling(traits: list[dict[str, Any]]) -> set[str]:
     """The names that differ among layers, but for numbers that rise or fall from each to the next: a layer's index, or
     what is made from it."""
     telling = set()
@@ -109,5 +109,5 @@ def _telling(traits: list[dict[str, Hashable]]) -> set[str]:
     return telling
 
 
-def _kinds(traits: list[dict[str, Hashable]], telling: set[str]) -> list[Hashable]:
+def _kinds(traits: list[dict[str, Any]], telling: set[str]) -> list[Hashable]:
     return [frozenset((name, value) for name, value in layer.items() if name in telling) for layer in traits]

@@ -6,7 +6,7 @@ Most go by the names of fields. ``unnamed_lengths`` finds the others by what the
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # of logits whose spread is about 3
 Path = tuple[str, ...]
 
 
-def parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+def parts(value: object, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The fields and every dictionary in them: rope parameters, also per layer type, and overrides per layer."""
     if isinstance(value, dict):
         yield path, value
@@ -37,7 +37,7 @@ def parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield from parts(inner, (*path, name))
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -123,7 +123,7 @@ def unnamed_lengths(
     return tuple(found)
 
 
-def with_value(fields: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def with_value(fields: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
     """A copy of ``fields`` with another value at ``path``."""
     name, *rest = path
     return fields | {name: with_value(fields[name], tuple(rest), value) if rest else value}

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eagle3.targets.text_part import TextPart
 
 GAIN = 1.5
 """Of a projection: its output has so many times its input's spread."""
@@ -16,7 +19,7 @@ FAINT, FAINT_EVERY = 1e-3, 8
 """So much smaller is every eighth row of an embedding: beside it a norm's epsilon, of 1e-6 or so, is not small."""
 
 
-def randomize(model: nn.Module, seed: int) -> None:
+def randomize(model: PreTrainedModel | TextPart, seed: int) -> None:
     """Draw every parameter and every persistent floating buffer anew, in place; a tied one once.
 
     ``model`` is a causal language model that transformers has just made: the initial values say which vectors are
@@ -62,13 +65,14 @@ def _query_key_factors(model: nn.Module) -> dict[int, float]:
 
     Else each position attends to one other alone, and rounding is amplified a hundredfold.
     """
-    factors = {}
+    factors: dict[int, float] = {}
     for module in model.modules():
         scaling, head_dim = getattr(module, "scaling", None), getattr(module, "head_dim", None)
         norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
         if isinstance(scaling, int | float) and head_dim:
             factor = min(1.0, (scaling * math.sqrt(head_dim)) ** -0.5)
-            factors |= {id(norm.weight): factor for norm in norms if getattr(norm, "weight", None) is not None}
+            weights = (getattr(norm, "weight", None) for norm in norms)
+            factors |= {id(weight): factor for weight in weights if weight is not None}
     return factors
 
 

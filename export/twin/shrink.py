@@ -86,7 +86,7 @@ def known_fields() -> set[str]:
     return heads | sizes | {*SIZES, *EXPERT_COUNTS, *TOP_K, *EXPERT_GROUPS, *RUN_LENGTHS}
 
 
-def _at_most(value: Any, largest: int) -> Any:
+def _at_most(value: object, largest: int) -> object:
     if isinstance(value, list):
         return [_at_most(item, largest) for item in value]
     return min(value, largest) if is_count(value) else value
@@ -121,7 +121,7 @@ def _cut_heads(fields: dict[str, Any]) -> None:
         fields["hidden_size"] = min(width, left if follows or not apart else apart)
 
 
-def _listed(value: Any) -> list[int]:
+def _listed(value: Any) -> list[int]:  # noqa: ANN401 - a number, a list of them, or anything else
     return value if isinstance(value, list) else [value] if is_count(value) else []
 
 

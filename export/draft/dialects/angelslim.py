@@ -11,9 +11,9 @@ from typing import Any
 from eagle3.export.draft.dialects.dialect import Dialect
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     named = config.get("architectures") or []
     return "modal_type" in config or "target_model_type" in config or any(name.startswith("Eagle3") for name in named)
 
 
-DIALECT = Dialect("angelslim", recognizes, trainer="AngelSlim", heeds=lambda kind: ())
+DIALECT = Dialect("angelslim", recognizes, trainer="AngelSlim", heeds=lambda _kind: ())

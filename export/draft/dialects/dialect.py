@@ -20,7 +20,7 @@ class Proposal:
     verifier_architectures: tuple[str, ...] = ()
 
 
-def silent(config: dict[str, Any], file: Path) -> Proposal:
+def silent(_config: dict[str, Any], _file: Path) -> Proposal:
     """Of a dialect that says nothing of its use."""
     return Proposal()
 
@@ -62,11 +62,11 @@ class Dialect:
     """``num_hidden_layers`` of an EAGLE-3 head is its target's; it has as many layers as it has tensors of."""
     trainer: str = ""
     """The system whose code trained the heads, by name; empty where many do."""
-    heeds: Callable[[str], Collection[str] | None] = lambda kind: None
+    heeds: Callable[[str], Collection[str] | None] = lambda _kind: None
     """By kind of head, which keys of variants the trainer's code heeds (``unheeded.SILENT``); None: no telling."""
-    ropes: Callable[[str], Collection[str] | None] = lambda kind: None
+    ropes: Callable[[str], Collection[str] | None] = lambda _kind: None
     """Likewise, the types of rope that it knows."""
-    places: Callable[[str], str | None] = lambda kind: None
+    places: Callable[[str], str | None] = lambda _kind: None
     """Likewise, a pattern of the tensors that it has a place for, by ``DraftHead``'s names."""
     refuse: Callable[[dict[str, Any], Path], None] = nothing
     """Raises ValueError for what the dialect's trainer computes in a way of its own."""

@@ -11,17 +11,22 @@ from typing import Any
 
 from eagle3.export.draft.dialects.dialect import Dialect
 
-OWN = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular")
+OWN: tuple[str, ...] = (
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+)
 OWN += ("parallel_draft_step", "parallel_draft_heads_num_layers", "return_hidden_post_norm", "eh_proj_before_attn")
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     variants = config.get("eagle_config")
     return isinstance(variants, dict) and any(key in variants for key in OWN)
 
 
-HEEDS = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
+HEEDS: tuple[str, ...] = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
 HEEDS += ("norm_before_fc", "return_hidden_post_norm")
 """The last two by older versions."""
 
-DIALECT = Dialect("modelopt", recognizes, trainer="ModelOpt", heeds=lambda kind: HEEDS, ids_are="output")
+DIALECT = Dialect("modelopt", recognizes, trainer="ModelOpt", heeds=lambda _kind: HEEDS, ids_are="output")

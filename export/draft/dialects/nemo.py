@@ -12,7 +12,7 @@ from typing import Any
 from eagle3.export.draft.dialects.dialect import Dialect
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     return "LlamaEagle3DraftModel" in (config.get("architectures") or [])
 
 
@@ -20,7 +20,7 @@ DIALECT = Dialect(
     "nemo",
     recognizes,
     trainer="NeMo",
-    heeds=lambda kind: ("fc_norm", "norm_output", "partial_rotary_factor"),
+    heeds=lambda _kind: ("fc_norm", "norm_output", "partial_rotary_factor"),
     ids_are="output",
     depth_is_targets=True,
 )

@@ -20,7 +20,7 @@ PLACES = {
 """The tensors of its two modules. It trains no P-EAGLE: files of such heads only look like its own."""
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(_config: dict[str, Any], tensors: Collection[str]) -> bool:
     return "fc.weight" in {name.removeprefix("model.") for name in tensors}
 
 
@@ -39,7 +39,7 @@ DIALECT = Dialect(
     refuse=refuse,
     trainer="SafeAILab",
     heeds=lambda kind: () if kind == EAGLE3 else None,
-    ropes=lambda kind: ("default", "linear", "dynamic"),
+    ropes=lambda _kind: ("default", "linear", "dynamic"),
     places=PLACES.get,
     names_taps=False,
 )

@@ -11,7 +11,7 @@ from typing import Any
 from eagle3.export.draft.dialects.dialect import Dialect
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     return "LlamaForCausalLMEagle3" in (config.get("architectures") or [])
 
 

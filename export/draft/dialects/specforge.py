@@ -15,7 +15,7 @@ from typing import Any
 from eagle3.export.draft.dialects.dialect import P_EAGLE, Dialect, refuse_unheeded
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     named = config.get("architectures") or []
     return "PEagleDraftModel" in named or ("LlamaForCausalLMEagle3" in named and "norm_output" not in config)
 
@@ -23,7 +23,7 @@ def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
 def refuse(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for parts of a rope that SpecForge's code knows nothing of; a yarn without ``mscale`` is not of
     its making, since it fails there."""
-    rope = {}
+    rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         rope |= config[key] if isinstance(config.get(key), dict) else {}
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))

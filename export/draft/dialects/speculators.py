@@ -13,7 +13,7 @@ from eagle3.export.draft.dialects.dialect import Dialect, Proposal
 LAYER = "transformer_layer_config"
 
 
-def recognizes(config: dict[str, Any], tensors: Collection[str]) -> bool:
+def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     return LAYER in config
 
 

@@ -24,6 +24,7 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
+from eagle3.export.backends import Backend
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention
@@ -56,6 +57,7 @@ from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.console.versions import version_of
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
 from eagle3.runner.hardware.gpus import lacking_on_later
+from eagle3.targets.attention import AttentionFactory
 
 OPTIONS = {
     "coordinate_descent_tuning": False,
@@ -70,11 +72,17 @@ def local_arch() -> str | None:
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
+def named_arch(plan: Plan) -> str:
+    """What ``--cuda-arch`` says, which ``check`` asks for where there is no GPU."""
+    assert plan.config.cuda_arch is not None
+    return plan.config.cuda_arch
+
+
 class NvidiaBackend:
     """See ``eagle3.export.backends.Backend``."""
 
     dtype = torch.bfloat16
-    attention = CudaAttention
+    attention: AttentionFactory = CudaAttention
     eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 
     def check(self, plan: Plan) -> None:
@@ -106,7 +114,7 @@ class NvidiaBackend:
     def memory(self, plan: Plan) -> tuple[int, str]:
         if local_arch():
             return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
-        gpu = GPUS[plan.config.cuda_arch]
+        gpu = GPUS[named_arch(plan)]
         return gpu.memory, gpu.name
 
     def footprint(self, plan: Plan) -> GpuMemory:
@@ -115,7 +123,7 @@ class NvidiaBackend:
     def suggest_flags(self, plan: Plan, has: int) -> str | None:
         return suggest_flags(plan, has)
 
-    def export_bytes(self, plan: Plan) -> None:
+    def export_bytes(self, _plan: Plan) -> None:
         return None
 
     def conversion(self, plan: Plan) -> CudaWeights:
@@ -126,14 +134,14 @@ class NvidiaBackend:
 
     def prepare(self, speculator: Eagle3Speculator, plan: Plan) -> None:
         """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
-        use_fused_experts(speculator.target)
+        use_fused_experts(speculator.get_submodule("target"))
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
             recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
             quantize(speculator.draft, recipe, spare=speculator.target.parameters())
             lay_out(speculator.draft, spare=speculator.target.parameters())
 
     @contextmanager
-    def tracing(self, speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
+    def tracing(self, _speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
         with small_m_dispatch(plan.small_m_limit), collected_rarely():
             yield
 
@@ -181,7 +189,7 @@ class NvidiaBackend:
 
         named = local_arch() is None
         with (
-            named_gpu(plan.config.cuda_arch) if named else toolchain(),
+            named_gpu(named_arch(plan)) if named else toolchain(),
             inductor.patch(OPTIONS),
             fused_further(),
             counters_unchanged(),
@@ -206,11 +214,11 @@ class NvidiaBackend:
                 )
             )
         launched = {name: method["launches"] for name, method in launches.items()}
-        lacking = lacking_on_later(plan.config.cuda_arch, launched) if named else {}
+        lacking = lacking_on_later(named_arch(plan), launched) if named else {}
         return program, {LAUNCHES: launches, LACKING: lacking}
 
 
-BACKEND = NvidiaBackend()
+BACKEND: Backend = NvidiaBackend()
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:
@@ -218,6 +226,7 @@ def ranges(program: ExportedProgram) -> dict[str, str]:
     narrows it."""
     values = (node.meta.get("val") for node in program.graph.nodes)
     shapes = next(value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor))
+    assert shapes is not None  # a trace has one
     return {str(symbol): str(span) for symbol, span in shapes.var_to_range.items()} | {
         str(symbol): str(value) for symbol, value in shapes.replacements.items()
     }

@@ -7,7 +7,7 @@ products, gate, up and their product.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
@@ -25,6 +25,9 @@ from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Skeleton
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 BFLOAT16 = torch.bfloat16.itemsize
 INT4_GROUP = 32  # columns that share a scale in torchao's checkpoints
 
@@ -38,7 +41,7 @@ def gpu_memory(plan: Plan) -> GpuMemory:
     return GpuMemory(target, module_bytes(draft, recipe), plan.cache_bytes, workspace)
 
 
-def _recipe(name: str, config: Any, model: nn.Module) -> QuantRecipe | None:
+def _recipe(name: str, config: "PreTrainedConfig", model: nn.Module) -> QuantRecipe | None:
     return fitted_recipe(name, config, model) if name in CUDA_RECIPES[1:] else None
 
 

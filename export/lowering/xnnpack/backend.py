@@ -19,6 +19,7 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch import nn
 from torch.export import ExportedProgram
 
+from eagle3.export.backends import Backend
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
@@ -33,13 +34,14 @@ from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 from eagle3.export.patches import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
+from eagle3.targets.attention import AttentionFactory
 
 
 class XnnpackBackend:
     """See ``eagle3.export.backends.Backend``."""
 
     dtype = torch.float32
-    attention = LlmOpsAttention
+    attention: AttentionFactory = LlmOpsAttention
     eager_on_host = True
 
     def check(self, plan: Plan) -> None:
@@ -53,13 +55,13 @@ class XnnpackBackend:
     def runs_here(self) -> bool:
         return True
 
-    def memory(self, plan: Plan) -> tuple[int, str]:
+    def memory(self, _plan: Plan) -> tuple[int, str]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 
-    def footprint(self, plan: Plan) -> None:
+    def footprint(self, _plan: Plan) -> None:
         return None
 
-    def suggest_flags(self, plan: Plan, has: int) -> None:
+    def suggest_flags(self, _plan: Plan, _has: int) -> None:
         return None
 
     def export_bytes(self, plan: Plan) -> int:
@@ -75,7 +77,7 @@ class XnnpackBackend:
         _, draft = recipes(plan)
         quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))
 
-    def describe(self, programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
+    def describe(self, _programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
         groups = target.group or draft.group
         return {"qembedding": target.embedding} | ({"group_size": groups} if groups else {})
@@ -91,7 +93,7 @@ class XnnpackBackend:
             yield
 
     def lower(
-        self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
+        self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], _plan: Plan
     ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
         """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
         for program in programs.values():
@@ -113,4 +115,4 @@ class XnnpackBackend:
         return program, {}
 
 
-BACKEND = XnnpackBackend()
+BACKEND: Backend = XnnpackBackend()

@@ -12,9 +12,10 @@ Its GELU is the exact one, and the partitioner hands it the tanh approximation a
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def _rms_norm(module: nn.Module) -> tuple[int, float, Tensor | None] | None:
     has a class of its own, some with a weight that is added to 1, so that it is tried."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    shape = getattr(module, "normalized_shape", ()) if weight is None else weight.shape
+    shape: Sequence[int] = getattr(module, "normalized_shape", ()) if weight is None else weight.shape
     if "Norm" not in type(module).__name__ or not isinstance(eps, float) or len(shape) != 1:
         return None
     x = torch.linspace(-1, 2, 2 * shape[0]).reshape(2, -1)
@@ -115,7 +116,12 @@ ROTARY_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
 
 
 def _rotated_by_rows(
-    original: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim=1
+    original: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
     if unsqueeze_dim != 1:
         return original(q, k, cos, sin, unsqueeze_dim)
@@ -141,7 +147,13 @@ class _WrittenOutGelu(TorchFunctionMode):
         super().__init__()
         self.owner = owner
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.gelu and kwargs.get("approximate", "none") == "tanh":
             (x,) = args or (kwargs["input"],)

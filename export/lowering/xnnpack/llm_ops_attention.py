@@ -6,7 +6,7 @@ step costs the same whatever ``max_seq_len`` is. It knows no softcap: with one, 
 all slots.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
@@ -38,6 +38,11 @@ class Rows(NamedTuple):
 class LlmOpsAttention(nn.Module):
     """See ``EagerAttention``. The caches are laid out [1, slots, kv_heads, head_dim], as the ops want them."""
 
+    k_cache: Tensor
+    v_cache: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+
     def __init__(self, shape: KVCacheShape):
         super().__init__()
         self.shape = shape
@@ -58,7 +63,7 @@ class LlmOpsAttention(nn.Module):
                 slots, seen = slots_after_the_sink(slots), mask_with_sink(mask)
             additive = torch.zeros_like(seen[0, 0], dtype=torch.float32).masked_fill(~seen[0, 0], float("-inf"))
             return Rows(0, slots[None], additive, mask)
-        start = input_pos[0].item()
+        start: Any = input_pos[0].item()  # in a trace a symbol
         torch._check(start >= 0)
         torch._check(start + input_pos.shape[0] <= self.shape.slots)
         if self.shape.sinks:
@@ -86,8 +91,8 @@ class LlmOpsAttention(nn.Module):
             keys, values = (
                 cache[:, self.shape.sinks :, :, : self.shape.head_dim] for cache in (self.k_cache, self.v_cache)
             )
-            heads_first = (x.transpose(1, 2) for x in (query, keys, values))
-            return attend(*heads_first, rows.mask, scale, softcap, sinks).transpose(1, 2)
+            query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
+            return attend(query, keys, values, rows.mask, scale, softcap, sinks).transpose(1, 2)
         if sinks is not None:
             query = query_with_sinks(query, sinks, scale, self.k_cache.shape[-1])
         out = self._attended(query, rows, scale)

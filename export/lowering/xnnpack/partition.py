@@ -15,6 +15,7 @@ from collections import defaultdict
 from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
 from executorch.backends.xnnpack.partition.config.generic_node_configs import SliceCopyConfig
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
@@ -37,10 +38,10 @@ CONFIGS = [SliceConfig if config is SliceCopyConfig else config for config in AL
 class LevelPartitioner(XnnpackPartitioner):
     """Keeps every linear whole without asking of each whether it may: one decomposition of the graph less."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(configs=CONFIGS)
 
-    def ops_to_not_decompose(self, ep):
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[OpOverload], None]:
         ops, _ = super().ops_to_not_decompose(ep)
         return ops, None
 

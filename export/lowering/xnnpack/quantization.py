@@ -5,8 +5,10 @@ each other. An embedding of ``8w`` looks up codes and multiplies them by the sca
 float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
+from typing import Any, Self, TypeGuard
 
 import torch
 from executorch.extension.llm.export.quantize import _default_group_size, _make_embedding_config, _make_linear_config
@@ -37,7 +39,7 @@ class Recipe:
     embedding: str
     group: int
 
-    def covers(self, module: nn.Module) -> bool:
+    def covers(self, module: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
         """Not a router, which chooses experts: where one is a linear (Llama 4's), it is of a class of its own."""
         if isinstance(module, nn.Embedding):
             return self.embedding in QUANTIZED
@@ -55,7 +57,8 @@ class Recipe:
     def quantized(self, module: nn.Module, weight: Tensor) -> Tensor:
         """``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers, some rows at a time."""
         quantize = self._linear if isinstance(module, nn.Linear) else self._embedding
-        rows, data = max(1, ELEMENTS // weight.shape[1]), {}
+        rows = max(1, ELEMENTS // weight.shape[1])
+        data: dict[str, Tensor] = {}
         for start in range(0, weight.shape[0], rows):
             part = quantize(weight[start : start + rows].float())
             for name in part.tensor_data_names:
@@ -65,19 +68,20 @@ class Recipe:
                 data[name][start : start + rows] = values
         return type(part)(*data.values(), *(getattr(part, name) for name in part.tensor_attribute_names))
 
-    def _linear(self, weight: Tensor) -> Tensor:
+    def _linear(self, weight: Tensor) -> TorchAOBaseTensor:
         holder = nn.Linear(1, 1, bias=False, device="meta")
         holder.weight = nn.Parameter(weight, requires_grad=False)
         quantize_(holder, _make_linear_config(self.linear, self.group))
-        made = holder.weight.data
+        made: TorchAOBaseTensor = holder.weight.data
         if self.group:  # XNNPACK holds the scales of groups in bfloat16
             made.scale = made.scale.to(torch.bfloat16).to(weight.dtype)
         return DynamicWeight(*(getattr(made, name) for name in (*made.tensor_data_names, *made.tensor_attribute_names)))
 
-    def _embedding(self, weight: Tensor) -> Tensor:
+    def _embedding(self, weight: Tensor) -> TorchAOBaseTensor:
         holder = nn.Embedding.from_pretrained(weight)
         quantize_(holder, _make_embedding_config(self.embedding, 0), filter_fn=lambda *_: True)
-        return Int8Rows(holder.weight.qdata, holder.weight.scale)
+        made: TorchAOBaseTensor = holder.weight.data
+        return Int8Rows(made.qdata, made.scale)
 
     def check(self, flag: str, model: nn.Module) -> None:
         """Raise ValueError, naming the linear of ``model`` that the groups do not fit."""
@@ -103,7 +107,8 @@ def _divisors(width: int) -> str:
 def recipes(plan: Plan) -> tuple[Recipe, Recipe]:
     """The target's and the draft's."""
     embedding = plan.config.qembedding or ("8w" if plan.qlinear in QUANTIZED else "none")
-    return tuple(Recipe(linear, embedding, _group(linear, plan)) for linear in (plan.qlinear, plan.draft_qlinear))
+    target, draft = (Recipe(linear, embedding, _group(linear, plan)) for linear in (plan.qlinear, plan.draft_qlinear))
+    return target, draft
 
 
 def _group(linear: str, plan: Plan) -> int:
@@ -117,7 +122,7 @@ class DynamicWeight(IntxUnpackedToInt8Tensor):
 
 @DynamicWeight.implements([torch.ops.aten.linear.default])
 @DynamicWeight.implements_torch_function([F.linear])
-def _linear(func, types, args, kwargs) -> Tensor:
+def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
     """Each row of x [..., K] in 8 bits with a scale and a zero point of its own, times the weight."""
     x, weight, *bias = args
     return F.linear(_apply_int8_act_asym_per_token_quant_dequant(x), weight.dequantize(), *bias)
@@ -126,7 +131,13 @@ def _linear(func, types, args, kwargs) -> Tensor:
 class ExactActivations(TorchFunctionMode):
     """Within it, linears of ``DynamicWeight`` take their inputs as they are, in float32."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is F.linear and isinstance(args[1], DynamicWeight):
             args = (args[0], args[1].dequantize(), *args[2:])
         return func(*args, **(kwargs or {}))
@@ -136,9 +147,9 @@ class Int8Rows(TorchAOBaseTensor):
     """A table [N, K] of float32 as codes [N, K] of int8 and a scale a row, [N, 1]."""
 
     tensor_data_names = ["qdata", "scale"]
-    tensor_attribute_names = []
+    tensor_attribute_names: list[str] = []
 
-    def __new__(cls, qdata: Tensor, scale: Tensor):
+    def __new__(cls, qdata: Tensor, scale: Tensor) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=scale.dtype, device=qdata.device)
 
     def __init__(self, qdata: Tensor, scale: Tensor):
@@ -151,7 +162,7 @@ class Int8Rows(TorchAOBaseTensor):
 
 @Int8Rows.implements([torch.ops.aten.embedding.default])
 @Int8Rows.implements_torch_function([F.embedding])
-def _embedding(func, types, args, kwargs) -> Tensor:
+def _embedding(func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
     """[...] int64 -> [..., K]."""
     ids, table = (args[1], args[0]) if func is torch.ops.aten.embedding.default else args[:2]
     return F.embedding(ids, table.qdata).to(table.dtype) * F.embedding(ids, table.scale)

@@ -8,10 +8,13 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from executorch.backends.xnnpack import _passes as passes
+from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch._export.pass_base import PassType
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -40,17 +43,19 @@ class _SharedBytes(NamedDataStore):
         super().__init__()
         self.pool = pool
 
-    def add_named_data(self, key, data, *args, **kwargs):
+    def add_named_data(self, key: str, data: bytes, *args: Any, **kwargs: Any) -> None:
         super().add_named_data(key, self.pool.setdefault(key, data), *args, **kwargs)
 
 
-class _Passes(passes.XNNPACKPassManager):
-    def __init__(self, exported_program, passes=None):
+class _Passes(XNNPACKPassManager):
+    passes: list[type[PassType]]
+
+    def __init__(self, exported_program: ExportedProgram, passes: list[type[PassType]] | None = None):
         super().__init__(exported_program, passes)
         self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
 
 
-def _copied_without_weights(program: ExportedProgram, compile_specs: list[CompileSpec]) -> ExportedProgram:
+def _copied_without_weights(program: ExportedProgram, _specs: list[CompileSpec]) -> ExportedProgram:
     """ExecuTorch copies a delegate's program with its weights before its passes, of which ours change none."""
     weights = (*program.state_dict.values(), *program.constants.values())
     return copy.deepcopy(program, {id(weight): weight for weight in weights})

@@ -24,13 +24,15 @@ class SplitLinear(nn.Module):
 
     def __init__(self, parts: list[nn.Linear]):
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.parts, self.widths = nn.ModuleList(parts), [part.in_features for part in parts]
 
     def forward(self, x: Tensor) -> Tensor:
-        start, out = 0, None
-        for part in self.parts:
-            product = part(x[..., start : start + part.in_features])
-            start, out = start + part.in_features, product if out is None else out + product
+        start = 0
+        out: Tensor | None = None
+        for part, width in zip(self.parts, self.widths, strict=True):
+            product = part(x[..., start : start + width])
+            start, out = start + width, product if out is None else out + product
+        assert out is not None, "a linear has inputs"
         return out
 
 
@@ -53,7 +55,7 @@ def split_wide_linears(model: nn.Module, rows: int) -> None:
 
 def _ends(weight: Tensor, widest: int) -> list[int]:
     """Of ranges as few and as equal as whole groups allow; none of a weight that is not of 4 bits."""
-    if not isinstance(weight, DynamicWeight) or weight.target_dtype != torch.int4:
+    if not isinstance(weight, DynamicWeight) or weight.target_dtype != torch.int4:  # type: ignore[attr-defined]
         return []
     width, group = weight.shape[1], weight.block_size[1]
     count = -(-width // max(widest // group * group, group))
@@ -73,5 +75,6 @@ def _columns(weight: DynamicWeight, start: int, end: int) -> nn.Parameter:
 
 def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight, made.bias = weight, bias
+    made.weight = weight
+    made.register_parameter("bias", bias)
     return made

@@ -9,9 +9,14 @@ the codes too, where nothing reads it.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
+from executorch.backends.xnnpack.operators.quant_params import QuantParams
+from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import XNNGraph
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from torch import Tensor
+from torch.fx import Node
 
 from eagle3.export.patches import original, replaced
 
@@ -24,7 +29,7 @@ class _Marked:
     def __init__(self, store: NamedDataStore, mark: bytes):
         self.store, self.mark = store, mark
 
-    def add_named_data(self, key: str, data: bytes, *args, **kwargs) -> None:
+    def add_named_data(self, key: str, data: bytes, *args: Any, **kwargs: Any) -> None:
         self.store.add_named_data(key + self.mark.hex(), data + self.mark, *args, **kwargs)
 
 
@@ -33,7 +38,16 @@ def scales_in_names() -> Iterator[None]:
     """Within it XNNPACK's preprocessing names weights that way."""
     name_and_store = original(NAMING)
 
-    def serialized(self, tensor, graph, ids, nhwc, swapped, quant_params, *rest) -> int:
+    def serialized(
+        self: NodeVisitor,
+        tensor: Node,
+        graph: XNNGraph,
+        ids: dict[Node, int],
+        nhwc: bool,
+        swapped: bool,
+        quant_params: QuantParams | None,
+        *rest: Any,
+    ) -> int:
         given = (tensor, graph, ids, nhwc, swapped, quant_params, *rest)
         scale = getattr(quant_params, "scale", None)
         if not isinstance(scale, Tensor):

@@ -1,7 +1,5 @@
 """Attention on CUDA: one op for every layer and length, over the positions that its rows attend to and no others."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ class CudaAttention(EagerAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Any,
+        rows: tuple[Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,

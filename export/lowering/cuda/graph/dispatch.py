@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.quantization import IntxUnpackedToInt8Tensor
+from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED, bf16_small_m
 from eagle3.export.lowering.cuda.kernels.int4 import int4_small_m
@@ -81,7 +82,7 @@ def _k_quant_many(x: Tensor, weight: KQuantTensor) -> Tensor:
 
 
 def _linear(few: Product, many: Product, limit: int) -> Handler:
-    def linear(func, types, args, kwargs) -> Tensor:
+    def linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
         return _multiplied(many if _are_many(args[0], limit) else few, *args)
 
     return linear
@@ -91,7 +92,7 @@ def _are_many(x: Tensor, limit: int) -> bool:
     return statically_known_true(math.prod(x.shape[:-1]) > limit)
 
 
-def _multiplied(product: Product, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _multiplied(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 
@@ -103,19 +104,25 @@ class _Unquantized(TorchFunctionMode):
         super().__init__()
         self.limit = limit
 
-    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
-        if func is F.linear and _is_plain(*args, **kwargs) and not _are_many(args[0], self.limit):
+        if func is F.linear and _is_plain(*args[:2], **kwargs) and not _are_many(args[0], self.limit):
             return _multiplied(_bf16, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _is_plain(x: Tensor, weight: Tensor, **_bias: object) -> bool:
     bfloat16 = x.dtype == weight.dtype == torch.bfloat16
     return bfloat16 and not is_traceable_wrapper_subclass(weight) and weight.shape[1] % ALIGNED == 0
 
 
-def _embedding(func, types, args, kwargs) -> Tensor:
+def _embedding(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
     """Rows of an INT8 table: [...] int64 -> [..., width]."""
     ids, table = args[:2]
     groups = table.scale.shape[1]
@@ -124,7 +131,7 @@ def _embedding(func, types, args, kwargs) -> Tensor:
     return ((codes - zeros) * scales).flatten(-2)
 
 
-KERNELS: dict[type[Tensor], tuple[Product, Product]] = {
+KERNELS: dict[type[TorchAOBaseTensor], tuple[Product, Product]] = {
     TiledInt4Tensor: (_int4, _int4_many),
     IntxUnpackedToInt8Tensor: (_int8, _int8_many),
     KQuantTensor: (_k_quant, _k_quant_many),

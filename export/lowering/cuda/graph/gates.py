@@ -5,11 +5,10 @@ activation of the first, and the product of that with the second. Where anything
 stay. So do those of INT8 and of K-quants, whose kernels spill registers on sm_90 and sm_120 with a gate in them.
 """
 
-from typing import Any
-
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from eagle3.export.lowering.cuda.graph.nodes import part
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
@@ -24,15 +23,15 @@ def gate_in_products(program: ExportedProgram) -> None:
     """Put what is gated into the product that it is gated from, in place."""
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         for activated, up in (node.args, node.args[::-1]):
-            wide = _gated(activated, up)
-            if wide is not None:
-                _replace(node, wide, _activation(activated))
+            wide, activation = _gated(activated, up), _activation(activated)
+            if wide is not None and activation is not None:
+                _replace(node, wide, activation)
                 break
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
-def _gated(activated: Any, up: Any) -> Node | None:
+def _gated(activated: Argument, up: Argument) -> Node | None:
     """The product, reshaped, whose first half is ``activated`` and whose second is ``up``; all of it goes to them."""
     if _activation(activated) is None or _half(activated.args[0]) != 0 or _half(up) != 1:
         return None
@@ -53,7 +52,7 @@ def _gated(activated: Any, up: Any) -> Node | None:
     return wide if all(n % WHOLE == 0 for n in outputs) else None
 
 
-def _activation(node: Any) -> str | None:
+def _activation(node: Argument) -> str | None:
     """The name of the activation that ``node`` is."""
     if not isinstance(node, Node):
         return None
@@ -62,7 +61,7 @@ def _activation(node: Any) -> str | None:
     return SILU if node.target is aten.silu.default else None
 
 
-def _half(node: Any) -> int | None:
+def _half(node: Argument) -> int | None:
     """0 or 1 for the first or the second half of another node, along its last dimension."""
     found = part(node)
     if found is None or 2 * found.width != found.whole.meta["val"].shape[-1]:

@@ -6,11 +6,12 @@ passed over: what is rounded there the kernel keeps in float32.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import Argument
 
 from eagle3.export.lowering.cuda.graph.nodes import is_, joined, part, uncast, width_of
 
@@ -45,7 +46,7 @@ class Heads:
     turn: Turn | None = None
 
 
-def heads_of(node: Any) -> Heads | None:
+def heads_of(node: Argument) -> Heads | None:
     """What ``node`` is as heads of a product, None for anything else."""
     node = uncast(node)
     if is_(node, aten.transpose.int):
@@ -73,21 +74,23 @@ def _turned(node: Node) -> Heads | None:
         if uncast(behind.whole) is not x or behind[1:] != (count, width_of(x) - count, 1):
             return None
     found = heads_of(x)
-    tables = [_table(each, found) for each in (cos, sin)] if found and not found.turn else [None]
-    if None in tables:
+    if found is None or found.turn:
         return None
-    (cos, repeated), (sin, as_often) = tables
+    of_cos, of_sin = _table(cos, found), _table(sin, found)
+    if of_cos is None or of_sin is None:
+        return None
+    (cos, repeated), (sin, as_often) = of_cos, of_sin
     if repeated != as_often or width_of(cos) != width_of(sin) or repeated > 1 and apart > 1:
         return None
     return replace(found, turn=Turn(cos, sin, count, apart, repeated))
 
 
-def _pair(node: Any, kind: Any = aten.cat.default) -> tuple[Any, Any]:
+def _pair(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[Argument, Argument]:
     both = joined(node, kind)
     return both if len(both) == 2 else (None, None)
 
 
-def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
+def _rotation(node: Argument) -> tuple[Node, Node, Node, int] | None:
     """What turns, cos, sin, and how far apart the two of a pair are: ``x * cos + cat(-second half, first half) * sin``,
     the same with a stack of neighbours, or its halves apart."""
     if is_(node, aten.cat.default):
@@ -101,15 +104,15 @@ def _rotation(node: Any) -> tuple[Node, Node, Node, int] | None:
     if is_(across, aten.flatten.using_ints) and across.meta["val"].shape == x.meta["val"].shape:
         apart, step = 1, 2
         negative, other = _pair(across.args[0], aten.stack.default)
-    parts = part(negative.args[0]) if is_(negative, aten.neg.default) else None, part(other)
-    if None in parts or any(uncast(each.whole) is not x for each in parts):
+    behind, ahead = part(negative.args[0]) if is_(negative, aten.neg.default) else None, part(other)
+    if behind is None or ahead is None or any(uncast(each.whole) is not x for each in (behind, ahead)):
         return None
-    if [each[1:] for each in parts] != [(apart, width // 2, step), (0, width // 2, step)]:
+    if behind[1:] != (apart, width // 2, step) or ahead[1:] != (0, width // 2, step):
         return None
     return (x, cos, sin, apart) if width_of(cos) == width_of(sin) == width else None
 
 
-def _rotation_of_halves(minus: Any, plus: Any) -> tuple[Node, Node, Node, int] | None:
+def _rotation_of_halves(minus: Argument, plus: Argument) -> tuple[Node, Node, Node, int] | None:
     """``cat(first * cos - second * sin, second * cos + first * sin)``."""
     if not is_(minus, aten.sub.Tensor) or not is_(plus, aten.add.Tensor) or minus.kwargs or plus.kwargs:
         return None
@@ -117,11 +120,11 @@ def _rotation_of_halves(minus: Any, plus: Any) -> tuple[Node, Node, Node, int] |
     if not all(is_(each, aten.mul.Tensor) for each in products):
         return None
     (first, cos), (second, sin), *others = (each.args for each in products)
-    halves = part(first), part(second)
-    if others != [(second, cos), (first, sin)] or None in halves or halves[0].whole is not halves[1].whole:
+    left, right = part(first), part(second)
+    if others != [(second, cos), (first, sin)] or left is None or right is None or left.whole is not right.whole:
         return None
-    x, half = uncast(halves[0].whole), width_of(first)
-    split = [each[1:] for each in halves] == [(0, half, 1), (half, half, 1)] and width_of(x) == 2 * half
+    x, half = uncast(left.whole), width_of(first)
+    split = left[1:] == (0, half, 1) and right[1:] == (half, half, 1) and width_of(x) == 2 * half
     return (x, cos, sin, half) if split and width_of(cos) == width_of(sin) == half else None
 
 

@@ -1,10 +1,13 @@
 """What a node of a traced graph is of another: a part of its last dimension, the same numbers in another dtype."""
 
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
+from torch.fx.node import Argument
 
 aten = torch.ops.aten
 CASTS = (aten.alias.default, aten.to.dtype, aten.to.dtype_layout, aten.type_as.default)
@@ -19,17 +22,17 @@ class Part(NamedTuple):
     step: int = 1
 
 
-def is_(node: Any, *targets: Any) -> bool:
+def is_(node: Argument, *targets: Callable[..., Any]) -> bool:
     return isinstance(node, Node) and node.target in targets
 
 
-def width_of(node: Any) -> int:
+def width_of(node: Argument) -> int:
     """Places of the last dimension, 0 of what has none."""
     shape = node.meta["val"].shape if isinstance(node, Node) else ()
     return shape[-1] if shape else 0
 
 
-def part(node: Any) -> Part | None:
+def part(node: Argument) -> Part | None:
     """What a slice along the last dimension is, or a piece of what is chunked along it."""
     if is_(node, aten.slice.Tensor) and len(node.args) >= 4:
         whole, dim, start, _, *step = node.args
@@ -43,12 +46,12 @@ def part(node: Any) -> Part | None:
     return Part(whole, start, width_of(node), *step) if known and _is_last(dim, whole) else None
 
 
-def joined(node: Any, kind: Any = aten.cat.default) -> tuple[Node, ...]:
+def joined(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[Node, ...]:
     """What is concatenated, or stacked, along the last dimension of ``node``."""
     return tuple(node.args[0]) if is_(node, kind) and _is_last((*node.args, 0)[1], node) else ()
 
 
-def uncast(node: Any) -> Any:
+def uncast(node: Argument) -> Argument:
     """What ``node`` was before it changed among floating dtypes."""
     while is_(node, *CASTS) and all(each.meta["val"].is_floating_point() for each in (node, node.args[0])):
         node = node.args[0]

@@ -39,7 +39,7 @@ def _replace(node: Node) -> None:
         return
     caches = [each.args[0] for each in written]
     query, key, value = (heads_of(each) for each in (node.args[0], *(each.args[3] for each in written)))
-    if None in (query, key, value) or not query.product is key.product is value.product:
+    if query is None or key is None or value is None or not query.product is key.product is value.product:
         return
     alike = query.bias is key.bias is value.bias and (query.turn, query.plus) == (key.turn, key.plus)
     kv_heads = caches[0].meta["val"].shape[1]

@@ -9,7 +9,7 @@ source of every kernel once a call, for a log that nobody keeps.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -17,6 +17,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.ir import TensorBox
 from torch.utils._ordered_set import OrderedSet
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
 
 from eagle3.export.patches import original, replaced
 
@@ -24,6 +25,7 @@ _NAMES = ("identify_accessed_tensors", "identify_mutated_tensors")
 ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if hasattr(triton_kernel_wrap, name))
 """PyTorch's analysis of a kernel: what it reads and writes. That of 2.11 has another name and gives what is written."""
 COUNTERS = "ARRIVED"
+Kernel: TypeAlias = JITFunction | Autotuner
 
 
 @contextmanager
@@ -32,7 +34,7 @@ def analyzed_once() -> Iterator[None]:
     analyze = original(ANALYSIS)
     known: dict[Any, Any] = {}
 
-    def analyze_once(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any]) -> Any:
+    def analyze_once(kernel: Kernel, kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any]) -> object:
         if tma_descriptor_metadata:
             return analyze(kernel, kwargs, tma_descriptor_metadata)
         key = _source(kernel), tuple((name, _seen_as(value)) for name, value in kwargs.items())
@@ -49,7 +51,7 @@ def counters_unchanged() -> Iterator[None]:
     """Within it, kernels only read the counters of products (``kernels/sums.py``): they are zeros before and after."""
     analyze = original(ANALYSIS)
 
-    def analyze_without(*args: Any) -> Any:
+    def analyze_without(*args: Any) -> object:
         found = analyze(*args)
         if isinstance(found, list):
             return [name for name in found if name != COUNTERS]
@@ -63,18 +65,18 @@ def counters_unchanged() -> Iterator[None]:
 @contextmanager
 def no_repro() -> Iterator[None]:
     """Within it, no program that repeats a compilation is written."""
-    with replaced("torch._dynamo.repro.after_aot.save_graph_repro", lambda *args, **kwargs: None):
+    with replaced("torch._dynamo.repro.after_aot.save_graph_repro", lambda *_args, **_kwargs: None):
         yield
 
 
-def _source(kernel: Any) -> Any:
+def _source(kernel: Kernel) -> object:
     """What the analysis sees of a kernel. A call that says how many warps it takes has an autotuner of its own."""
     if not isinstance(kernel, Autotuner):
         return kernel
     return kernel.fn, tuple(kernel.configs[0].kwargs.items()) if kernel.configs else ()
 
 
-def _seen_as(value: Any) -> Any:
+def _seen_as(value: object) -> object:
     """What the analysis sees of an argument: of a tensor its dtype, of a symbol that it is one."""
     if isinstance(value, torch.Tensor | TensorBox):
         return type(value), value.dtype

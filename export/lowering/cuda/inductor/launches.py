@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import sympy
+import torch
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from torch._inductor.codecache import CudaKernelParamCache
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
@@ -25,6 +26,7 @@ from torch._inductor.codegen.wrapper import (
     ReuseLine,
     SymbolicCallArg,
 )
+from torch._inductor.ir import Buffer
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
@@ -129,7 +131,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         for name, argument in zip(known["def_args"], arguments, strict=True)
         if (number := _number(argument, rows)) is not None
     }
-    grid = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
+    x, y, z = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
     elements = _elements(meta, values)
     weights, buffers = {}, {}
     for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
@@ -138,17 +140,17 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         if name in V.graph.constants:
             weights[name] = _bytes(V.graph.constants[name].shape, V.graph.constants[name].dtype, elements)
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
-            shape = [_number(size, rows) for size in buffer.get_size()]
+            shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
     constants = _constants(known, source)
     launch = Launch(
         kernel,
-        tuple(map(int, grid)),
+        (int(x), int(y), int(z)),
         known["num_warps"] * WARP,
         known["shared_mem"],
         sum(weights.values()),
         tuple(sorted(buffers.values(), reverse=True)),
-        products(known["mangled_name"], constants, math.prod(grid), values.get("M", rows)),
+        products(known["mangled_name"], constants, x * y * z, values.get("M", rows)),
     )
     return launch, weights
 
@@ -169,20 +171,22 @@ def workspace(lines: Iterable[Any], rows: int) -> int:
     return most
 
 
-def _hold(held: dict[str, int], node: Any, rows: int) -> int:
+def _hold(held: dict[str, int], node: Buffer, rows: int) -> int:
     on_gpu = node.get_device().type == "cuda"
-    size = _bytes([_number(extent, rows) for extent in node.get_size()], node.get_dtype(), None) if on_gpu else 0
+    size = _bytes([_counted(extent, rows) for extent in node.get_size()], node.get_dtype(), None) if on_gpu else 0
     held[node.get_name()] = size
     return size
 
 
-def _number(argument: Any, rows: int) -> int | None:
+def _number(argument: str | SymbolicCallArg | sympy.Expr | int, rows: int) -> int | None:
     """An argument as a number, None for a tensor."""
     if isinstance(argument, SymbolicCallArg):
         argument = argument.inner_expr
-    if isinstance(argument, str):
-        return None
-    value = sympy.sympify(argument)
+    return None if isinstance(argument, str) else _counted(argument, rows)
+
+
+def _counted(expression: sympy.Expr | int, rows: int) -> int:
+    value = sympy.sympify(expression)
     return int(value.subs(dict.fromkeys(value.free_symbols, rows)))
 
 
@@ -202,7 +206,7 @@ def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
     return max(found)
 
 
-def _bytes(shape: Any, dtype: Any, elements: int | None) -> int:
+def _bytes(shape: Iterable[int], dtype: torch.dtype, elements: int | None) -> int:
     """Of a tensor that a kernel takes; one over ``elements`` places reads no more of it, of a table its rows."""
     size = math.prod(shape)
     return (size if elements is None else min(size, elements)) * dtype.itemsize
@@ -224,7 +228,7 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     """
     outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
     k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
-    if None in (run_of_k, k, block_n) or not outputs:
+    if run_of_k is None or k is None or block_n is None or not outputs:
         return None
     tiles = sum(math.ceil(n / block_n) for n in outputs)
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)

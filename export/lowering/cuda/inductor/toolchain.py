@@ -22,7 +22,7 @@ from eagle3.export.patches import environment
 def cuda_home() -> Path:
     """The folder that holds ``bin/nvcc`` and ``include/cuda.h``. Raises FileNotFoundError saying what to install."""
     spec = importlib.util.find_spec("nvidia")
-    folders = [Path(place) / "cu13" for place in (spec.submodule_search_locations if spec else ())]
+    folders = [Path(place) / "cu13" for place in (spec and spec.submodule_search_locations or ())]
     folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     places = [folder / "bin" / "nvcc" for folder in folders]
     places += [Path(found).resolve() for found in [shutil.which("nvcc")] if found]
@@ -63,7 +63,9 @@ def cpp_compiler() -> str:
 def nvcc_version() -> str:
     """Such as "13.0.88"."""
     printed = subprocess.run([cuda_home() / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True)
-    return re.search(r"V([\d.]+)", printed.stdout)[1]
+    found = re.search(r"V([\d.]+)", printed.stdout)
+    assert found is not None, printed.stdout
+    return found[1]
 
 
 def driver_functions(home: Path) -> list[str]:

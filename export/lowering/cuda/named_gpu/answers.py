@@ -1,8 +1,9 @@
 """Part 1: PyTorch and Inductor ask about the GPU; the named one answers."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 
 import torch
 
@@ -37,8 +38,8 @@ class DeviceProperties:
         self.L2_cache_size = gpu.l2_cache
 
 
-def _always(value):
-    return lambda *args, **kwargs: value
+def _always(value: object) -> Callable[..., object]:
+    return lambda *_args, **_kwargs: value
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def answers(gpu: Gpu) -> Iterator[None]:
 
 def forget_answers() -> None:
     """Empty the caches that hold what was answered before: there is no GPU, or another one is named."""
-    owners = [importlib.import_module(name) for name in CACHING]
+    owners: list[ModuleType | type] = [importlib.import_module(name) for name in CACHING]
     owners += [kind for owner in owners for kind in vars(owner).values() if isinstance(kind, type)]
     for owner in owners:
         for name in list(vars(owner)):

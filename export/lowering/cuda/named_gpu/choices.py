@@ -1,14 +1,17 @@
 """Part 3: nothing can be timed, so templates are chosen by what ``matmuls`` makes of their tiles."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import joint_graph
+from torch._inductor.ir import ChoiceCaller
 from torch._inductor.select_algorithm import TritonTemplateCaller
+from torch._inductor.template_heuristics.triton import BaseConfigHeuristic
 from torch._inductor.virtualized import V
 
 from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
@@ -32,17 +35,27 @@ def choices(gpu: Gpu) -> Iterator[None]:
     run_block = PythonWrapperCodegen.generate_and_run_autotune_block
     init_patterns = joint_graph.lazy_init
 
-    def run_block_on_fakes(self):
+    def run_block_on_fakes(self: PythonWrapperCodegen) -> object:
         with V.fake_mode:
             return run_block(self)
 
-    def rank_by_estimate(self, name, nodes, layout, gens, key, choices, *args, **kwargs) -> dict:
+    def rank_by_estimate(
+        _self: object,
+        _name: str,
+        _nodes: object,
+        _layout: object,
+        _gens: object,
+        _key: object,
+        choices: list[ChoiceCaller],
+        *_args: object,
+        **_kwargs: object,
+    ) -> dict[ChoiceCaller, float]:
         templates = [choice for choice in choices if isinstance(choice, TritonTemplateCaller)]
         if not templates or any(choice.log_info.get("tile_shape", "None") == "None" for choice in templates):
             return {choice: float(rank + 1) for rank, choice in enumerate(templates or choices)}
         return ranked(templates, gpu)
 
-    def with_more(self) -> partial:
+    def with_more(self: BaseConfigHeuristic) -> Callable[..., Any]:
         return partial(self.preprocess_mm_configs, configs=self.mm_configs + MORE)
 
     with (
@@ -53,7 +66,7 @@ def choices(gpu: Gpu) -> Iterator[None]:
                 f"{INDUCTOR}select_algorithm.AlgorithmSelectorCache.do_autotuning": rank_by_estimate,
                 f"{INDUCTOR}template_heuristics.triton.BaseConfigHeuristic.get_mm_configs": with_more,
                 # Patterns are traced once a process, on tensors of the device that is asked for.
-                f"{INDUCTOR}fx_passes.joint_graph.lazy_init": lambda device=None: init_patterns(torch.device("cpu")),
+                f"{INDUCTOR}fx_passes.joint_graph.lazy_init": lambda _device=None: init_patterns(torch.device("cpu")),
             }
         ),
     ):

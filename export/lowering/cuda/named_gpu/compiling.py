@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import HeuristicType
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_to_dict
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, CompileResult, config_to_dict
 from triton import Config
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
@@ -44,7 +44,7 @@ class NamedDriver:
             "max_num_regs": REGISTERS,
         }
         self.target = GPUTarget("cuda", gpu.arch, 32)
-        self.utils = type("utils", (), {"get_device_properties": staticmethod(lambda device: properties)})
+        self.utils = type("utils", (), {"get_device_properties": staticmethod(lambda _device: properties)})
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -52,7 +52,7 @@ class NamedDriver:
     def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device=None) -> int:
+    def get_current_stream(self, _device: int | None = None) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
@@ -79,18 +79,20 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     def make_all_options(self: CachingAutotuner, config: Config, meta: dict[str, Any]) -> dict[str, Any]:
         return make_options(self, config, meta) | {"maxnreg": config.maxnreg}  # Inductor leaves it out
 
-    def make_plain_llir(self, src, metadata, options, capability):
+    def make_plain_llir(
+        self: compiler.CUDABackend, src: object, metadata: dict[str, Any], options: object, capability: int
+    ) -> object:
         return make_llir(self, src, metadata, options, 90 if capability // 10 == 10 else capability)
 
-    def make_plain_ttgir(mod, metadata, opt, capability):
+    def make_plain_ttgir(mod: object, metadata: dict[str, Any], opt: object, capability: int) -> object:
         return make_ttgir(mod, metadata, opt, min(capability, LAST_PLAIN))
 
     def compile_one(self: CachingAutotuner) -> None:
         if self.compile_results:
             return
-        refusals = []
+        refusals: list[str] = []
 
-        def compiled(config: Config) -> Any | None:
+        def compiled(config: Config) -> CompileResult | None:
             try:
                 result = self._precompile_config(config)
             except (OutOfResources, PTXASError) as error:
@@ -107,7 +109,8 @@ def compiling(gpu: Gpu) -> Iterator[None]:
         elif len(self.configs) > 1:
             result = best(self.configs, compiled, gpu)
         else:
-            result = only(*self.configs, compiled, gpu)
+            (config,) = self.configs
+            result = only(config, compiled, gpu)
         if result is None:
             raise ValueError(f"no configuration of the kernel {self.fn.__name__} fits sm_{gpu.arch}: {refusals[-1]}")
         add_grid(self.inductor_meta, result.config)
@@ -119,7 +122,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             result.kernel._init_handles = lambda: None  # it would load the kernel on the GPU
             self.launchers = [result.make_launcher()]
 
-    def keep_instead_of_launch(self: CachingAutotuner, *args, stream, **kwargs) -> None:
+    def keep_instead_of_launch(self: CachingAutotuner, *_args: object, stream: int, **_kwargs: object) -> None:
         if not self.launchers:
             self.precompile()
         self.save_gpu_kernel(stream, self.launchers[0])
@@ -140,9 +143,11 @@ def compiling(gpu: Gpu) -> Iterator[None]:
                     f"{AUTOTUNER}_create_compile_options": make_all_options,
                     f"{AUTOTUNER}_precompile_worker": compile_one,
                     f"{AUTOTUNER}_make_launchers": make_launchers,
-                    f"{AUTOTUNER}_dynamic_scale_rblock": lambda self: None,  # asks for occupancy
+                    f"{AUTOTUNER}_dynamic_scale_rblock": lambda _self: None,  # asks for occupancy
                     f"{AUTOTUNER}run": keep_instead_of_launch,
-                    f"{HEURISTICS}StaticTritonCompileResult.can_statically_launch": staticmethod(lambda *a, **k: None),
+                    f"{HEURISTICS}StaticTritonCompileResult.can_statically_launch": staticmethod(
+                        lambda *_a, **_k: None
+                    ),
                 }
             ),
         ):

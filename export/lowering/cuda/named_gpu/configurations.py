@@ -17,9 +17,9 @@ from copy import copy
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import triton
+from torch._inductor.runtime.triton_heuristics import CompileResult
 from triton import Config
 
 from eagle3.runner.hardware.gpus import REGISTERS, Gpu
@@ -58,16 +58,18 @@ def usage(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         listed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{key}:(\d+)", listed)[1]) for key in ("REG", "STACK"))
-    return registers, stack
+    registers, stack = re.search(r"REG:(\d+)", listed), re.search(r"STACK:(\d+)", listed)
+    assert registers is not None and stack is not None, listed
+    return int(registers[1]), int(stack[1])
 
 
-def best(configs: list[Config], compiled: Callable[[Config], Any | None], gpu: Gpu) -> Any | None:
+def best(configs: list[Config], compiled: Callable[[Config], CompileResult | None], gpu: Gpu) -> CompileResult | None:
     """What one of the configurations is ``compiled`` to: Inductor's result, with the ``kernel``; None where none fits,
     as for each that does not."""
-    least, fewest = None, 0
+    least: CompileResult | None = None
+    fewest = 0
     for group in groups(configs):
-        alone = None
+        alone: CompileResult | None = None
         for config in group:
             result = compiled(config)
             if result is None:
@@ -85,7 +87,7 @@ def best(configs: list[Config], compiled: Callable[[Config], Any | None], gpu: G
     return least
 
 
-def only(config: Config, compiled: Callable[[Config], Any | None], gpu: Gpu) -> Any | None:
+def only(config: Config, compiled: Callable[[Config], CompileResult | None], gpu: Gpu) -> CompileResult | None:
     """As ``best``, of one configuration: with more registers a thread if it spills and the programs that run at a time
     on a multiprocessor leave them."""
     result = compiled(config)

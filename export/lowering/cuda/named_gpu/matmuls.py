@@ -8,8 +8,8 @@ templates differ by factors.
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any
 
+from torch._inductor.select_algorithm import TritonTemplateCaller
 from torch._inductor.template_heuristics.triton import GemmConfig
 from torch._inductor.virtualized import V
 
@@ -42,8 +42,7 @@ class Tile:
     warps: int
 
     @classmethod
-    def of(cls, choice: Any) -> "Tile":
-        """The tile of a ``TritonTemplateCaller``."""
+    def of(cls, choice: TritonTemplateCaller) -> "Tile":
         m, k, n = (int(size) for size in choice.log_info["tile_shape"].strip("()").split(","))
         return cls(m, n, k, choice.bmreq.num_stages, choice.bmreq.num_warps)
 
@@ -66,8 +65,8 @@ def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu
     return START + waves * (ceil(k / tile.k) * step + LATENCY)
 
 
-def ranked(choices: list[Any], gpu: Gpu) -> dict[Any, float]:
-    """``TritonTemplateCaller`` of one product, each with its estimated time."""
+def ranked(choices: list[TritonTemplateCaller], gpu: Gpu) -> dict[TritonTemplateCaller, float]:
+    """Those of one product, each with its estimated time."""
     hint = V.graph.sizevars.optimization_hint
     left, right = choices[0].input_nodes[-2:]
     *batch, m, n = (hint(size) for size in choices[0].layout.size)

@@ -5,9 +5,8 @@ refuses, though the tensor is a fake one. The operations that they stand for ask
 these forms, and Inductor where it puts an assignment in place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,12 @@ from torch import Tensor
 from eagle3.export.patches import all_replaced
 
 aten = torch.ops.aten
-_get, _set, _invert, _copy = Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.copy_
+_get: Callable[..., Tensor] = Tensor.__getitem__
+_set: Callable[..., None] = Tensor.__setitem__
+_invert, _copy = Tensor.__invert__, Tensor.copy_
 
 
-def _item(tensor: Tensor, index: Any) -> Tensor:
+def _item(tensor: Tensor, index: object) -> Tensor:
     if tensor.device.type != "cuda":
         return _get(tensor, index)
     if isinstance(index, slice) and index.step is None:
@@ -30,7 +31,7 @@ def _item(tensor: Tensor, index: Any) -> Tensor:
     return _get(tensor, index)
 
 
-def _set_item(tensor: Tensor, index: Any, value: Any) -> None:
+def _set_item(tensor: Tensor, index: object, value: object) -> None:
     if tensor.device.type == "cuda" and isinstance(value, Tensor) and isinstance(index, slice):
         aten.copy_.default(_item(tensor, index), value)
     elif tensor.device.type == "cuda" and isinstance(value, Tensor) and isinstance(index, Tensor):

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.pool import ExceptionWithTraceback
-from typing import Any
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from typing import Any, TypeVar
 
 import torch
 from executorch.backends.aoti.aoti_backend import AotiBackend
 from executorch.backends.cuda.cuda_backend import CudaBackend, _aoti_device_type_for_weight
-from executorch.backends.cuda.cuda_weight_collector import CudaWeightArtifact, CudaWeightCollector
+from executorch.backends.cuda.cuda_weight_collector import CudaWeightArtifact, CudaWeightCollector, CudaWeightEntry
 from executorch.exir.backend.backend_details import PreprocessResult
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -30,6 +30,8 @@ from eagle3.export.patches import replaced
 from eagle3.export.planning.memory import free_memory, linux_bytes
 
 Compiled = tuple[PreprocessResult, CudaWeightArtifact]
+Sent = tuple[PreprocessResult, list[CudaWeightEntry], dict[str, Place | bytes]]
+Result = TypeVar("Result")
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -42,7 +44,9 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
     that name comes back with it. Results are as of one process, in the order of the methods.
     """
 
-    def preprocess(cls: type[CudaBackend], programs: dict[str, list[ExportedProgram]], specs: dict[str, Any]) -> Any:
+    def preprocess(
+        cls: type[CudaBackend], programs: dict[str, list[ExportedProgram]], specs: dict[str, Any]
+    ) -> dict[str, list[PreprocessResult]]:
         collector = CudaWeightCollector()
         held = {place(tensor): tensor for given in programs.values() for one in given for tensor in _tensors(one)}
         nodes = {name: sum(len(one.graph.nodes) for one in given) for name, given in programs.items()}
@@ -52,9 +56,9 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
             given = zip(programs[name], specs[name], strict=True)
             return [_compiled(program, spec, collector) for program, spec in given]
 
-        def compiled_there() -> dict[str, tuple[list[Any], Any]]:
+        def compiled_there() -> dict[str, tuple[list[Sent], Any]]:
             torch.set_num_threads(1)  # a fork has none of the threads
-            sent = {}
+            sent: dict[str, tuple[list[Sent], Any]] = {}
             for name in theirs:
                 results = [_as_sent(*one, held) for one in compiled(name)]
                 check(name)
@@ -89,8 +93,9 @@ def may_fork() -> bool:
 
 def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
     """Names in two groups of about the same weight."""
-    groups, sums = ([], []), [0, 0]
-    for name in sorted(weights, key=weights.get, reverse=True):
+    groups: tuple[list[str], list[str]] = [], []
+    sums = [0, 0]
+    for name in sorted(weights, key=weights.__getitem__, reverse=True):
         lighter = sums.index(min(sums))
         groups[lighter].append(name)
         sums[lighter] += weights[name]
@@ -98,7 +103,7 @@ def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
 
 
 @contextmanager
-def forked(work: Callable[[], Any], what: str) -> Iterator[Callable[[], Any]]:
+def forked(work: Callable[[], Result], what: str) -> Iterator[Callable[[], Result]]:
     """Begin ``work`` in a fork; call what is yielded to wait for its result, or for what it raised. The fork ends with
     the context, and with this process."""
     context = get_context("fork")
@@ -108,7 +113,7 @@ def forked(work: Callable[[], Any], what: str) -> Iterator[Callable[[], Any]]:
     process.start()
     sender.close()
 
-    def result() -> Any:
+    def result() -> Result:
         try:
             value, error = receiver.recv()
         except EOFError:
@@ -130,9 +135,10 @@ def forked(work: Callable[[], Any], what: str) -> Iterator[Callable[[], Any]]:
         gc.unfreeze()
 
 
-def _work_and_send(work: Callable[[], Any], sender: Connection) -> None:
+def _work_and_send(work: Callable[[], object], sender: Connection) -> None:
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends this process
+    outcome: tuple[object, object]
     try:
         outcome = work(), None
     except Exception as error:
@@ -140,7 +146,7 @@ def _work_and_send(work: Callable[[], Any], sender: Connection) -> None:
     sender.send(outcome)
 
 
-def _sendable(error: Exception) -> Any:
+def _sendable(error: Exception) -> object:
     """The error with its traceback as its cause; one of its text where it cannot be sent."""
     wrapped = ExceptionWithTraceback(error, error.__traceback__)
     try:
@@ -162,7 +168,7 @@ def _tensors(program: ExportedProgram) -> Iterator[Tensor]:
         yield from (value for value in values.values() if isinstance(value, Tensor))
 
 
-def _as_sent(result: PreprocessResult, artifact: CudaWeightArtifact, held: dict[Place, Tensor]) -> Any:
+def _as_sent(result: PreprocessResult, artifact: CudaWeightArtifact, held: dict[Place, Tensor]) -> Sent:
     """A weight of both processes as its place, what compiling made as its bytes."""
     store = result.data_store_output
     store.buffers = [data if isinstance(data, bytes) else data.to_bytes() for data in store.buffers]
@@ -174,7 +180,11 @@ def _as_sent(result: PreprocessResult, artifact: CudaWeightArtifact, held: dict[
 
 
 def _received(
-    result: PreprocessResult, entries: list[Any], data: dict[str, Any], held: dict[Place, Tensor], collector: Any
+    result: PreprocessResult,
+    entries: list[CudaWeightEntry],
+    data: dict[str, Place | bytes],
+    held: dict[Place, Tensor],
+    collector: CudaWeightCollector,
 ) -> Compiled:
     storages = {
         key: HostData(_tensor_of(found)) if isinstance(found, bytes) else host_data(collector, held[found])

@@ -6,8 +6,9 @@ another weight may be the same.
 
 import ctypes
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import torch
 import torch.utils._pytree as pytree
@@ -57,7 +58,7 @@ class HostData(FileBackedData):
     def to_bytes(self) -> bytes:
         return bytes(self._view())
 
-    def write_to_file(self, outfile) -> None:
+    def write_to_file(self, outfile: BinaryIO) -> None:
         view = self._view()
         for start in range(0, self.size, CHUNK):
             outfile.write(view[start : start + CHUNK])
@@ -74,7 +75,7 @@ def on_named_gpu(program: ExportedProgram) -> ExportedProgram:
         with in_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
 
-    def moved(value):
+    def moved(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         return fake_like(value, value.fake_mode if isinstance(value, FakeTensor) else mode)
@@ -83,7 +84,7 @@ def on_named_gpu(program: ExportedProgram) -> ExportedProgram:
         for name, value in list(values.items()):
             if not isinstance(value, Tensor):
                 continue
-            fake = fake_like(value)
+            fake: Any = fake_like(value)
             if isinstance(value, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=False)
             fake.host_value = value.detach()
@@ -113,7 +114,12 @@ def host_data(collector: CudaWeightCollector, tensor: Tensor) -> HostData:
     return collector.__dict__.setdefault("host_data", {}).setdefault(place(tensor), HostData(tensor))
 
 
-def collect(self: CudaWeightCollector, weights, directory: str, device_type_for_weight) -> CudaWeightArtifact:
+def collect(
+    self: CudaWeightCollector,
+    weights: Mapping[str, tuple[Tensor, object]],
+    _directory: str,
+    device_type_for_weight: Callable[[Tensor], int],
+) -> CudaWeightArtifact:
     """``CudaWeightCollector.materialize`` without its copies: each weight is a ``HostData``."""
     entries, storages = [], {}
     for name, (tensor, _) in weights.items():
@@ -166,7 +172,7 @@ def _external_weights(target_device: torch.device) -> Iterator[None]:
 
     try:
         with (
-            replaced(f"{INDUCTOR}codecache.determine_aoti_mmap_flags", lambda consts_size: (True, False)),
+            replaced(f"{INDUCTOR}codecache.determine_aoti_mmap_flags", lambda _size: (True, False)),
             replaced(f"{INDUCTOR}codegen.cpp_wrapper_cpu.CppWrapperCpu.codegen_device", write_target),
         ):
             yield
@@ -187,26 +193,26 @@ def weights_on_host() -> Iterator[None]:
         return a is b or (data_a is not None and data_b is not None and same(data_a, data_b))
 
     def clone_with_data(x: Tensor) -> Tensor:
-        copy = clone(x)
+        copy: Any = clone(x)
         if hasattr(x, "host_value"):
             copy.host_value = x.host_value
         return copy
 
-    def data_of_constant(self, name: str) -> Tensor:
+    def data_of_constant(self: graph.GraphLowering, name: str) -> Tensor:
         value = original(self, name)
         return getattr(value, "host_value", value)
 
-    def scalar_constant(self, target, args, kwargs):
+    def scalar_constant(self: graph.GraphLowering, target: str, args: tuple[()], kwargs: dict[str, object]) -> object:
         value = graph.getattr_recursive(self.module, target)
         if isinstance(value, FakeTensor) and value.shape == () and hasattr(value, "host_value"):
             return ir.Constant(value=value.host_value.item(), dtype=value.dtype, device=value.device)
         return get_attr(self, target, args, kwargs)
 
-    def list_of_data(self: FakeTensor) -> list:
+    def list_of_data(self: FakeTensor) -> list[Any]:
         return self.host_value.tolist() if hasattr(self, "host_value") else to_list(self)
 
     backend = f"{CUDA}cuda_backend.CudaBackend."
-    moved = classmethod(lambda cls, program, device, specs: on_named_gpu(program))
+    moved = classmethod(lambda _cls, program, _device, _specs: on_named_gpu(program))
     values = {
         f"{INDUCTOR}graph.is_same_tensor": same_data,
         f"{INDUCTOR}graph.GraphLowering.get_original_value_of_constant": data_of_constant,
@@ -214,7 +220,7 @@ def weights_on_host() -> Iterator[None]:
         f"{INDUCTOR}compile_fx.clone_preserve_strides": clone_with_data,
         "torch._subclasses.fake_tensor.FakeTensor.tolist": list_of_data,
         f"{backend}move_program_to_device": moved,
-        f"{backend}release_moved_tensors": classmethod(lambda cls, program, specs: None),
+        f"{backend}release_moved_tensors": classmethod(lambda _cls, _program, _specs: None),
         f"{CUDA}cuda_backend._compile_time_cpu_clones": _external_weights,
         f"{CUDA}cuda_weight_collector.CudaWeightCollector.materialize": collect,
     }

@@ -68,7 +68,7 @@ class CudaWeights:
         holder = nn.Module()
         self.packers[name](holder, {"weight": to_default(name, value)})
         int4_tensor.lay_out_int4(holder)
-        return holder.weight.data
+        return holder.get_parameter("weight").data
 
     def _k_quant(self, value: ExportableGGUFTensor) -> KQuantTensor:
         """One tensor for a head and the embedding that it is tied to: the layout serves both."""
@@ -80,7 +80,7 @@ class CudaWeights:
     def record(self) -> dict[str, Any]:
         if not self.rounding:
             return {}
-        worst = max(self.rounding, key=self.rounding.get)
+        worst = max(self.rounding, key=self.rounding.__getitem__)
         return {"scales": {"weights": len(self.rounding), "largest_rounding": self.rounding[worst], "of": worst}}
 
     def _note_rounding(self, name: str, value: Tensor) -> None:

@@ -38,9 +38,12 @@ def use_fused_experts(model: nn.Module) -> None:
     """Replace every ``Experts`` whose weights are quantized as ``expert_rules`` say."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            quantized = isinstance(child, Experts) and isinstance(child.gate_up.weight, ExportableInt4Tensor)
-            if quantized and is_fused(child):
+            if isinstance(child, Experts) and _is_quantized(child) and is_fused(child):
                 setattr(parent, name, FusedExperts(child))
+
+
+def _is_quantized(experts: Experts) -> bool:
+    return isinstance(experts.gate_up.weight, ExportableInt4Tensor)
 
 
 class FusedExperts(nn.Module):
@@ -50,7 +53,8 @@ class FusedExperts(nn.Module):
     def __init__(self, experts: Experts):
         super().__init__()
         self.count, self.weighs_inputs = experts.count, experts.weighs_inputs
-        gate_up, down = experts.gate_up.weight, experts.down.weight
+        gate_up: ExportableInt4Tensor = experts.gate_up.weight
+        down: ExportableInt4Tensor = experts.down.weight
         for name, weight in (("gate_up", gate_up), ("down", down)):
             if weight.group_size != GROUP or not bool((weight.zero_point == 8).all()):
                 raise ValueError(f"the experts' {name} is not quantized in groups of {GROUP} without zero points")

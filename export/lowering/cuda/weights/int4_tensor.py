@@ -6,6 +6,7 @@ scale and zero point side by side (``kernels/int4.py``). The last tile is filled
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what linears of many rows take)
 import torch
@@ -24,7 +25,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
     optional_tensor_data_names = ["qdata1", "qdata2"]
     tensor_attribute_names = ["shape"]
 
-    def __new__(cls, qdata: Tensor, codes: Tensor, steps: Tensor, shape: torch.Size, **more: Tensor | None):
+    def __new__(cls, qdata: Tensor, _codes: Tensor, _steps: Tensor, shape: torch.Size, **_more: Tensor | None) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=qdata.device)
 
     def __init__(
@@ -32,7 +33,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
         qdata: Tensor,
         codes: Tensor,
         steps: Tensor,
-        shape: torch.Size,
+        _shape: torch.Size,
         qdata1: Tensor | None = None,
         qdata2: Tensor | None = None,
     ):
@@ -56,7 +57,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
         return found
 
     @staticmethod
-    def join(weights: Sequence["TiledInt4Tensor"], rows: Callable[[Sequence[Tensor]], Tensor]) -> "TiledInt4Tensor":
+    def join(weights: Sequence["TiledInt4Tensor"], rows: Callable[[list[Tensor]], Tensor]) -> "TiledInt4Tensor":
         """See ``joined``. The codes stay where they are. Raises ValueError for more weights than the kernel takes."""
         qdata = [each for weight in weights for each in weight.parts[0]]
         if len(qdata) > MOST:
@@ -76,7 +77,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
 
 @TiledInt4Tensor.implements([torch.ops.aten.linear.default])
 @TiledInt4Tensor.implements_torch_function([F.linear])
-def _linear(func, types, args, kwargs) -> Tensor:
+def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
     """As ExecuTorch does; for many rows it dequantizes the matrix first."""
     x, weight, *bias = args
     found = [F.linear(x, each) for each in weight.coalesced()]

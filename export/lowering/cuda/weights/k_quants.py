@@ -6,6 +6,7 @@ head tied to the embedding stays one tensor.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor, _q4_k_fields, _q5_k_fields, _q6_k_fields
@@ -28,11 +29,11 @@ class KQuantTensor(TorchAOBaseTensor):
     tensor_attribute_names = ["shape"]
     optional_tensor_data_names = ["high"]
 
-    def __new__(cls, qdata: Tensor, codes: Tensor, steps: Tensor, shape: torch.Size, high: Tensor | None = None):
+    def __new__(cls, qdata: Tensor, _codes: Tensor, _steps: Tensor, shape: torch.Size, **_more: Tensor | None) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=qdata.device)
 
     def __init__(
-        self, qdata: Tensor, codes: Tensor, steps: Tensor, shape: torch.Size, high: Tensor | None = None
+        self, qdata: Tensor, codes: Tensor, steps: Tensor, _shape: torch.Size, high: Tensor | None = None
     ):  # fmt: skip
         super().__init__()
         self.qdata, self.codes, self.steps, self.high = qdata, codes, steps, high
@@ -42,12 +43,13 @@ class KQuantTensor(TorchAOBaseTensor):
         return self.qdata, self.high, self.codes, self.steps
 
     @staticmethod
-    def join(weights: Sequence["KQuantTensor"], rows: Callable[[Sequence[Tensor]], Tensor]) -> "KQuantTensor":
+    def join(weights: Sequence["KQuantTensor"], rows: Callable[[list[Tensor]], Tensor]) -> "KQuantTensor":
         """See ``joined``. Whole tiles stay as they are; where others than the last are filled up, all are made anew."""
         if not any(weight.shape[0] % TILE for weight in weights[:-1]):
             return _one_below_the_other(weights, rows)
         rows_of_all = zip(*(by_row(*weight.parts) for weight in weights), strict=True)
-        return _of_rows(*map(torch.cat, rows_of_all), code_bits(*weights[0].parts))
+        q, pairs, steps = map(torch.cat, rows_of_all)
+        return _of_rows(q, pairs, steps, code_bits(*weights[0].parts))
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Exact in float32, rounded once otherwise."""
@@ -59,7 +61,7 @@ class KQuantTensor(TorchAOBaseTensor):
 
 @KQuantTensor.implements([torch.ops.aten.linear.default])
 @KQuantTensor.implements_torch_function([F.linear])
-def _linear(func, types, args, kwargs) -> Tensor:
+def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
     """The matrix is dequantized first; ``small_m_dispatch`` has products that decode it as they go."""
     x, weight, *bias = args
     return F.linear(x, weight.dequantize(x.dtype), *bias)
@@ -67,7 +69,7 @@ def _linear(func, types, args, kwargs) -> Tensor:
 
 @KQuantTensor.implements([torch.ops.aten.embedding.default])
 @KQuantTensor.implements_torch_function([F.embedding])
-def _embedding(func, types, args, kwargs) -> Tensor:
+def _embedding(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
     """[...] int64 -> [..., K]: the rows that are looked up are dequantized, not the table."""
     ids, table = args[:2] if isinstance(args[1], KQuantTensor) else args[1::-1]
     return dequantized_rows(ids.flatten(), *table.parts).to(table.dtype).unflatten(0, ids.shape)
@@ -100,10 +102,11 @@ def _of_rows(q: Tensor, pairs: Tensor, steps: Tensor, bits: int) -> KQuantTensor
     return KQuantTensor(qdata, in_tiles(pairs), in_tiles(steps[:, :, None]).squeeze(2), q.shape, high)
 
 
-def _one_below_the_other(weights: Sequence[KQuantTensor], rows: Callable[[Sequence[Tensor]], Tensor]) -> KQuantTensor:
+def _one_below_the_other(weights: Sequence[KQuantTensor], rows: Callable[[list[Tensor]], Tensor]) -> KQuantTensor:
     """Of whole tiles, but for the last; ``rows`` joins tensors."""
-    qdata, high, codes, steps = (
-        None if parts[0] is None else rows(parts) for parts in zip(*(weight.parts for weight in weights), strict=True)
+    qdata, codes, steps = (
+        rows([getattr(weight, part) for weight in weights]) for part in KQuantTensor.tensor_data_names
     )
+    high = None if weights[0].high is None else rows([weight.high for weight in weights if weight.high is not None])
     shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
     return KQuantTensor(qdata, codes, steps, shape, high)

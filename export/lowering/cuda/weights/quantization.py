@@ -7,7 +7,7 @@ sensitive (the first and the last quarter) are moved to the sizes of the model a
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
@@ -22,12 +22,15 @@ from eagle3.export.lowering.cuda.weights.experts import expert_rules
 from eagle3.export.lowering.cuda.weights.int4_tensor import lay_out_int4
 from eagle3.targets.spec import Skeleton
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
 INT8 = QuantConfig(bits=8, group_size=32, symmetric=True, method="min_max")
 INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width of a linear is a multiple of it
 
 
-def fitted_recipe(name: str, config: Any, model: nn.Module | None = None) -> QuantRecipe:
+def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None = None) -> QuantRecipe:
     """The recipe ``default`` or ``sensitive`` for a model of transformers' ``config``; with ``model`` also for its
     experts and for widths that INT4 has no layout for."""
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -51,7 +54,7 @@ def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
     return [QuantRule(rf"(.*\.)?({'|'.join(names)})\.weight", INT8)] if names else []
 
 
-def check_recipe(flag: str, name: str, model: nn.Module, config: Any) -> None:
+def check_recipe(flag: str, name: str, model: nn.Module, config: "PreTrainedConfig") -> None:
     """Raise ValueError for a linear that INT4 has no layout for, and where quantizing needs a GPU and there is none."""
     recipe = fitted_recipe(name, config, model)
     for linear, module in model.named_modules(remove_duplicate=False):
