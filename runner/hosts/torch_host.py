@@ -255,7 +255,7 @@ def load_method(method: HostMethod, placed: dict[str, Tensor], device: torch.dev
     return loaded
 
 
-def _container(path: str, device: torch.device) -> Any:  # noqa: ANN401 - its stub wants a stream, which it does not
+def _container(path: str, device: torch.device) -> Any:  # noqa: ANN401 - its stub has no default for a stream
     """Return PyTorch's container with one instance of the library."""
     if device.type == "cpu":
         return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
