@@ -50,12 +50,12 @@ Times = dict[int, float]
 
 
 class Mlps(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         sizes = ((HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)) * LAYERS
         self.linears = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for linear in self.linears:
             x = linear(x)
         return x
@@ -102,7 +102,7 @@ def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[],
     def call(rows: int) -> Callable[[], object]:
         query, mask = torch.randn(1, rows, HEADS, HEAD_DIM), torch.zeros(rows, keys)
 
-        def attend():
+        def attend() -> torch.Tensor:
             given = heads_as_rows(query, together), *cache, 0, repeated_rows(mask, together)
             return rows_as_heads(torch.ops.llama.custom_sdpa(*given, 0.0, False, HEAD_DIM**-0.5), together)
 

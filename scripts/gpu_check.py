@@ -69,7 +69,7 @@ class Check:
 def tiny(check: Check) -> None:
     native, other = check.work / "tiny-native", check.elsewhere or check.work / "tiny-named"
     if check.elsewhere is None:
-        check.report.step("export without the GPU", lambda facts: export_named(check, other))
+        check.report.step("export without the GPU", lambda _facts: export_named(check, other))
     _run_tiny(check, "made without the GPU", other)
     check.report.step("export with the GPU", lambda facts: facts.update(export(check, native, *TINY)))
     _run_tiny(check, "made with the GPU", native)
@@ -109,7 +109,7 @@ def run_tiny(facts: Facts, folder: Path, graphs: str) -> None:
 
 
 def wide(check: Check) -> None:
-    check.report.step(f"checkpoint of {check.layers} full-width layers", lambda facts: write_layers(check))
+    check.report.step(f"checkpoint of {check.layers} full-width layers", lambda _facts: write_layers(check))
     check.report.step("export with the GPU", lambda facts: facts.update(export_layers(check)))
     check.report.step("runs", lambda facts: run_layers(facts, check))
 
@@ -322,7 +322,7 @@ def opened(folder: Path, graphs: str, facts: Facts) -> Iterator[Any]:
 class _Lines(logging.Handler):
     """What is logged while it is there."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 

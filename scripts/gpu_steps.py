@@ -99,7 +99,7 @@ def _is_lacking(error: Exception) -> bool:
     return isinstance(error, ImportError) and not (error.name or "").startswith("eagle3")
 
 
-def _raise(error: Exception, facts: Facts) -> None:
+def _raise(error: Exception, _facts: Facts) -> None:
     raise error
 
 

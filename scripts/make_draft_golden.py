@@ -66,7 +66,7 @@ LAYER |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rop
 LAYER |= {"attn_implementation": "eager"}  # left out, speculators takes flex attention; this is not saved
 
 
-def build_model(layer_class, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
+def build_model(layer_class: type, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
     """A draft head with random weights, none of them at a value that would hide a mistake."""
     speculators_config = SpeculatorsConfig(
         algorithm="eagle3",
@@ -105,10 +105,10 @@ def forward(
     seen = {"features": [], "positions": [], "logits": []}
     taps = torch.nn.functional.pad(taps, (0, 0, 0, len(recurrent)))
     hooks = [
-        model.fc.register_forward_hook(lambda _, args, fused: torch.cat([fused[:, :SLOTS], recurrent[None]], dim=1)),
+        model.fc.register_forward_hook(lambda _, _args, fused: torch.cat([fused[:, :SLOTS], recurrent[None]], dim=1)),
         model.layers[0].register_forward_pre_hook(lambda _, args: seen["features"].append(args[0][..., HIDDEN:])),
         model.rotary_emb.register_forward_pre_hook(lambda _, args: seen["positions"].append(args[1])),
-        model.lm_head.register_forward_hook(lambda _, args, output: seen["logits"].append(output)),
+        model.lm_head.register_forward_hook(lambda _, _args, output: seen["logits"].append(output)),
     ]
     proposed = model(taps, tokens, document_ids=torch.zeros_like(tokens), ttt_steps=CHAIN + 1)
     for hook in hooks:

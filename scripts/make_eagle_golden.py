@@ -81,7 +81,7 @@ def main() -> None:
         model.lm_head = verifier.lm_head
         seen = []
         hook = model.transformer.register_forward_hook(
-            lambda _, args, output, seen=seen: seen.append(output[0] if isinstance(output, tuple) else output)
+            lambda _, _args, output, seen=seen: seen.append(output[0] if isinstance(output, tuple) else output)
         )
         tokens = torch.randint(VOCAB, (1, SLOTS), generator=generator)
         states = torch.randn(1, SLOTS, HIDDEN, generator=generator)

@@ -41,7 +41,7 @@ CASES = {  # the seeds are the first from 704 on that come close to no tie
 }
 
 
-def build_model(layer_class, options: dict, generator: torch.Generator) -> PEagleDraftModel:
+def build_model(layer_class: type, options: dict, generator: torch.Generator) -> PEagleDraftModel:
     config = PEagleSpeculatorConfig(
         transformer_layer_config=layer_class(**LAYER),
         draft_vocab_size=DRAFT_VOCAB,
@@ -73,7 +73,7 @@ def golden(model: PEagleDraftModel, generator: torch.Generator) -> dict[str, tor
     anchors = torch.cat([torch.arange(SLOTS), torch.full((masks,), SLOTS - 1)])
     depths = torch.cat([torch.zeros(SLOTS, dtype=torch.long), torch.arange(1, DEPTHS)])
     seen = []
-    hook = model.lm_head.register_forward_hook(lambda _, args, output: seen.append(output[0]))
+    hook = model.lm_head.register_forward_hook(lambda _, _args, output: seen.append(output[0]))
     with patch.object(core, "generate_cod_sample_indices", lambda **_: (anchors, depths)):
         final = torch.randn(1, length, HIDDEN, generator=generator)
         loss = resolve_loss_config("kl_div", "eager")  # wanted of it, and not looked at

@@ -87,7 +87,7 @@ def by_compressed_tensors(args: QuantizationArgs, dtype: torch.dtype) -> tuple[d
     return written, parts, dense
 
 
-def random_linear(bits: int, group: int, symmetric: bool, g_idx: Tensor) -> tuple[nn.Linear, Tensor, Tensor]:
+def random_linear(bits: int, symmetric: bool, g_idx: Tensor) -> tuple[nn.Linear, Tensor, Tensor]:
     """A linear whose weights are codes, its scales and zero points [rows, groups] in fp16; no zero point is 0."""
     rows, groups = 32, int(g_idx.max()) + 1
     scale = (0.002 * (0.5 + torch.rand(rows, groups))).half()
@@ -101,7 +101,7 @@ def random_linear(bits: int, group: int, symmetric: bool, g_idx: Tensor) -> tupl
 def by_gptqmodel(bits: int, group: int, symmetric: bool, kind: str, in_order: bool) -> tuple[dict, dict, Tensor]:
     g_idx = torch.arange(COLUMNS) // (COLUMNS if group == -1 else group)
     g_idx = (g_idx if in_order else g_idx[torch.randperm(COLUMNS)]).int()
-    linear, scale, zero = random_linear(bits, group, symmetric, g_idx)
+    linear, scale, zero = random_linear(bits, symmetric, g_idx)
     packed = TorchLinear(bits, group, symmetric, not in_order, COLUMNS, linear.out_features)
     packed.pack(linear, scale.float(), zero.float(), g_idx)
     packed.post_init()
@@ -116,7 +116,7 @@ def by_gptqmodel(bits: int, group: int, symmetric: bool, kind: str, in_order: bo
 
 def by_autoawq(group: int) -> tuple[dict, dict, Tensor]:
     gemm = autoawq_gemm()
-    linear, scale, zero = random_linear(4, group, False, torch.arange(COLUMNS) // (COLUMNS if group == -1 else group))
+    linear, scale, zero = random_linear(4, False, torch.arange(COLUMNS) // (COLUMNS if group == -1 else group))
     packed = gemm.WQLinear_GEMM.from_linear(linear, 4, COLUMNS if group == -1 else group, False, scale.t(), zero.t())
     dense = gemm.dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, packed.group_size).t()
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}

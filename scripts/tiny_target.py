@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,13 @@ class Muon(torch.optim.Optimizer):
     stays in float32 (0.1 s).
     """
 
-    def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.05):
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
+    ):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 mean = self.state[p].setdefault("mean", torch.zeros_like(p))
