@@ -1,5 +1,6 @@
 """What an install gets: every sub-package, every command, nothing imported that an import should not."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -19,6 +20,25 @@ def test_every_folder_with_python_files_is_a_listed_package():
         for path in (ROOT / top).rglob("*.py")
     }
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_no_module_imports_what_another_keeps_to_itself():
+    taken = [
+        f"{path.relative_to(ROOT)}: {alias.name}"
+        for top in ("export", "runner", "targets")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eagle3")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not taken
+
+
+@pytest.mark.parametrize("package", ["eagle3.runner", "eagle3.targets"])
+def test_a_package_with_types_says_so(package):
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"][package]
+    assert (ROOT / package.removeprefix("eagle3.") / "py.typed").is_file()
 
 
 def imported_modules(statement: str) -> set[str]:
