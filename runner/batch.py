@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eagle3.runner.batch_output import opened, read_earlier, request_digest
-from eagle3.runner.chat import Message
 from eagle3.runner.console.command import one_line, tell
 from eagle3.runner.console.text_input import source_name
 from eagle3.runner.conversation import Conversation
@@ -152,7 +151,7 @@ def check_prompt(model: Model, prompt: Prompt, chat: bool, system: str | None, o
     Of a dialogue that is so of its first turn, and of all turns where answers take a character each.
     """
     if prompt.text is None or not (chat or prompt.further_turns):
-        model.stream(_single(prompt), **options)
+        model.stream(prompt.first_turn, **options)
         return
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt.text})
@@ -180,12 +179,7 @@ def answers(
         for turn in turns[len(said) :]:
             yield conversation.ask(turn)
     else:
-        yield model.generate(_single(prompt), **options)
-
-
-def _single(prompt: Prompt) -> str | list[int] | list[Message]:
-    """A prompt without turns, as ``Model.stream`` takes it."""
-    return next(given for given in (prompt.text, prompt.tokens, prompt.messages) if given is not None)
+        yield model.generate(prompt.first_turn, **options)
 
 
 def progress() -> Progress:

@@ -10,7 +10,6 @@ from typing import Any
 
 from eagle3.runner.chat import Message, check_messages
 from eagle3.runner.console.text_input import check_unicode, read_bytes, shown, source_name
-from eagle3.runner.text import Text
 
 FIELDS = {
     "prompt": ("id", "category", "task_id", "canonical_solution", "test", "entry_point"),  # ours, and HumanEval
@@ -70,19 +69,10 @@ class Prompt:
             merged["seed"] = mixed_seed(options["seed"], self.line)
         return merged
 
-    def encode(self, text: Text | None, chat: bool = False) -> list[int]:
-        """Token ids: ``tokens`` as they are, which takes no tokenizer; messages in the chat template, ``text`` too with
-        ``chat``. Raises ValueError, naming the line, for what the template does not take."""
-        if self.tokens is not None:
-            return self.tokens
-        assert text is not None, "only token ids take no tokenizer"
-        try:
-            if self.messages is not None:
-                return text.encode_messages(self.messages)
-            assert self.text is not None
-            return text.encode_chat(self.text) if chat else text.encode(self.text)
-        except ValueError as error:
-            raise ValueError(f"the prompt of line {self.line}: {error}") from error
+    @property
+    def first_turn(self) -> str | list[int] | list[Message]:
+        """As ``Model.encode`` and ``Model.stream`` take it."""
+        return next(given for given in (self.text, self.tokens, self.messages) if given is not None)
 
 
 @dataclass(frozen=True)

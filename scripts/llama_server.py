@@ -186,7 +186,7 @@ class LlamaWay:
     log: Path
 
     def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
-        ids = prompt.encode(self.model.text)
+        ids = self.model.encode(prompt.first_turn)
         options = Options.of(**workload.options)
         asked = {"prompt": ids, "n_predict": options.max_new_tokens, "temperature": 0, "cache_prompt": False}
         status, reply = request(self.port, "POST", "/completion", asked | {"return_tokens": True})

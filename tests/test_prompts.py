@@ -9,8 +9,6 @@ import pytest
 
 from eagle3.runner.console.text_input import read_text
 from eagle3.runner.prompts import OPTIONS, Prompt, read_prompts
-from eagle3.runner.text import Text
-from eagle3.targets import TARGETS
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -76,14 +74,10 @@ def test_prompts_and_a_prompt_come_from_stdin(monkeypatch):
     assert read_text(None) == "é\nb"
 
 
-def test_a_prompt_is_encoded_as_what_it_is():
-    text = Text(TARGETS["gemma4-tiny"].checkpoint)
-    assert Prompt(1, tokens=[5]).encode(None) == [5]
-    assert Prompt(1, text="a").encode(text) == text.encode("a")
-    assert Prompt(1, text="a").encode(text, chat=True) == text.encode_chat("a")
-    assert Prompt(1, messages=MESSAGES).encode(text) == text.encode_chat("Hello")
-    with pytest.raises(ValueError, match="line 7: .*not tool"):
-        Prompt(7, messages=[{"role": "tool", "content": "a"}]).encode(text)
+def test_a_first_turn_is_what_was_given():
+    assert Prompt(1, tokens=[5]).first_turn == [5]
+    assert Prompt(1, text="a", further_turns=("b",)).first_turn == "a"
+    assert Prompt(1, messages=MESSAGES).first_turn == MESSAGES
 
 
 # --- what is refused
