@@ -1,4 +1,4 @@
-"""An artifact of gemma4-tiny against llama.cpp's own EAGLE-3 decoding: the same checkpoints, prompts and threads.
+"""An artifact of gemma4-tiny against llama.cpp's own EAGLE-3 at its best: the same checkpoints, prompts and threads.
 
 llama.cpp comes with the sources of llama-cpp-python; those of 0.3.36 have EAGLE-3. With a C++ compiler and CMake (pip
 install cmake), in any folder:
@@ -20,6 +20,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,17 +28,20 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import click
-from llama_server import CACHE_TYPES, WEIGHT_TYPES, Build, LlamaWay, Server, convert, epilog
+from llama_build import WEIGHT_TYPES, Build, convert, epilog
+from llama_search import PEERS, SEARCH_TOKENS, grid, measure_beside, search
+from llama_server import CACHE_TYPES, LlamaWay, Server, Setting
 
 from eagle3.runner import load
 from eagle3.runner.batch import progress
 from eagle3.runner.bench.figures import divergence, speeds, spread
 from eagle3.runner.bench.machine import cores, machine, versions
-from eagle3.runner.bench.measure import Outcome, measure, total
+from eagle3.runner.bench.measure import Outcome, total
 from eagle3.runner.bench.report import identity_text, rate_text, rendered, spread_text
 from eagle3.runner.bench.ways import check_ways, make_workload, ways_of
 from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.runner.model import Model
 from eagle3.runner.options import Options
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -63,26 +67,34 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """``outcomes``: ours and theirs without speculation, ours and theirs with it."""
-    ours, theirs, ours_drafting, theirs_drafting = map(decode_rates, outcomes)
-    best = max(theirs, theirs_drafting, key=median)
-    first = [answer.result.token_ids for answer in outcomes[0].answers]
-    ways = []
-    for outcome, alone in zip(outcomes, (ours, theirs) * 2, strict=True):
+    """``outcomes``: ours without speculation and with it, then llama.cpp's, of each type of weight without first."""
+    ours, ours_drafting, *theirs = outcomes
+    ways, first = [], [answer.result.token_ids for answer in ours.answers]
+    for outcome in outcomes:
+        if not outcome.way.chain_len:
+            alone = outcome
         way = {"way": outcome.way.artifact, "chain_len": outcome.way.chain_len, **speeds(outcome.stats())}
         if outcome.way.chain_len:
-            way["ratio_to_no_speculation"] = ratio(decode_rates(outcome), alone)
+            way["ratio_to_no_speculation"] = ratio(decode_rates(outcome), decode_rates(alone))
             rates = drafted_rates(outcome)
             way |= {"acceptance_rate_per_position": rates, "mean_acceptance_length": round(1 + sum(rates), 4)}
         ways.append(way | {"divergence": divergence(outcome.answers, first)})
-    return {
-        "ways": ways,
-        "ours_to_llama_cpp": {
-            "without_speculation": ratio(ours, theirs),
-            "with_speculation": ratio(ours_drafting, theirs_drafting),
-            "with_speculation_to_its_best": ratio(ours_drafting, best),
-        },
-    }
+    found = {}
+    for weights in dict.fromkeys(outcome.way.setting.weights for outcome in theirs):
+        plain, *drafting = (outcome for outcome in theirs if outcome.way.setting.weights == weights)
+        fastest, best = fastest_of(drafting), fastest_of([*drafting, plain])
+        found[weights] = {
+            "best_setting": asdict(best.way.setting),
+            "without_speculation": ratio(decode_rates(ours), decode_rates(plain)),
+            "with_speculation": ratio(decode_rates(ours_drafting), decode_rates(fastest)),
+            "with_speculation_to_its_best": ratio(decode_rates(ours_drafting), decode_rates(best)),
+        }
+    return {"ways": ways, "ours_to_llama_cpp": found}
+
+
+def fastest_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """By the median of its passes; the first of equals."""
+    return max(outcomes, key=lambda outcome: median(decode_rates(outcome)))
 
 
 def drafted_rates(outcome: Outcome) -> list[float]:
@@ -101,39 +113,79 @@ def as_text(report: dict[str, Any]) -> str:
         row["prompts too, tokens/s"] = rate_text(way["tokens_per_second"])
         row["acceptance by position"] = " ".join(f"{rate:.3f}" for rate in rates) if rates else "-"
         rows.append(row)
-    lines = [
-        f"ours to llama.cpp's, {name.replace('_', ' ')}: {spread_text(found, 2)}"
-        for name, found in report["ours_to_llama_cpp"].items()
-    ]
+    lines = []
+    for weights, found in report["ours_to_llama_cpp"].items():
+        lines.append(f"llama.cpp {weights} at its best: {Setting(**found['best_setting'])}")
+        for name in ("without_speculation", "with_speculation", "with_speculation_to_its_best"):
+            lines.append(f"ours to llama.cpp {weights}, {name.replace('_', ' ')}: {spread_text(found[name], 2)}")
     first, *others = report["ways"]
     for way in others:
         other = f"{first['way']}, chain length {first['chain_len']}"
         lines.append(f"{way['way']}, chain length {way['chain_len']}: {identity_text(way['divergence'], other)}")
     asked = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["asked"].items())
-    return "\n\n".join([f"{asked}; {report['machine']}", rendered(rows), "\n".join(lines)])
+    lines += failure_lines(report["search"])
+    tables = rendered(rows), rendered(search_cells(report["search"]))
+    return "\n\n".join([f"{asked}; {report['machine']}", *tables, "\n".join(lines)])
 
 
-def measured(artifact: Path, server: Server, repeats: int, folder: Path | None) -> dict[str, Any]:
+def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Of settings with speculation: a row for each chain length, a column for whatever else a setting has."""
+    rows: dict[int, dict[str, str]] = {}
+    drafting = [(Setting(**each["setting"]), each) for each in tried if each["setting"]["chain_len"]]
+    columns = {f"{setting.weights}, {setting.drafting}": "-" for setting, _ in drafting}
+    for setting, each in drafting:
+        row = rows.setdefault(setting.chain_len, {"tried once, chain length": str(setting.chain_len)} | columns)
+        if "failure" not in each:
+            row[f"{setting.weights}, {setting.drafting}"] = f"{each['decode_tokens_per_second']:.0f}"
+    return list(rows.values())
+
+
+def failure_lines(tried: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each reason, with all settings that it leaves out."""
+    left_out: dict[str, list[str]] = {}
+    for each in tried:
+        if "failure" in each:
+            left_out.setdefault(each["failure"], []).append(str(Setting(**each["setting"])))
+    return [f"left out: {'; '.join(settings)}: {reason}" for reason, settings in left_out.items()]
+
+
+def types_beside(model: Model, asked: Sequence[str]) -> Sequence[str]:
+    """Types of weight as ``asked``; where none is, those that stand beside the artifact's recipe."""
+    recipe = model.metadata.manifest.get("qlinear")
+    if not asked and recipe not in PEERS:
+        raise ValueError(f"llama.cpp has no type of weight beside --qlinear {recipe}: give --type")
+    return tuple(dict.fromkeys(asked)) or PEERS[recipe]
+
+
+def measured(
+    artifact: Path, build: Build, threads: int, weights: Sequence[str], cache: str, repeats: int, folder: Path | None
+) -> dict[str, Any]:
     """``folder`` has the GGUF files or takes them; None: they are made anew."""
     workload = make_workload(PROMPTS, {}, chat=False)
-    use_threads(server.threads)
+    briefly = make_workload(PROMPTS, {"max_new_tokens": SEARCH_TOKENS}, chat=False)
+    use_threads(threads)
     with ExitStack() as stack:
         model = stack.enter_context(load(artifact, defer=True))
         if model.metadata.manifest.get("target") != TARGET:
             raise ValueError(f"{artifact} is of {model.metadata.manifest.get('target')}: export {TARGET} to compare")
+        weights = types_beside(model, weights)
         ways = ways_of(str(artifact), model, None)
         check_ways(ways, workload)
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        target, draft = convert(server.build, TARGET, folder or temporary, server.weights)
-        turns = []
-        for way, file in zip(ways, (None, draft), strict=True):
-            turns += [way, stack.enter_context(server.started(model, way.chain_len, target, file, temporary))]
+        files = convert(build, TARGET, folder or temporary, weights)
+        server = Server(build, files, threads, cache, model, temporary)
         with progress() as bar:
-            task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(turns))
-            outcomes, step_ms = measure(turns, workload, repeats, lambda: bar.advance(task))
-        report = make_report(outcomes)
-    asked = {"threads": server.threads, "type": server.weights, "cache_type": server.cache}
+            settings = sum(map(grid, weights), [])
+            trying = bar.add_task("trying settings", total=len(settings))
+            tried = search(settings, server.started, briefly, lambda: bar.advance(trying))
+            measuring = bar.add_task("measuring", total=None)
+            outcomes, step_ms, tried = measure_beside(
+                ways, tried, server.started, workload, repeats, lambda: bar.advance(measuring)
+            )
+        report = make_report(outcomes) | {"search": [each.as_json() for each in tried]}
+    asked = {"threads": threads, "types": " ".join(weights), "cache_type": cache}
     asked |= {"prompts": len(workload.prompts), "new_tokens": Options.max_new_tokens, "passes": repeats}
+    asked |= {"new_tokens_of_the_search": SEARCH_TOKENS}
     steps = {name: spread(ms[name] for ms in step_ms) for name in step_ms[0]}
     return {"asked": asked} | report | {"step_ms": steps, "machine": machine(None), "versions": versions()}
 
@@ -143,7 +195,12 @@ def measured(artifact: Path, server: Server, repeats: int, folder: Path | None) 
 @click.argument("llama_cpp", type=click.Path(path_type=Path))
 @click.option("--threads", type=click.IntRange(1, cores()), default=cores(), show_default=True, help="Of either side.")
 @click.option(
-    "--type", "weights", type=click.Choice(WEIGHT_TYPES), default="f32", show_default=True, help="llama.cpp's weights."
+    "--type",
+    "weights",
+    type=click.Choice(WEIGHT_TYPES),
+    multiple=True,
+    help="llama.cpp's weights, once or several times; by default f32 beside float32, q8_0 beside 8da8w, q4_0 and "
+    "q4_k_m beside 8da4w.",
 )
 @click.option(
     "--cache-type", type=click.Choice(CACHE_TYPES), default="f32", show_default=True, help="llama.cpp's KV caches."
@@ -155,22 +212,27 @@ def main(
     artifact: Path,
     llama_cpp: Path,
     threads: int,
-    weights: str,
+    weights: Sequence[str],
     cache_type: str,
     repeats: int,
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure an ARTIFACT of gemma4-tiny and LLAMA_CPP, a folder with a build of it, in turn.
+    """Measure an ARTIFACT of gemma4-tiny beside LLAMA_CPP, a folder with a build of it, at its fastest settings.
 
-    Each prompt of scripts/prompts.jsonl is answered four ways in turn, greedily and up to 128 tokens: by the artifact
-    and by llama-server, without speculation and with it. Nothing is kept from one prompt to the next. Decoding is timed
-    from the first token to the last by either side's own clock, so no figure has HTTP in it; "prompts too" adds the
-    time to the first token. A ratio is formed within a pass; medians over the passes, the least and the most. --type
-    and --cache-type are llama.cpp's alone: the artifact's weights and caches are what it was exported with.
+    First every setting of llama-server answers all prompts of scripts/prompts.jsonl once, up to 64 tokens each: its
+    draft in f32 and q8_0, chains of 1 to 7, with backend sampling of the draft and without. Then the artifact, without
+    speculation and with it, and of each --type llama-server without speculation and in its four fastest settings take
+    turns with each prompt, greedily and up to 128 tokens. The best setting is the one with the best median over the
+    passes. A setting whose server fails is named and left out.
+
+    Nothing is kept from one prompt to the next. Decoding is timed from the first token to the last by either side's own
+    clock, so no figure has HTTP in it; "prompts too" adds the time to the first token. A ratio is formed within a pass;
+    medians over the passes, the least and the most. --type and --cache-type are llama.cpp's alone: the artifact's
+    weights and caches are what it was exported with.
     """
-    server = Server(Build.found(llama_cpp), threads, weights, cache_type)
-    report = measured(artifact, server, repeats, folder)
+    build = Build.found(llama_cpp)
+    report = measured(artifact, build, threads, weights, cache_type, repeats, folder)
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 

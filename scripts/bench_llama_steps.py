@@ -21,7 +21,7 @@ import torch
 from bench_export import exported_for_cpu, run_on_cpu, save_for_cpu
 from cpu_models import CPU_MODELS
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from llama_server import PART, Build, epilog, make
+from llama_build import PART, Build, epilog, make
 from transformers import PreTrainedConfig
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder

@@ -1,4 +1,4 @@
-"""llama.cpp as a way through the prompts: its build, the checkpoints as GGUF files, its server and what that says."""
+"""llama.cpp as a way through the prompts: how its server is started, asked and understood."""
 
 import http.client
 import json
@@ -6,150 +6,100 @@ import os
 import re
 import socket
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llama_build import Build, GgufFiles, last_line
 
 from eagle3.runner.bench.ways import Workload
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt
 from eagle3.runner.statistics import GenerationStats
-from eagle3.targets import TARGETS
 
-CONVERTER = "convert_hf_to_gguf.py"
-PART = "{part}"
-WEIGHT_TYPES = "f32", "q8_0"
 CACHE_TYPES = "f32", "f16"
-START_SECONDS = 60
+START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 60, 600, 10
 DRAFTED = re.compile(r"statistics +draft-eagle3: .*#acc rate/pos = \(([^)]+)\)")
 
 
 @dataclass(frozen=True)
-class Build:
-    """A folder that CMake built llama.cpp in, and the sources that it was built of."""
+class Setting:
+    """How llama.cpp decodes: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also the type of the
+    ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and whether they are
+    chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
 
-    folder: Path
-    source: Path
+    weights: str
+    chain_len: int = 0
+    draft: str | None = None
+    backend_sampling: bool = True
 
-    @classmethod
-    def found(cls, folder: Path) -> "Build":
-        """Raises FileNotFoundError where something is missing."""
-        folder = folder.absolute()
-        cache = folder / "CMakeCache.txt"
-        if not cache.is_file():
-            raise FileNotFoundError(f"{cache} is missing: give the folder that CMake built llama.cpp in")
-        source = source_of(cache.read_text(encoding="utf-8"))
-        for path in (folder / "bin" / "llama-server", folder / "bin" / "llama-quantize", source / CONVERTER):
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is missing: build llama.cpp as --help says")
-        return cls(folder, source)
+    @property
+    def drafting(self) -> str:
+        """Everything of it but the weights and the chain length."""
+        sampling = "backend sampling" if self.backend_sampling else "no backend sampling"
+        return f"draft {self.draft}, {sampling}" if self.chain_len else "no speculation"
 
-    def tool(self, name: str) -> str:
-        return str(self.folder / "bin" / name)
+    def __str__(self) -> str:
+        chain = f", chain length {self.chain_len}" if self.chain_len else ""
+        return f"{self.weights}, {self.drafting}{chain}"
 
 
-def source_of(cmake_cache: str) -> Path:
-    """The sources' folder, by CMakeCache.txt."""
-    return Path(re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.*)$", cmake_cache, re.MULTILINE)[1])
+class ServerError(ValueError):
+    """llama-server does not start, ends, or refuses a prompt with ``setting``."""
 
-
-def convert(build: Build, shipped: str, folder: Path, weights: str) -> list[Path]:
-    """The shipped target and its draft as GGUF files in ``folder``, those that are not there yet: f32, or quantized
-    from it."""
-    spec = TARGETS[shipped]
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {name: [folder / f"{part}-{name}.gguf" for part in ("target", "draft")] for name in ("f32", weights)}
-    with tempfile.TemporaryDirectory() as temporary:
-        target = with_accepted_tokenizer(spec.checkpoint, Path(temporary))
-        for checkpoint, file in zip((target, spec.draft), files["f32"], strict=True):
-            command = [sys.executable, str(build.source / CONVERTER), str(checkpoint), "--outtype", "f32"]
-            make(file, [*command, "--target-model-dir", str(target), "--outfile", PART])
-    for full, file in zip(files["f32"], files[weights], strict=True):
-        make(file, [build.tool("llama-quantize"), str(full), PART, weights])
-    return files[weights]
-
-
-def epilog(doc: str) -> str:
-    """A script's docstring behind its first paragraph, for ``--help``: click keeps its lines."""
-    return "\n\n".join(f"\b\n{paragraph}" for paragraph in doc.split("\n\n")[1:])
-
-
-def make(file: Path, command: Sequence[str]) -> None:
-    """Run a command that writes ``PART``, which becomes the file; nothing where that is there already."""
-    if not file.is_file():
-        part = file.with_suffix(".part")
-        run([str(part) if word == PART else word for word in command])
-        part.rename(file)
-
-
-def with_accepted_tokenizer(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint with a tokenizer that llama.cpp's converter takes a Gemma 4 with. gemma4-tiny's is of another
-    kind; prompts and answers are token ids here, so nothing hangs on what they spell."""
-    for file in checkpoint.iterdir():
-        (folder / file.name).symlink_to(file.resolve())
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    tokenizer["model"]["byte_fallback"] = True
-    tokenizer["decoder"] = {"type": "Sequence", "decoders": []}
-    path.unlink()
-    path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    return folder
-
-
-def run(command: Sequence[str]) -> None:
-    """Raises ValueError with the last line of what a failing command says."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        raise ValueError(f"{Path(command[0]).name} {command[1]} failed: {last_line(done.stdout)}")
-
-
-def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it says nothing")
+    def __init__(self, setting: Setting, reason: str):
+        super().__init__(f"llama.cpp {setting}: {reason}")
+        self.setting, self.reason = setting, reason
 
 
 @dataclass(frozen=True)
 class Server:
-    """How llama-server is run: ``threads``, ``weights`` (WEIGHT_TYPES), its ``cache`` (CACHE_TYPES)."""
+    """How llama-server is run: by what build, of which files, with how many ``threads`` and what type of KV ``cache``
+    (CACHE_TYPES). ``model``: the artifact, whose tokenizer and context are taken. Logs go into ``logs``."""
 
     build: Build
+    files: GgufFiles
     threads: int
-    weights: str
     cache: str
+    model: Model
+    logs: Path
 
     @contextmanager
-    def started(
-        self, model: Model, chain_len: int, target: Path, draft: Path | None, folder: Path
-    ) -> Iterator["LlamaWay"]:
-        """A server until the end of the context; its log is written into ``folder``."""
-        port, log = free_port(), folder / f"llama-server-{chain_len}.log"
-        command = [*self.command(target, model.metadata.max_seq_len), "--port", str(port)]
-        if draft:
-            command += self.speculation(draft, chain_len)
+    def started(self, setting: Setting) -> Iterator["LlamaWay"]:
+        """A server until the end of the context. Raises ServerError where it does not start."""
+        port = free_port()
+        log = self.logs / f"llama-server-{port}.log"
+        command = [*self.command(setting), "--port", str(port)]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "LLAMA_ARG_"))}
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
-            wait_until_up(process, port, log)
-            yield LlamaWay(f"llama.cpp {self.weights}", model, chain_len, port, log)
+            way = LlamaWay(setting, self.model, port, log)
+            way.wait_until_up(process)
+            yield way
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
-    def command(self, target: Path, context: int) -> list[str]:
+    def command(self, setting: Setting) -> list[str]:
         """One slot, nothing kept of an earlier prompt; ``-lv 4`` logs acceptance by position."""
-        given = {"-m": target, "-c": context, "-np": 1, "-t": self.threads, "-ctk": self.cache, "-ctv": self.cache}
+        given = {"-m": self.files.target(setting.weights), "-c": self.model.metadata.max_seq_len}
+        given |= {"-np": 1, "-t": self.threads, "-ctk": self.cache, "-ctv": self.cache}
         given |= {"--cache-ram": 0, "--ctx-checkpoints": 0, "-lv": 4}
-        return [self.build.tool("llama-server"), *flags(given)]
-
-    def speculation(self, draft: Path, chain_len: int) -> list[str]:
-        given = {"-md": draft, "--spec-type": "draft-eagle3", "--spec-draft-n-max": chain_len}
-        return flags(given | {"-ctkd": self.cache, "-ctvd": self.cache})
+        if not setting.chain_len:
+            return [self.build.tool("llama-server"), *flags(given)]
+        given |= {"-md": self.files.draft(setting.draft), "-ctkd": self.cache, "-ctvd": self.cache}
+        given |= {"--spec-type": "draft-eagle3", "--spec-draft-n-max": setting.chain_len}
+        sampling = f"--{'' if setting.backend_sampling else 'no-'}spec-draft-backend-sampling"
+        return [self.build.tool("llama-server"), *flags(given), sampling]
 
 
 def flags(given: dict[str, Any]) -> list[str]:
@@ -162,46 +112,61 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until_up(process: subprocess.Popen, port: int, log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            if request(port, "GET", "/health")[0] == http.client.OK:
-                return
-        except OSError:
-            pass
-        time.sleep(0.05)
-    raise ValueError(f"llama-server does not start: {last_line(log.read_text(encoding='utf-8', errors='replace'))}")
-
-
 @dataclass(frozen=True)
 class LlamaWay:
     """llama-server as a way through the prompts (``eagle3.runner.bench.ways.Way``). ``model``: the artifact, whose
     tokenizer and context are taken."""
 
-    artifact: str
+    setting: Setting
     model: Model
-    chain_len: int
     port: int
     log: Path
 
+    @property
+    def artifact(self) -> str:
+        return f"llama.cpp {self.setting.weights}, {self.setting.drafting}"
+
+    @property
+    def chain_len(self) -> int:
+        return self.setting.chain_len
+
+    def wait_until_up(self, process: subprocess.Popen) -> None:
+        """Raises ServerError where it ended, or takes longer than START_SECONDS."""
+        end = time.monotonic() + START_SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            try:
+                if request(self.port, "GET", "/health")[0] == http.client.OK:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass
+            time.sleep(0.05)
+        raise ServerError(self.setting, f"llama-server does not start: {last_line(self.said())}")
+
     def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
+        """Raises ServerError for a server that gives no answer, ValueError for a prompt that no context holds."""
         ids = self.model.encode(prompt.first_turn)
         options = Options.of(**workload.options)
         asked = {"prompt": ids, "n_predict": options.max_new_tokens, "temperature": 0, "cache_prompt": False}
-        status, reply = request(self.port, "POST", "/completion", asked | {"return_tokens": True})
+        try:
+            status, reply = request(self.port, "POST", "/completion", asked | {"return_tokens": True})
+        except (OSError, http.client.HTTPException) as error:
+            gone = f"llama-server gave no answer to line {prompt.line} ({error})"
+            raise ServerError(self.setting, f"{gone}: {last_line(self.said())}") from error
         if status != http.client.OK:
-            raise ValueError(f"llama-server refuses the prompt of line {prompt.line}: {reply}")
+            raise ServerError(self.setting, f"llama-server refuses the prompt of line {prompt.line}: {reply}")
         return [result(ids, json.loads(reply), options)]
 
     @property
     def acceptance(self) -> list[float]:
         """Of all drafts since the first prompt, the share accepted at each position."""
-        return acceptance(self.log.read_text(encoding="utf-8", errors="replace"))
+        return acceptance(self.said())
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 def request(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     try:
         connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()

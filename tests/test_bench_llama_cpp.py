@@ -4,10 +4,13 @@ import json
 
 import bench_llama_cpp as bench
 import bench_llama_steps as steps
+import llama_build
 import llama_server
 import pytest
 import torch
 from commands import fail_command
+from llama_search import Tried
+from llama_server import LlamaWay, Setting
 from random_checkpoints import random_model
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -45,45 +48,68 @@ def test_a_reply_becomes_a_result_timed_from_its_first_token():
     assert found.stats.prefill_tokens_per_second == pytest.approx(2 / 0.008)
 
 
-def outcome(name: str, chain_len: int, seconds: list[float], tokens: list[int]) -> Outcome:
+def outcome(way: Way | LlamaWay, seconds: list[float], tokens: list[int]) -> Outcome:
     """A prompt a pass."""
     passes = []
     for each in seconds:
         stats = GenerationStats(1, 3, 0, len(tokens), prefill_seconds=0.5, decode_seconds=each)
-        if chain_len:
+        if way.chain_len:
             stats.record(proposed=2, accepted=1)
         passes.append([Answer(Prompt(1, "x"), 0, Result([1, 2, 3], tokens, None, "length", None, Options(), stats))])
-    return Outcome(Way(name, None, chain_len), passes)
+    return Outcome(way, passes)
 
 
-def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named():
+def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_path):
+    (tmp_path / "log").write_text(LOG)
+    ours = Way("out", None, 0), Way("out", None, 2)
+    settings = [
+        Setting("q4_0"),
+        Setting("q4_0", 2, "f32"),
+        Setting("q4_0", 6, "q8_0", False),
+        Setting("q4_0", 7, "f32"),
+    ]
+    settings += [Setting("q4_k_m"), Setting("q4_k_m", 1, "q8_0")]
+    ways = [*ours, *(LlamaWay(setting, None, 0, tmp_path / "log") for setting in settings)]
+    seconds = [
+        [2.0, 4.0, 2.0],
+        [1.0, 1.0, 1.0],
+        *([1.0, 2.0, 2.0], [1.0, 9.0, 9.0], [0.5, 1.0, 4.0], [0.5, 1.0, 4.0]),
+        *([2.0, 2.0, 2.0], [4.0, 4.0, 4.0]),
+    ]
     same, other = [7, 8, 9], [7, 8, 1]
-    report = bench.make_report(
-        [
-            outcome("out", 0, [2.0, 4.0, 2.0], same),
-            outcome("llama.cpp", 0, [1.0, 2.0, 2.0], same),
-            outcome("out", 2, [1.0, 1.0, 1.0], same),
-            outcome("llama.cpp", 2, [4.0, 4.0, 4.0], other),
-        ]
-    )
-    assert report["ours_to_llama_cpp"]["without_speculation"] == {"median": 0.5, "min": 0.5, "max": 1.0}
-    assert report["ours_to_llama_cpp"]["with_speculation"]["median"] == 4.0
-    assert report["ours_to_llama_cpp"]["with_speculation_to_its_best"] == {"median": 2.0, "min": 1.0, "max": 2.0}
-    ours, theirs, drafting, parted = report["ways"]
-    assert (
-        ours["decode_tokens_per_second"]["median"] == 1.0
-    )  # two tokens after the first, the prompt's half second aside
+    tokens = [same] * (len(ways) - 1) + [other]
+    report = bench.make_report(list(map(outcome, ways, seconds, tokens)))
+
+    one, two = (report["ours_to_llama_cpp"][weights] for weights in ("q4_0", "q4_k_m"))
+    assert Setting(**one["best_setting"]) == settings[2]  # best by its median, not by its fastest pass
+    assert one["without_speculation"] == {"median": 0.5, "min": 0.5, "max": 1.0}
+    assert one["with_speculation"] == one["with_speculation_to_its_best"] == {"median": 1.0, "min": 0.5, "max": 4.0}
+    assert Setting(**two["best_setting"]) == Setting("q4_k_m")  # which speculation only slows
+    assert two["without_speculation"] == {"median": 1.0, "min": 0.5, "max": 1.0}
+    assert two["with_speculation"]["median"] == 4.0
+    assert two["with_speculation_to_its_best"]["median"] == 2.0
+
+    plain, drafting, *_, theirs = report["ways"]
+    assert plain["decode_tokens_per_second"]["median"] == 1.0  # two tokens behind the first: the prompt's time is aside
     assert drafting["acceptance_rate_per_position"] == [1.0, 0.0]
-    assert theirs["divergence"] is None
-    assert parted["divergence"]["position"] == 2
-    asked = {"asked": {"threads": 1}, "machine": "a machine"}
-    assert bench.as_text(report | asked).splitlines()[-1].startswith("llama.cpp, chain length 2: parts from out, ")
+    assert theirs["acceptance_rate_per_position"] == [0.876, 0.767, 0.659]
+    assert drafting["ratio_to_no_speculation"]["median"] == 2.0
+    assert theirs["ratio_to_no_speculation"]["median"] == 0.5  # to its own type of weight, not to q4_0
+    assert report["ways"][2]["divergence"] is None
+    assert theirs["divergence"]["position"] == 2
+
+    tried = [Tried(settings[1], 8.0).as_json(), Tried(settings[2], failure="gone").as_json()]
+    text = bench.as_text(report | {"asked": {"threads": 1}, "machine": "a machine", "search": tried}).splitlines()
+    assert "llama.cpp q4_0 at its best: q4_0, draft q8_0, no backend sampling, chain length 6" in text
+    assert "ours to llama.cpp q4_0, with speculation to its best: 1.00 (0.50..4.00)" in text
+    assert text[-1] == "left out: q4_0, draft q8_0, no backend sampling, chain length 6: gone"
+    assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: parts from out, ")
 
 
 def test_the_converted_target_differs_in_its_tokenizer_alone(tmp_path):
     checkpoint = TARGETS["gemma4-tiny"].checkpoint
     before = (checkpoint / "tokenizer.json").read_bytes()
-    llama_server.with_accepted_tokenizer(checkpoint, tmp_path)
+    llama_build.with_accepted_tokenizer(checkpoint, tmp_path)
     assert (checkpoint / "tokenizer.json").read_bytes() == before
     made = json.loads((tmp_path / "tokenizer.json").read_text())
     assert made["model"]["vocab"] == json.loads(before)["model"]["vocab"]

@@ -1,0 +1,114 @@
+"""The fastest way to run llama.cpp: its settings tried once each, the fastest of them to be measured again.
+
+1. ``search``: each setting of ``grid`` answers all prompts once, in few tokens, one server at a time.
+2. ``comparable``: for each type of the target's weights, decoding without speculation and the fastest settings.
+3. ``measure_beside``: those take turns with our own ways, all prompts several times.
+
+Equally fast settings stand in the order of ``grid``: shorter chains and llama.cpp's defaults first. A setting whose
+server fails is left out, in the first pass and later; ``Tried`` keeps why.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from llama_build import DRAFT_TYPES
+from llama_server import LlamaWay, ServerError, Setting
+
+from eagle3.runner.bench.measure import Outcome, measure, total
+from eagle3.runner.bench.ways import Way, Workload
+
+PEERS = {"none": ("f32",), "8da8w": ("q8_0",), "8da4w": ("q4_0", "q4_k_m")}
+"""A recipe of ours (``--qlinear``) to the types of weight that llama.cpp has instead."""
+CHAIN_LENGTHS = range(1, 8)
+SEARCH_TOKENS = 64
+FINALISTS = 4
+"""Settings with speculation that are measured again, of each type of weight."""
+
+Start = Callable[[Setting], AbstractContextManager[LlamaWay]]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting, and its tokens a second after each answer's first; None, and why, where its server failed."""
+
+    setting: Setting
+    tokens_per_second: float | None = None
+    failure: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = {"failure": self.failure} if self.failure else {"decode_tokens_per_second": self.tokens_per_second}
+        return {"setting": asdict(self.setting)} | found
+
+
+def grid(weights: str) -> list[Setting]:
+    """Without speculation first."""
+    drafting = product(CHAIN_LENGTHS, DRAFT_TYPES, (True, False))
+    return [Setting(weights), *(Setting(weights, *each) for each in drafting)]
+
+
+def search(settings: Sequence[Setting], start: Start, workload: Workload, advance: Callable[[], None]) -> list[Tried]:
+    """One pass of the prompts by each setting."""
+    tried = []
+    for setting in settings:
+        tried.append(_tried(setting, start, workload))
+        advance()
+    return tried
+
+
+def _tried(setting: Setting, start: Start, workload: Workload) -> Tried:
+    try:
+        with start(setting) as way:
+            way.answer(workload, workload.prompts[0])  # to warm up
+            answers = sum((way.answer(workload, prompt) for prompt in workload.prompts), [])
+    except ServerError as error:
+        return Tried(setting, failure=error.reason)
+    return Tried(setting, total(answer.stats for answer in answers).decode_tokens_per_second)
+
+
+def comparable(tried: Sequence[Tried]) -> dict[str, list[Setting]]:
+    """A type of weight to its setting without speculation and the FINALISTS fastest with it; types that lack either
+    are left out. Raises ValueError where none is left."""
+    running = [each for each in tried if each.failure is None]
+    found = {}
+    for weights in dict.fromkeys(each.setting.weights for each in running):
+        ranked = sorted(running, key=lambda each: -each.tokens_per_second)
+        settings = [each.setting for each in ranked if each.setting.weights == weights]
+        plain = [setting for setting in settings if not setting.chain_len]
+        drafting = [setting for setting in settings if setting.chain_len]
+        if plain and drafting:
+            found[weights] = plain + drafting[:FINALISTS]
+    if not found:
+        failed = [each for each in tried if each.failure is not None]
+        raise ValueError(
+            f"{len(failed)} of llama.cpp's {len(tried)} settings fail and no type of weight is left that runs with "
+            f"speculation and without; the first, {failed[0].setting}: {failed[0].failure}"
+        )
+    return found
+
+
+def measure_beside(
+    ours: Sequence[Way],
+    tried: Sequence[Tried],
+    start: Start,
+    workload: Workload,
+    repeats: int,
+    advance: Callable[[], None],
+) -> tuple[list[Outcome], list[dict[str, float]], list[Tried]]:
+    """Our ways and the ``comparable`` settings in turn (``eagle3.runner.bench.measure``).
+
+    Where a server fails, all is measured anew without its setting. Returns the outcomes, ours first, the milliseconds
+    of our steps and ``tried`` with what failed.
+    """
+    while True:
+        settings = sum(comparable(tried).values(), [])
+        try:
+            with ExitStack() as stack:
+                theirs = [stack.enter_context(start(setting)) for setting in settings]
+                outcomes, step_ms = measure([*ours, *theirs], workload, repeats, advance)
+                return outcomes, step_ms, list(tried)
+        except ServerError as error:
+            failed = {"tokens_per_second": None, "failure": error.reason}
+            tried = [replace(each, **failed) if each.setting == error.setting else each for each in tried]
