@@ -115,7 +115,7 @@ def as_text(report: dict[str, Any]) -> str:
         rows.append(row)
     lines = []
     for weights, found in report["ours_to_llama_cpp"].items():
-        lines.append(f"llama.cpp {weights} at its best: {Setting(**found['best_setting'])}")
+        lines.append(f"llama.cpp at its best: {Setting(**found['best_setting'])}")
         for name in ("without_speculation", "with_speculation", "with_speculation_to_its_best"):
             lines.append(f"ours to llama.cpp {weights}, {name.replace('_', ' ')}: {spread_text(found[name], 2)}")
     first, *others = report["ways"]
@@ -129,14 +129,15 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Of settings with speculation: a row for each chain length, a column for whatever else a setting has."""
-    rows: dict[int, dict[str, str]] = {}
+    """Of settings with speculation: a column for each chain length, a row for whatever else a setting has."""
     drafting = [(Setting(**each["setting"]), each) for each in tried if each["setting"]["chain_len"]]
-    columns = {f"{setting.weights}, {setting.drafting}": "-" for setting, _ in drafting}
+    lengths = {str(setting.chain_len): "-" for setting, _ in drafting}
+    rows: dict[str, dict[str, str]] = {}
     for setting, each in drafting:
-        row = rows.setdefault(setting.chain_len, {"tried once, chain length": str(setting.chain_len)} | columns)
+        name = f"{setting.weights}, {setting.drafting}"
+        row = rows.setdefault(name, {"tried once, by chain length": name} | lengths)
         if "failure" not in each:
-            row[f"{setting.weights}, {setting.drafting}"] = f"{each['decode_tokens_per_second']:.0f}"
+            row[str(setting.chain_len)] = f"{each['decode_tokens_per_second']:.0f}"
     return list(rows.values())
 
 

@@ -100,8 +100,12 @@ def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_
 
     tried = [Tried(settings[1], 8.0).as_json(), Tried(settings[2], failure="gone").as_json()]
     text = bench.as_text(report | {"asked": {"threads": 1}, "machine": "a machine", "search": tried}).splitlines()
-    assert "llama.cpp q4_0 at its best: q4_0, draft q8_0, no backend sampling, chain length 6" in text
+    assert "llama.cpp at its best: q4_0, draft q8_0, no backend sampling, chain length 6" in text
     assert "ours to llama.cpp q4_0, with speculation to its best: 1.00 (0.50..4.00)" in text
+    assert [line.split() for line in text if line.startswith("q4_0, ")] == [
+        ["q4_0,", "draft", "f32,", "backend", "sampling", "8", "-"],
+        ["q4_0,", "draft", "q8_0,", "no", "backend", "sampling", "-", "-"],
+    ]
     assert text[-1] == "left out: q4_0, draft q8_0, no backend sampling, chain length 6: gone"
     assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: parts from out, ")
 

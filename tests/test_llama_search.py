@@ -201,7 +201,7 @@ def test_a_finalist_that_fails_is_named_and_the_next_fastest_takes_its_place(art
     speeds = {"q4_0 6 q8_0 on": 900, "q4_0 5 q8_0 on": 800, "q4_0 4 f32 on": 700, "q4_0 3 f32 on": 600}
     fake_build.plan(speeds=speeds | {"q4_0 2 f32 off": 550}, ends=["q4_0 6 q8_0 on 128"])
     shown = run_command(bench.main, artifact, fake_build.folder, "--repeats", 1, "--type", "q4_0").stdout
-    assert "llama.cpp q4_0 at its best: q4_0, draft q8_0, backend sampling, chain length 5" in shown
+    assert "llama.cpp at its best: q4_0, draft q8_0, backend sampling, chain length 5" in shown
     assert "left out: q4_0, draft q8_0, backend sampling, chain length 6: llama-server gave no answer" in shown
     rows = [line.split("   ") for line in shown.splitlines() if line.startswith("llama.cpp q4_0, ") and "   " in line]
     assert [row[0] for row in rows] == [
