@@ -32,6 +32,9 @@ class Choice(Protocol):
             proposed: what was proposed in this chain so far, int64 [1, ...] each
         """
 
+    def forced(self, proposed: Sequence[Tensor], count: int, /) -> list[int]:
+        """Ids to propose behind ``proposed`` (as of ``draft``) without a draft step, ``count`` at most; mostly none."""
+
     def accept(self, tokens: list[int]) -> None:
         """These follow the tokens so far."""
 
@@ -46,6 +49,9 @@ class Greedy:
 
     def draft(self, step: Step, _proposed: Sequence[Tensor]) -> Tensor:
         return step.ids
+
+    def forced(self, _proposed: Sequence[Tensor], _count: int) -> list[int]:
+        return []
 
     def accept(self, tokens: list[int]) -> None:
         pass

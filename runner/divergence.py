@@ -111,6 +111,9 @@ class Watched:
     def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
         return self._choice.draft(step, proposed)
 
+    def forced(self, proposed: Sequence[Tensor], count: int) -> list[int]:
+        return self._choice.forced(proposed, count)
+
     def accept(self, tokens: list[int]) -> None:
         self._choice.accept(tokens)
 

@@ -260,8 +260,9 @@ class Rounds:
             self._seed = Seed(anchor_pos)
             return anchor
         wanted = min(self._chain.next(), room)
-        if not wanted and seed.rows < session.metadata.max_prefill:
-            return anchor
+        forced = self._choice.forced([], wanted)
+        if len(forced) == wanted and seed.rows + wanted < session.metadata.max_prefill:  # the seed can wait
+            return torch.cat([anchor, torch.tensor([forced])], dim=1) if forced else anchor
         cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
         tokens, feature = seed.all()
         step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
@@ -271,7 +272,11 @@ class Rounds:
         chain = [self._choice.draft(step, [])]
         if self._masks:
             chain = [chain[0][:, :wanted]]
-        for position in range(anchor_pos, anchor_pos + wanted - chain[0].shape[1]):
+        for position in range(anchor_pos, last := anchor_pos + wanted - chain[0].shape[1]):
+            forced = self._choice.forced(chain, last - position)
+            if len(forced) == last - position:
+                chain.append(torch.tensor([forced]))
+                break
             step = session.draft_decode(chain[-1], step.own_feature(), session.positions[position : position + 1])
             chain.append(self._choice.draft(step, chain))
         return torch.cat([anchor, *chain], dim=1)

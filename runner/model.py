@@ -17,6 +17,7 @@ from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.lossless import Replay, replay
 from eagle3.runner.options import AUTO, Options
+from eagle3.runner.sampling.constraint import Constraint, Grammars
 from eagle3.runner.stream import ABORT, Piece, Result, Stream, choose
 from eagle3.runner.text import TOKENIZER_FILE, Text
 
@@ -68,6 +69,15 @@ class Model:
     def has_text(self) -> bool:
         return self._folder is not None and (self._folder / TOKENIZER_FILE).is_file()
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles ``structured_outputs``. Raises as ``Text`` and ``Grammars`` where that cannot be."""
+        return Grammars(self.text.folder / TOKENIZER_FILE, self.metadata)
+
+    def constraint(self, options: Options) -> Constraint | None:
+        """The grammar that ``options`` ask for, compiled. Raises ValueError for one that is not taken."""
+        return None if options.structured_outputs is None else self.grammars.compile(options.structured_outputs)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError for what is no prompt, FileNotFoundError without a tokenizer."""
         if isinstance(prompt, str):
@@ -112,7 +122,8 @@ class Model:
         """Hold a result against the same generation without speculation. Raises BusyError during another one."""
         with self.reserved():
             self.cached.clear()
-            make_choice = partial(choose, result.options, self.metadata, result.prompt_token_ids)
+            constraint = self.constraint(result.options)
+            make_choice = partial(choose, result.options, self.metadata, constraint, result.prompt_token_ids)
             chain = self.chain if result.options.chain_len == AUTO else result.options.chain_len
             tie = near_tie_of(self.metadata, self._folder)
             return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain, tie)

@@ -1,11 +1,12 @@
 """What one generation is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
+from eagle3.runner.sampling.constraint import check_constraint
 from eagle3.runner.sampling.options import Sampling, check_logits
 from eagle3.runner.stop_strings import StopStrings
 
@@ -21,6 +22,8 @@ class Options(Sampling):
     """The text ends before the first of these strings to appear."""
     stop_token_ids: Sequence[int] = ()
     """Besides the artifact's own end tokens."""
+    skip_special_tokens: bool = True
+    """False: the text shows special tokens, such as a tool call's markers."""
     ignore_eos: bool = False
     """Go on behind the artifact's own end tokens, for benchmarks."""
     chain_len: int | Literal["auto"] | None = None
@@ -28,8 +31,16 @@ class Options(Sampling):
     logprobs: int | None = None
     """Log-probabilities of each token and of so many that are likeliest, by the model's own distribution."""
 
+    structured_outputs: Mapping[str, Any] | None = None
+    """What the text has to be, under vLLM's names: one of ``{"json": schema}``, ``{"json_object": true}``,
+    ``{"regex": ...}``, ``{"choice": [...]}`` and ``{"grammar": a grammar of llguidance's Lark}``. Beside it
+    ``reasoning_end``, the text of the token that ends reasoning, which is free; the prompt opened that, unless
+    ``reasoning_begin`` is the token that may."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.structured_outputs is not None:
+            check_constraint(self.structured_outputs)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, items in (("stop", "one string or several"), ("stop_token_ids", "a list of token ids")):
@@ -48,8 +59,11 @@ class Options(Sampling):
         StopStrings(self.stop)
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids is {shown(self.stop_token_ids)}, but must be whole numbers, 0 or more")
-        if type(self.ignore_eos) is not bool:
-            raise ValueError(f"ignore_eos is {shown(self.ignore_eos)}, but must be true or false")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {shown(getattr(self, name))}, but must be true or false")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise ValueError("structured_outputs end by an end token: leave ignore_eos out")
 
     @classmethod
     def of(cls, **given: Any) -> "Options":

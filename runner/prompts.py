@@ -32,11 +32,14 @@ OPTIONS = (
     "min_p",
     "seed",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "logit_bias",
     "stop",
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "structured_outputs",
 )
 """What may stand beside any prompt, for its own generation."""
 

@@ -12,6 +12,8 @@ from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop import STOP, Generation, check_request, generate
 from eagle3.runner.options import AUTO, Options
+from eagle3.runner.sampling.constrained import Constrained, Guide
+from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.statistics import GenerationStats
@@ -74,10 +76,12 @@ class Stream(Iterator[Piece]):
         options.check(metadata)
         if not options.plain and options.seed is None:
             options = replace(options, seed=secrets.randbits(63))
-        decoder = TextStream(model.text, options.stop) if model.has_text else None
+        decoder = None
+        if model.has_text:
+            decoder = TextStream(model.text, options.stop, options.skip_special_tokens, options.stop_ids(metadata))
         if options.stop and decoder is None:
             raise ValueError("stop strings need a tokenizer, and the artifact has none: give stop_token_ids")
-        self._answer = Answer(prompt, options, decoder)
+        self._answer = Answer(prompt, options, decoder, model.constraint(options))
         self._pieces = _pieces(model, self._answer, weakref.ref(self))
 
     def __next__(self) -> Piece:
@@ -111,7 +115,8 @@ class Answer:
     left, and the model with it, until a garbage collection.
     """
 
-    def __init__(self, prompt: list[int], options: Options, decoder: TextStream | None):
+    def __init__(self, prompt: list[int], options: Options, decoder: TextStream | None, constraint: Constraint | None):
+        self._constraint = constraint
         self.prompt, self.options, self.stats = prompt, options, GenerationStats()
         self.logprobs: Logprobs | None = None
         self._decoder, self._rest_is_out = decoder, False
@@ -165,7 +170,7 @@ class Answer:
         self.stats.generation_tokens = len(self._tokens)
 
     def choice(self, metadata: Metadata) -> Choice:
-        choice = choose(self.options, metadata, self.prompt)
+        choice = choose(self.options, metadata, self._constraint, self.prompt)
         if self.options.logprobs is not None:
             choice = self.logprobs = Logprobs(choice, self.options.logprobs)
         return choice
@@ -196,6 +201,7 @@ def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Genera
     )
 
 
-def choose(options: Options, metadata: Metadata, tokens: Sequence[int]) -> Choice:
-    """How what follows ``tokens`` is chosen."""
-    return Greedy() if options.plain else Sampler(options, metadata, tokens)
+def choose(options: Options, metadata: Metadata, constraint: Constraint | None, tokens: Sequence[int]) -> Choice:
+    """How what follows ``tokens`` is chosen; ``constraint`` is compiled from ``options.structured_outputs``."""
+    choice = Greedy() if options.plain else Sampler(options, metadata, tokens)
+    return choice if constraint is None else Constrained(choice, Guide(constraint), metadata)

@@ -1,7 +1,7 @@
 """Text at the edge: the artifact's tokenizer, and nothing of it further in."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -73,13 +73,13 @@ class Text:
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.folder)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
 
-    def written(self, token: int) -> str | None:
+    def written(self, token: int, skip_special: bool = True) -> str | None:
         """A token as the vocabulary writes it; None for one that ``decode`` leaves out."""
         written = self.tokenizer.id_to_token(token)
-        return None if written in self._special else written
+        return None if skip_special and written in self._special else written
 
 
 class TextStream:
@@ -98,11 +98,11 @@ class TextStream:
         stopped: the stop string that ended the text, or None
         kept: how many of all ids pushed belong to the text, the one that completed the stop string included
 
-    Raises ValueError as ``StopStrings``.
+    ``skip_special`` False: special tokens are shown, but for ``end_ids``. Raises ValueError as ``StopStrings``.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = ()):
-        self.text = text
+    def __init__(self, text: Text, stop: Sequence[str] = (), skip_special: bool = True, end_ids: Collection[int] = ()):
+        self.text, self._skip, self._end_ids = text, skip_special, end_ids
         self.stopped: str | None = None
         self.kept = 0
         self._stop = StopStrings(stop)
@@ -118,7 +118,7 @@ class TextStream:
             if self.stopped is not None:
                 break
             self.kept += 1
-            written = self.text.written(token)
+            written = self.text.written(token, self._skip or token in self._end_ids)
             if written is not None:
                 fresh += self._add(token, is_byte=BYTE_TOKEN.fullmatch(written) is not None)
         return fresh
@@ -129,7 +129,7 @@ class TextStream:
 
     def _add(self, token: int, is_byte: bool) -> str:
         self._ids.append(token)
-        rest = self.text.decode(self._ids)[self._certain :]
+        rest = self.text.decode(self._ids, self._skip)[self._certain :]
         found = self._stop.first(self._held + rest)
         if found:
             start, self.stopped = found
@@ -140,7 +140,7 @@ class TextStream:
         if is_byte or self._uncertain:
             self._certain += len(certain)
         else:
-            self._ids, self._certain = [token], len(self.text.decode([token]))
+            self._ids, self._certain = [token], len(self.text.decode([token], self._skip))
         return self._release(self._held + certain)
 
     def _release(self, text: str) -> str:

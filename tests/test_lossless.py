@@ -253,6 +253,9 @@ class Seeded:
     def draft(self, step, proposed):
         return self._moved(step.ids, len(proposed))
 
+    def forced(self, proposed, count):
+        return []
+
     def accept(self, tokens):
         self._position += len(tokens)
 

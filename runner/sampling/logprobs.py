@@ -44,6 +44,9 @@ class Logprobs:
     def draft(self, step: Step, proposed: Sequence[Tensor]) -> Tensor:
         return self._choice.draft(step, proposed)
 
+    def forced(self, proposed: Sequence[Tensor], count: int) -> list[int]:
+        return self._choice.forced(proposed, count)
+
     def accept(self, tokens: list[int]) -> None:
         assert self._logits is not None  # the target chose the tokens
         logprobs = torch.log_softmax(self._logits[: len(tokens)], dim=-1)

@@ -16,7 +16,8 @@ LEAST, MOST = 1e-9, 1e9
 class Sampling:
     """transformers' parameters under its names, in its order: ``logit_bias`` (id to bias) is added to the logits; those
     of tokens that are there already, the prompt's too, are divided by ``repetition_penalty`` (multiplied where
-    negative); then come the temperature, ``top_k``, ``top_p`` and ``min_p``.
+    negative); OpenAI's penalties are taken off, ``frequency_penalty`` as often as a token was generated,
+    ``presence_penalty`` once; then come the temperature, ``top_k``, ``top_p`` and ``min_p``.
 
     Ids of ``logit_bias`` may be text, such as "17", as the keys of a JSON object are. ``temperature`` 0 takes the most
     likely token, ``seed`` None is another one for each generation; prompts of one seed are drawn by the same noise at
@@ -28,6 +29,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
@@ -39,6 +42,8 @@ class Sampling:
         _number("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1")
         _number("min_p", self.min_p, lambda p: 0 <= p < 1, "at least 0 and below 1")
         _number("repetition_penalty", self.repetition_penalty, lambda p: LEAST <= p <= MOST, "above 0, 1 for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), lambda p: -MOST <= p <= MOST, "finite, 0 for none")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is {shown(self.logit_bias)}, but must be a mapping of token ids to numbers")
         given = [(_token_id(token), bias) for token, bias in self.logit_bias.items()]
@@ -55,12 +60,17 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """Whether the artifact's own greedy ids are what is asked for."""
-        return not (self.temperature or self.logit_bias or self.repetition_penalty != 1)
+        return not (self.temperature or self.adjusts)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether single logits are changed before anything is drawn."""
+        return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def check(self, metadata: Metadata) -> None:
         """Raises ValueError, one line, for what the artifact cannot do."""
         if not self.plain:
-            check_logits(metadata, "sampling, a bias or a repetition penalty")
+            check_logits(metadata, "sampling, a bias or a penalty")
         for token in self.logit_bias:
             if token >= metadata.vocab_size:
                 last = metadata.vocab_size - 1

@@ -31,8 +31,8 @@ class Sampler:
         sampling.check(metadata)
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._sampling, self._metadata = sampling, metadata
-        self._plain, self._adjusts = sampling.plain, bool(sampling.logit_bias) or sampling.repetition_penalty != 1
-        self._tokens, self._length = list(tokens), len(tokens)
+        self._plain, self._adjusts = sampling.plain, sampling.adjusts
+        self._prompt, self._generated, self._length = list(tokens), list[int](), len(tokens)
         self._vocabularies: tuple[_Vocabulary, _Vocabulary] | None = None  # made where the logits are
 
     def target(self, step: Step, proposed: list[int]) -> Tensor:
@@ -54,10 +54,13 @@ class Sampler:
         behind = [(0, int(token)) for tokens in proposed for token in tokens[0]] if self._adjusts else ()
         return draft.choose(step.logits, self._length + ahead, behind)
 
+    def forced(self, _proposed: Sequence[Tensor], _count: int) -> list[int]:
+        return []
+
     def accept(self, tokens: list[int]) -> None:
         self._length += len(tokens)
         if self._vocabularies is None:
-            self._tokens += tokens
+            self._generated += tokens
         elif self._adjusts:
             for vocabulary in self._vocabularies:
                 vocabulary.see(tokens)
@@ -65,7 +68,7 @@ class Sampler:
     def _made(self, device: torch.device) -> tuple["_Vocabulary", "_Vocabulary"]:
         """The target's and the draft's."""
         arrays: Arrays = Host() if device.type == "cpu" else Device(device)
-        common = self._sampling, self.seed, self._metadata.vocab_size, arrays, self._tokens
+        common = self._sampling, self.seed, self._metadata.vocab_size, arrays, self._prompt, self._generated
         return _Vocabulary(None, *common), _Vocabulary(self._metadata.draft_ids, *common)
 
 
@@ -79,24 +82,27 @@ class _Vocabulary(Generic[Array]):
         seed: int,
         vocabulary: int,
         arrays: Arrays[Array],
-        tokens: Sequence[int],
+        prompt: Sequence[int],
+        generated: Sequence[int],
     ):
         """``ids``: int64 [V], the target's id of each column, None where they are the same; ``vocabulary``: of the
-        target; ``tokens``: those so far"""
+        target; ``prompt`` and ``generated``: the tokens so far"""
         self._view: Callable[[Tensor], Array] = arrays.view
         self._ids: np.ndarray | None = None if ids is None else ids.numpy()
         every = np.arange(vocabulary) if self._ids is None else self._ids
         self._draw: Draw[Array] = draw_by(sampling, seed, every, arrays)
         self._adjust: Adjustments[Array] | None = None
-        if sampling.logit_bias or sampling.repetition_penalty != 1:
+        if sampling.adjusts:
             columns = np.full(vocabulary, -1)
             columns[every] = np.arange(len(every))
             self._adjust = Adjustments(sampling, columns, arrays)
-            self._adjust.see(tokens)
+            self._adjust.see(prompt)
+            self._adjust.see(generated, generated=True)
 
     def see(self, tokens: Sequence[int]) -> None:
+        """These were generated."""
         if self._adjust:
-            self._adjust.see(tokens)
+            self._adjust.see(tokens, generated=True)
 
     def choose(self, logits: Tensor, position: int, proposed: Iterable[tuple[int, int]]) -> Tensor:
         """Ids of the target after each row of ``logits`` [1, R, V]: int64 [1, R] on the host."""

@@ -1,0 +1,150 @@
+"""What a text has to be: a JSON schema, a regular expression, a list of strings or a grammar, compiled by llguidance.
+
+``structured_outputs`` has vLLM's names. llguidance is imported when the first of them is compiled: an install without
+it runs everything else.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.runner.console.text_input import shown
+from eagle3.runner.contract import Metadata
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+REASONING = ("reasoning_begin", "reasoning_end")
+KEPT = 32
+"""Compiled grammars that are kept: a large schema takes tenths of a second."""
+SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""JSON as Python's ``json`` writes it; a schema's own ``x-guidance`` may say otherwise. Where whitespace is free, a
+comma forces nothing behind it, and a small model may write spaces to the end of its budget."""
+
+
+def check_constraint(asked: Any) -> None:
+    """Raise ValueError, one line, for what is no ``structured_outputs``. Whether the grammar itself is one, only
+    ``Grammars.compile`` can tell."""
+    if not isinstance(asked, Mapping):
+        raise ValueError(f"structured_outputs is {shown(asked)}, but must be a mapping with one of {', '.join(KINDS)}")
+    unknown = [name for name in asked if name not in (*KINDS, *REASONING)]
+    kinds = [kind for kind in KINDS if kind in asked]
+    if unknown or len(kinds) != 1:
+        found = shown(", ".join(map(str, asked)))
+        raise ValueError(f"structured_outputs has {found}, but must have one of {', '.join(KINDS)}")
+    kind, value = kinds[0], asked[kinds[0]]
+    if kind == "json" and not isinstance(value, Mapping | bool | str):
+        raise ValueError(f"json of structured_outputs is {shown(value)}, but must be a JSON schema")
+    if kind == "json_object" and value is not True:
+        raise ValueError(f"json_object of structured_outputs is {shown(value)}, but must be true")
+    if kind in ("regex", "grammar") and not isinstance(value, str):
+        raise ValueError(f"{kind} of structured_outputs is {shown(value)}, but must be text")
+    strings = isinstance(value, list | tuple) and value and all(isinstance(each, str) and each for each in value)
+    if kind == "choice" and not strings:
+        raise ValueError(f"choice of structured_outputs is {shown(value)}, but must be a list of one string or more")
+    for name in REASONING:
+        if name in asked and not isinstance(asked[name], str):
+            raise ValueError(f"{name} of structured_outputs is {shown(asked[name])}, but must be a token's text")
+    if "reasoning_begin" in asked and "reasoning_end" not in asked:
+        raise ValueError("structured_outputs has a reasoning_begin and no reasoning_end: give both")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A compiled grammar, for any number of generations.
+
+    ``reasoning_begin`` is the token that may open reasoning before the constrained text, None where it is open from the
+    start; ``reasoning_end`` ends it, None: there is none. What stands between is free.
+    """
+
+    matcher: "LLMatcher"
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    reasoning_begin: int | None = None
+    reasoning_end: int | None = None
+
+
+class Grammars:
+    """The grammars of one tokenizer. Any thread may compile."""
+
+    def __init__(self, tokenizer_file: Path, metadata: Metadata):
+        """Raises ValueError, one line, where llguidance is not installed, the artifact gives no logits or end tokens,
+        or llguidance does not take the tokenizer."""
+        if not metadata.has_logits:
+            raise ValueError(
+                "structured_outputs needs logits, which this artifact lacks: export it again without --no-logits"
+            )
+        if not metadata.eos_ids:
+            raise ValueError("structured_outputs needs an end token, and this artifact names none")
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise ValueError("structured_outputs needs llguidance: type pip install 'eagle3-export[serve]'") from None
+        self._metadata, self._lock = metadata, threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        text = tokenizer_file.read_text(encoding="utf-8")
+        self._ids = {token["content"]: token["id"] for token in json.loads(text).get("added_tokens", [])}
+        try:
+            self._tokenizer = LLTokenizer(text, n_vocab=metadata.vocab_size, eos_token=list(metadata.eos_ids))
+        except Exception as error:  # of a library that panics in Rust
+            reason = " ".join(str(error).split())
+            raise ValueError(f"llguidance does not take the tokenizer {tokenizer_file}: {reason}") from error
+
+    def compile(self, asked: Mapping[str, Any]) -> Constraint:
+        """Raises ValueError, one line in llguidance's words, for a grammar or a schema that it does not take: the
+        keyword, the pattern or the place."""
+        check_constraint(asked)
+        begin, end = (self._token(name, asked[name]) if name in asked else None for name in REASONING)
+        key = json.dumps({name: value for name, value in asked.items() if name in KINDS}, default=dict)
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = self._matcher(asked)
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            matcher = self._compiled[key]
+        return Constraint(matcher, tuple(self._metadata.eos_ids), self._metadata.vocab_size, begin, end)
+
+    def _matcher(self, asked: Mapping[str, Any]) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        kind = next(kind for kind in KINDS if kind in asked)
+        try:
+            grammar = _grammar(kind, asked[kind])
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{kind} of structured_outputs is no JSON schema: {_line(error)}") from error
+        reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if reason or matcher.is_error():
+            raise ValueError(f"{kind} of structured_outputs is not taken: {_line(reason or matcher.get_error())}")
+        return matcher
+
+    def _token(self, name: str, text: str) -> int:
+        if text not in self._ids:
+            raise ValueError(f"{name} of structured_outputs is {shown(text)}, which is no added token of the tokenizer")
+        return self._ids[text]
+
+
+def _grammar(kind: str, value: Any) -> str:
+    """llguidance's own form of a grammar."""
+    from llguidance import LLMatcher
+
+    if kind == "json_object":
+        kind, value = "json", {"type": "object"}
+    if kind == "json":
+        schema = value if isinstance(value, str) else json.dumps(value, default=dict)
+        return LLMatcher.grammar_from_json_schema(schema, defaults=SEPARATORS)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    if kind == "choice":
+        value = "start: " + " | ".join(json.dumps(each) for each in value)
+    return LLMatcher.grammar_from_lark(value)
+
+
+def _line(reason: Any) -> str:
+    return " ".join(str(reason).split())
