@@ -27,7 +27,7 @@ SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexibl
 comma forces nothing behind it, and a small model may write spaces to the end of its budget."""
 
 
-def check_constraint(asked: Any) -> None:
+def check_constraint(asked: object) -> None:
     """Raise ValueError, one line, for what is no ``structured_outputs``. Whether the grammar itself is one, only
     ``Grammars.compile`` can tell."""
     if not isinstance(asked, Mapping):
@@ -130,7 +130,7 @@ class Grammars:
         return self._ids[text]
 
 
-def _grammar(kind: str, value: Any) -> str:
+def _grammar(kind: str, value: object) -> str:
     """llguidance's own form of a grammar."""
     from llguidance import LLMatcher
 
@@ -146,5 +146,5 @@ def _grammar(kind: str, value: Any) -> str:
     return LLMatcher.grammar_from_lark(value)
 
 
-def _line(reason: Any) -> str:
+def _line(reason: object) -> str:
     return " ".join(str(reason).split())
