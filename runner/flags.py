@@ -42,7 +42,7 @@ def biases(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...])
 SEED_HELP = """The same seed gives the same text, whatever --chain-len is. Default: one is drawn, and told. That of a
 file of prompts is mixed with each line's number."""
 
-_CHAIN_LEN = click.option(
+chain_len_option = click.option(
     "--chain-len",
     callback=_chain_length,
     metavar=f"K|{AUTO}",
@@ -69,7 +69,7 @@ _TEXT_FLAGS = (
 
 def generation_flags(command: Command) -> Command:
     """Adds the flags; the command gets ``**given``, for ``options_from``."""
-    return _CHAIN_LEN(text_flags(command))
+    return chain_len_option(text_flags(command))
 
 
 def text_flags(command: Command) -> Command:

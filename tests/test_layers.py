@@ -19,8 +19,9 @@ RUNNER = {  # a room imports rooms of a lower number, and its own files
     "run": 6,
     "inspect": 6,
     "bench": 6,
+    "serve": 6,
 }
-COMMANDS = {"run", "inspect", "bench"}
+COMMANDS = {"run", "inspect", "bench", "serve"}
 OPEN_TO_THE_EXPORTER = {"contract", "artifact", "console", "hardware"}
 LOW = {("console", "hardware"), ("hardware", "console")}
 """What commands check before they start, and what a check is told by."""

@@ -1,0 +1,141 @@
+"""One generation's answer, read as it comes: reasoning, content and tool calls, and what it took."""
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from openai.types import CompletionUsage
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
+
+from eagle3.runner.model import ABORT, Model, Result
+from eagle3.runner.sampling.logprobs import TokenLogprobs
+from eagle3.runner.serve.dialogue import Dialogue, Turn
+from eagle3.runner.serve.engine import Delta, Job
+from eagle3.runner.serve.markup import CONTENT, REASONING, TOOLS, Part
+from eagle3.runner.stop_strings import REPLACEMENT
+from eagle3.runner.text import Text
+
+
+class Call(NamedTuple):
+    """A tool call; ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass
+class Answer:
+    """What was read of a job so far; whole when ``read`` has ended."""
+
+    turn: Turn
+    texts: dict[str, list[str]] = field(default_factory=lambda: {REASONING: [], CONTENT: [], TOOLS: []})
+    calls: list[Call] = field(default_factory=list)
+    result: Result | None = None
+
+    def text(self, kind: str) -> str:
+        return "".join(self.texts[kind])
+
+    @property
+    def finish_reason(self) -> str:
+        """In OpenAI's words."""
+        reason = self.result.finish_reason
+        return "tool_calls" if self.calls and reason != "length" else "stop" if reason == ABORT else reason
+
+    async def read(self, job: Job, dialogue: Dialogue) -> AsyncIterator[tuple[list[Part], Delta | None]]:
+        """What each round gives: parts that became certain, and the round; at the end those that were held back.
+        Raises as ``Job.deltas``."""
+        splitter = self.turn.splitter()
+        async with aclosing(job.deltas()) as deltas:
+            async for delta in deltas:
+                yield self._kept(splitter.push(delta.text)), delta
+        self.result = job.result
+        rest = self._kept(splitter.finish())
+        yield rest + self._called(dialogue), None
+
+    def _kept(self, parts: list[Part]) -> list[Part]:
+        for part in parts:
+            self.texts[part.kind].append(part.text)
+        return parts
+
+    def _called(self, dialogue: Dialogue) -> list[Part]:
+        """Find the tool calls; returns what turned out to be none as content."""
+        tools = self.turn.tools
+        if tools.forced:
+            self.calls = _forced_calls(tools.choice, self.text(CONTENT), set(tools.schemas))
+            if self.calls:
+                self.texts[CONTENT].clear()
+            return []
+        text = self.text(TOOLS)
+        if not text:
+            return []
+        found = dialogue.parser().detect_and_parse(text, tools.schemas)
+        self.calls = [Call(new_id("call"), item.name, item.arguments) for item in found.calls]
+        return self._kept([Part(CONTENT, found.normal_text)] if found.normal_text else [])
+
+
+def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
+    """Of a text that the grammar of ``Tools`` wrote. One that its budget cut is a call as far as it goes where a named
+    function was asked for, and none otherwise."""
+    if choice in names:
+        return [Call(new_id("call"), choice, text)]
+    try:
+        return [Call(new_id("call"), each["name"], json.dumps(each["parameters"])) for each in json.loads(text)]
+    except json.JSONDecodeError:
+        return []
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage(prompt_tokens: int, jobs: list[Job], marks_end: int | None = None) -> CompletionUsage:
+    """What the choices of one prompt took together. ``marks_end``: the token that ends reasoning."""
+    stats = [job.result.stats for job in jobs if job.result is not None]
+    generated = sum(each.generation_tokens for each in stats)
+    accepted = sum(each.num_accepted_tokens for each in stats)
+    reasoning = 0
+    for job in jobs:
+        if job.result is not None and marks_end is not None and marks_end in job.result.token_ids:
+            reasoning += job.result.token_ids.index(marks_end) + 1
+    return CompletionUsage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=generated,
+        total_tokens=prompt_tokens + generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=stats[0].reused_prompt_tokens if stats else 0),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=sum(each.num_draft_tokens for each in stats) - accepted,
+            reasoning_tokens=reasoning,
+        ),
+    )
+
+
+def token_text(text: Text, token: int) -> str:
+    """A token as it reads within a text: decoders drop the space before a text's first word."""
+    return text.decode([token, token], False)[len(text.decode([token], False)) :]
+
+
+def token_logprobs(
+    model: Model, given: list[TokenLogprobs], options: dict[str, Any]
+) -> list[ChatCompletionTokenLogprob]:
+    """In OpenAI's shape, without the tokens that end a text."""
+    ends = {*model.metadata.eos_ids, *options.get("stop_token_ids", ())}
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        written = token_text(model.text, token)
+        known = REPLACEMENT not in written  # part of a character has no text, and its bytes are not known
+        return {"token": written, "bytes": list(written.encode()) if known else None, "logprob": max(logprob, -9999.0)}
+
+    return [
+        ChatCompletionTokenLogprob(
+            **described(each.token_id, each.logprob),
+            top_logprobs=[TopLogprob(**described(token, logprob)) for token, logprob in each.top],
+        )
+        for each in given
+        if each.token_id not in ends
+    ]

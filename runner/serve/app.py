@@ -1,0 +1,146 @@
+"""The HTTP application: routes, errors, streams; what each endpoint does is in a file of its own."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from executorch.examples.llm_server.python.protocol import ModelCard, ModelList
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from eagle3.runner.serve import chat, completions, responses
+from eagle3.runner.serve.errors import APIError, Refused, as_response, body, on_api_error
+from eagle3.runner.serve.gate import Gate
+from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
+from eagle3.runner.serve.service import Service
+
+DONE = "data: [DONE]\n\n"
+
+T = TypeVar("T")
+Endpoint = Callable[[Service, Any, Request], Any]
+
+
+def build_app(service: Service, key: str | None = None, log: Callable[[str], None] = lambda line: None) -> FastAPI:
+    """The application over a loaded model; ``key``: what requests have to bear; ``log`` takes a line a request."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.engine.close)
+
+    app = FastAPI(title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_middleware(Gate, key=key, log=log)
+    app.add_exception_handler(APIError, on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_failure)
+    started = int(time.time())
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"}) if service.engine.alive else JSONResponse({"status": "unavailable"}, 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def card() -> dict[str, Any]:
+        made = ModelCard(id=service.model_id, created=started, owned_by="eagle3-export")
+        return made.model_dump() | {"max_model_len": service.model.metadata.max_seq_len}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse(ModelList(data=[]).model_dump() | {"data": [card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(card())
+
+    for path, kind, endpoint in (
+        ("/v1/chat/completions", ChatBody, chat),
+        ("/v1/completions", CompletionBody, completions),
+    ):
+        app.post(path)(_endpoint(service, kind, endpoint.complete, endpoint.stream, DONE, _data))
+    app.post("/v1/responses")(_endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event))
+    return app
+
+
+def _data(line: str) -> str:
+    return f"data: {line}\n\n"
+
+
+def _event(line: str) -> str:
+    return f"event: {json.loads(line)['type']}\ndata: {line}\n\n"
+
+
+def _endpoint(
+    service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[str], str]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        asked = parse(kind, await _json(request), service.defaults)
+        if not asked.stream:
+            made: BaseModel = await _while_connected(request, complete(service, asked, request))
+            return Response(made.model_dump_json(exclude_unset=True), media_type="application/json")
+        lines = stream(service, asked, request)
+        first = await _while_connected(request, anext(lines))  # what is refused is refused with a status
+        return StreamingResponse(_sent(first, lines, done, written), media_type="text/event-stream")
+
+    return answer
+
+
+async def _sent(first: str, lines: AsyncIterator[str], done: str, written: Callable[[str], str]) -> AsyncIterator[str]:
+    """Server-sent events. A failure in the middle is one of them, since the status is out."""
+    try:
+        yield written(first)
+        async for line in lines:
+            yield written(line)
+    except APIError as error:
+        yield _data(json.dumps(body(error)))
+    finally:
+        await lines.aclose()
+    if done:
+        yield done
+
+
+async def _json(request: Request) -> Any:
+    given = await request.body()
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is no JSON: {error}") from None
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled where the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _on_http_error(_request: Request, error: HTTPException) -> JSONResponse:
+    return as_response(Refused(str(error.detail), status=error.status_code))
+
+
+async def _on_failure(_request: Request, error: Exception) -> JSONResponse:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return as_response(APIError(500, f"the server failed: {reason}", "server_error"))

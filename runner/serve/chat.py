@@ -1,0 +1,155 @@
+"""``POST /v1/chat/completions``"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMessageToolCall, Function
+from starlette.requests import Request
+
+from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
+from eagle3.runner.serve.dialogue import Turn
+from eagle3.runner.serve.engine import Delta, Job
+from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.markup import CONTENT, REASONING, Part
+from eagle3.runner.serve.requests import MOST_LOGPROBS, ChatBody, length
+from eagle3.runner.serve.service import Service
+
+
+def asked(service: Service, body: ChatBody) -> Turn:
+    """The prompt and the options of a generation. Raises ``Refused``."""
+    service.check_model(body.model)
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
+    options = body.sampling(service.model)
+    if body.logprobs:
+        count = body.top_logprobs or 0
+        if not 0 <= count <= MOST_LOGPROBS:
+            raise Refused(f"top_logprobs is {count}, but must be from 0 to {MOST_LOGPROBS}", "top_logprobs")
+        options["logprobs"] = count
+    elif body.top_logprobs:
+        raise Refused("top_logprobs needs logprobs to be true", "top_logprobs")
+    turn = service.dialogue.turn(
+        body.messages, options, body.tools, body.tool_choice, body.parallel_tool_calls, body.response_format, kwargs
+    )
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    turn.options["max_new_tokens"] = length(service.model, turn.prompt, getattr(body, name), name)
+    return turn
+
+
+async def complete(service: Service, body: ChatBody, request: Request) -> ChatCompletion:
+    """The whole answer."""
+    turn = asked(service, body)
+    choices = []
+    async with service.jobs(request, turn.prompt, turn.options, body.choices) as jobs:
+        for index, job in enumerate(jobs):
+            answer, logprobs = Answer(turn), []
+            async with aclosing(answer.read(job, service.dialogue)) as rounds:
+                async for _, delta in rounds:
+                    logprobs += delta.logprobs if delta else []
+            choices.append(_choice(service, index, answer, token_logprobs(service.model, logprobs, turn.options), body))
+    return ChatCompletion(
+        id=new_id("chatcmpl"),
+        object="chat.completion",
+        created=int(time.time()),
+        model=service.model_id,
+        choices=choices,
+        usage=usage(len(turn.prompt), jobs, service.reasoning_end(turn)),
+    )
+
+
+def _choice(service: Service, index: int, answer: Answer, logprobs: list, body: ChatBody) -> Choice:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text(CONTENT), "refusal": None}
+    if answer.calls:
+        message["content"] = answer.text(CONTENT) or None
+        message["tool_calls"] = [
+            ChatCompletionMessageToolCall(
+                id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
+            )
+            for call in answer.calls
+        ]
+    if reasoning := answer.text(REASONING):
+        message["reasoning_content"] = reasoning
+    return Choice(
+        index=index,
+        message=ChatCompletionMessage(**message),
+        finish_reason=answer.finish_reason,
+        logprobs=ChoiceLogprobs(content=logprobs, refusal=None) if body.logprobs else None,
+    )
+
+
+async def stream(service: Service, body: ChatBody, request: Request) -> AsyncIterator[str]:
+    """The answer as JSON chunks. What is refused is raised before the first of them."""
+    turn = asked(service, body)
+    chunks = Chunks(service, body, turn)
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    async with service.jobs(request, turn.prompt, turn.options, body.choices) as jobs:
+        for index, job in enumerate(jobs):
+            async with aclosing(chunks.of(index, job)) as of_job:
+                async for chunk in of_job:
+                    yield chunk.model_dump_json(exclude_unset=True)
+    if with_usage:
+        taken = usage(len(turn.prompt), jobs, service.reasoning_end(turn))
+        yield chunks.chunk([], usage=taken).model_dump_json(exclude_unset=True)
+
+
+class Chunks:
+    """Of one answer, with one id."""
+
+    def __init__(self, service: Service, body: ChatBody, turn: Turn):
+        self._service, self._body, self._turn = service, body, turn
+        self._id, self._created = new_id("chatcmpl"), int(time.time())
+
+    def chunk(self, choices: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._service.model_id,
+            choices=choices,
+            **more,
+        )
+
+    def _one(self, index: int, delta: dict[str, Any], **more: Any) -> ChatCompletionChunk:
+        return self.chunk([ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))])
+
+    async def of(self, index: int, job: Job) -> AsyncIterator[ChatCompletionChunk]:
+        """One choice: the role, what each round gives, the end."""
+        answer, forced = Answer(self._turn), self._turn.tools.forced
+        async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
+            first = True
+            async for parts, delta in rounds:
+                if first:
+                    yield self._one(index, {"role": "assistant", "content": ""})
+                    first = False
+                shown = [part for part in parts if part.kind == REASONING or (part.kind == CONTENT and not forced)]
+                for chunk in self._of_round(index, shown, delta):
+                    yield chunk
+        if forced and not answer.calls:  # cut before the list of calls was whole
+            yield self._one(index, {"content": answer.text(CONTENT)})
+        for number, call in enumerate(answer.calls):
+            yield self._one(index, {"tool_calls": [_tool_call(number, call)]})
+        yield self._one(index, {}, finish_reason=answer.finish_reason)
+
+    def _of_round(self, index: int, parts: list[Part], delta: Delta | None) -> list[ChatCompletionChunk]:
+        fields: dict[str, Any] = {}
+        for part in parts:
+            name = "content" if part.kind == CONTENT else "reasoning_content"
+            fields[name] = fields.get(name, "") + part.text
+        if self._body.logprobs and delta is not None and delta.logprobs:
+            content = token_logprobs(self._service.model, delta.logprobs, self._turn.options)
+            return [self._one(index, fields, logprobs=ChunkLogprobs(content=content, refusal=None))]
+        return [self._one(index, fields)] if fields else []
+
+
+def _tool_call(number: int, call: Call) -> ChoiceDeltaToolCall:
+    function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+    return ChoiceDeltaToolCall(index=number, id=call.id, type="function", function=function)

@@ -1,0 +1,119 @@
+"""``eagle3-serve``: an artifact behind OpenAI's API."""
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, tell, version_option
+from eagle3.runner.flags import chain_len_option
+from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
+
+EPILOG = """
+\b
+Examples:
+  eagle3-serve out
+  eagle3-serve out --port 8001 --model-id gemma --default temperature=0.7
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Open a file."}], "stream": true}'
+"""
+NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+PARSERS = ("auto", "gemma", "qwen", "hermes")
+
+
+def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    found = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{each!r}: expected NAME=VALUE such as temperature=0.7")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 for every network; give a key then.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--model-id", metavar="NAME", help="What requests call the model. Default: the target's name.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A file whose text requests must bear as their key.",
+)
+@click.option("--parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests at a time.")
+@click.option("--max-queue", type=click.IntRange(0), default=64, show_default=True, help="Requests that may wait.")
+@click.option("--grace", type=click.IntRange(0), default=30, show_default=True, help="Seconds to finish in at SIGTERM.")
+@click.option(
+    "--default",
+    "given",
+    multiple=True,
+    callback=defaults,
+    metavar="NAME=VALUE",
+    help="A request's field where it leaves it out, such as temperature=0; repeatable.",
+)
+@click.option(
+    "--tool-parser", type=click.Choice(PARSERS), default="auto", show_default=True, help="auto: by the chat template."
+)
+@chain_len_option
+@runtime_option
+@cuda_graph_option
+@click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
+@version_option
+def main(
+    artifact, host, port, model_id, api_key_file, parallel, max_queue, grace, given, tool_parser, chain_len, runtime,
+    cuda_graph, verify,
+) -> None:  # fmt: skip
+    """Serve an artifact of eagle3-export behind OpenAI's API: its folder or its model.pte.
+
+    Chat completions, completions, responses, models, /health and /metrics. The answers are token for token what the
+    model says without speculation.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.ClickException(f"{missing[0]} is not installed: type pip install 'eagle3-export[serve]'")
+    key = None
+    if api_key_file is not None:
+        key = api_key_file.read_text(encoding="utf-8").strip()
+        if not key or not key.isascii() or not key.isprintable():
+            raise click.UsageError(f"{api_key_file} has no key: give it a line of printable ASCII")
+    listening = bind(host, port)
+
+    leave_threads_to_xnnpack()  # before torch is imported
+
+    from eagle3.runner.serve.server import serve
+
+    if key is None and host not in ("127.0.0.1", "localhost", "::1"):
+        tell(f"Anyone who reaches {host} may use this model: give --api-key-file to change that.")
+    try:
+        serve(
+            artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len,
+            runtime=runtime, cuda_graph=cuda_graph, verify=verify,
+        )  # fmt: skip
+    finally:
+        listening.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The place to listen at, before anything is loaded. Raises ClickException where it is taken or is none."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family)
+    except OSError as error:
+        raise click.ClickException(f"{host} is no address of this machine: {error.strerror or error}") from error
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+        listening.listen(1)  # so that a second server's bind fails now
+    except OSError as error:
+        listening.close()
+        raise click.ClickException(
+            f"port {port} of {host} cannot be had ({error.strerror}): give another --port, 0 for a free one"
+        ) from error
+    return listening

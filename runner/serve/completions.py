@@ -1,0 +1,144 @@
+"""``POST /v1/completions``: text that goes on, without a chat template."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.completion_choice import Logprobs
+from starlette.requests import Request
+
+from eagle3.runner.model import ABORT
+from eagle3.runner.sampling.logprobs import TokenLogprobs
+from eagle3.runner.serve.answer import new_id, token_text, usage
+from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.requests import MOST_LOGPROBS, CompletionBody, check_length, length
+from eagle3.runner.serve.service import Service
+
+
+def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
+    """Token ids of each prompt. Raises ``Refused``."""
+    given = body.prompt
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    found = []
+    for each in given if several else [given]:
+        if isinstance(each, str):
+            check_length(service.model, each)
+        try:
+            found.append(service.model.encode(each))
+        except ValueError as error:
+            raise Refused(str(error), "prompt") from None
+    return found
+
+
+def options(service: Service, body: CompletionBody) -> dict[str, Any]:
+    """Of a generation, without its length. Raises ``Refused``."""
+    service.check_model(body.model)
+    found = body.sampling(service.model)
+    if body.best_of not in (None, body.choices):
+        raise Refused(f"best_of is {body.best_of} and n {body.choices}: they must be the same", "best_of")
+    if body.logprobs is not None:
+        if not 0 <= body.logprobs <= MOST_LOGPROBS:
+            raise Refused(f"logprobs is {body.logprobs}, but must be from 0 to {MOST_LOGPROBS}", "logprobs")
+        if body.echo:
+            raise Refused(
+                "echo with logprobs is not supported: the prompt's log-probabilities are not computed", "echo"
+            )
+        found["logprobs"] = body.logprobs
+    return found
+
+
+def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
+    """OpenAI's default is 16 tokens."""
+    room = service.model.metadata.max_seq_len - len(prompt)
+    wanted = min(16, max(room, 1)) if body.max_tokens is None else body.max_tokens
+    return length(service.model, prompt, wanted, "max_tokens")
+
+
+async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncIterator[Completion]:
+    """A chunk a round; the last one has the usage and no choices. What is refused is raised before the first."""
+    asked, common = prompts(service, body), options(service, body)
+    sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
+    made = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": service.model_id}
+    spent: list[CompletionUsage] = []
+    async with AsyncExitStack() as stack:
+        groups = [
+            await stack.enter_async_context(service.jobs(request, prompt, each, body.choices)) for prompt, each in sized
+        ]
+        index = 0
+        for (prompt, _), jobs in zip(sized, groups, strict=True):
+            for job in jobs:
+                echoed = service.model.text.decode(prompt) if body.echo else ""
+                offset = len(echoed)
+                async with aclosing(job.deltas()) as deltas:
+                    async for delta in deltas:
+                        logprobs = None
+                        if body.logprobs is not None and delta.logprobs:
+                            logprobs, offset = _logprobs(service, delta.logprobs, offset)
+                        yield Completion(choices=[_choice(index, echoed + delta.text, None, logprobs)], **made)
+                        echoed = ""
+                reason = "stop" if job.result.finish_reason == ABORT else job.result.finish_reason
+                yield Completion(choices=[_choice(index, echoed, reason, None)], **made)
+                index += 1
+            spent.append(usage(len(prompt), jobs))
+    yield Completion(choices=[], usage=_sum(spent), **made)
+
+
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs | None) -> CompletionChoice:
+    return CompletionChoice.construct(index=index, text=text, finish_reason=finish_reason, logprobs=logprobs)
+
+
+def _logprobs(service: Service, given: list[TokenLogprobs], offset: int) -> tuple[Logprobs, int]:
+    text, found = service.model.text, Logprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for each in given:
+        if each.token_id in service.model.metadata.eos_ids:
+            continue
+        written = token_text(text, each.token_id)
+        found.tokens.append(written)
+        found.token_logprobs.append(max(each.logprob, -9999.0))
+        found.top_logprobs.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in each.top})
+        found.text_offset.append(offset)
+        offset += len(written)
+    return found, offset
+
+
+def _sum(spent: list[CompletionUsage]) -> CompletionUsage:
+    total = spent[0]
+    for each in spent[1:]:
+        total.prompt_tokens += each.prompt_tokens
+        total.completion_tokens += each.completion_tokens
+        total.total_tokens += each.total_tokens
+        total.prompt_tokens_details.cached_tokens += each.prompt_tokens_details.cached_tokens
+        details, more = total.completion_tokens_details, each.completion_tokens_details
+        details.accepted_prediction_tokens += more.accepted_prediction_tokens
+        details.rejected_prediction_tokens += more.rejected_prediction_tokens
+    return total
+
+
+async def complete(service: Service, body: CompletionBody, request: Request) -> Completion:
+    """The whole answer."""
+    choices: dict[int, CompletionChoice] = {}
+    async with aclosing(answers(service, body, request)) as chunks:
+        async for chunk in chunks:
+            for part in chunk.choices:
+                whole = choices.setdefault(part.index, _choice(part.index, "", None, None))
+                whole.text += part.text
+                whole.finish_reason = part.finish_reason
+                whole.logprobs = _joined(whole.logprobs, part.logprobs)
+    return chunk.model_copy(update={"choices": list(choices.values())})
+
+
+def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
+    if one is None or other is None:
+        return one or other
+    return Logprobs(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
+
+
+async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncIterator[str]:
+    """The answer as JSON chunks."""
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    async with aclosing(answers(service, body, request)) as chunks:
+        async for chunk in chunks:
+            if chunk.choices or with_usage:
+                yield chunk.model_dump_json(exclude_unset=True)

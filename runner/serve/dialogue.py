@@ -1,0 +1,240 @@
+"""Messages, tools and formats to a prompt and what its answer has to be: in the model's chat template, which
+ExecuTorch's server renders."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from executorch.examples.llm_server.python.chat_template import ChatTemplate
+from executorch.examples.llm_server.python.protocol import ChatMessage
+
+from eagle3.runner.console.text_input import check_unicode, shown
+from eagle3.runner.model import Model
+from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.markup import (
+    TOOL_MARKS,
+    TOOL_PARSERS,
+    ReasoningMarks,
+    Splitter,
+    reasoning_marks,
+    tool_parser,
+)
+
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions of a request, and which may be or must be called.
+
+    ``choice``: AUTO, NONE, REQUIRED or a function's name; ``schemas``: a function's name to its parameters' schema.
+    """
+
+    choice: str = NONE
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        return self.choice not in (AUTO, NONE)
+
+    def grammar(self) -> dict[str, Any]:
+        """The JSON schema of a forced call: a named function's parameters, or a list of calls."""
+        if self.choice in self.schemas:
+            return self.schemas[self.choice]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name, schema in self.schemas.items()
+        ]
+        most = {} if self.parallel else {"maxItems": 1}
+        return {"type": "array", "minItems": 1, **most, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt, and how its answer is read. ``options``: of the generation."""
+
+    prompt: list[int]
+    options: dict[str, Any]
+    tools: Tools
+    marks: ReasoningMarks | None
+    reasoning: bool
+    """The prompt has opened it."""
+    tool_marks: tuple[str, ...]
+    specials: tuple[str, ...]
+
+    def splitter(self) -> Splitter:
+        return Splitter(self.marks, self.reasoning, self.tool_marks, self.specials)
+
+
+class Dialogue:
+    """One model's way to hold a conversation."""
+
+    def __init__(self, model: Model, folder: Path, parser: str = AUTO):
+        """``parser``: a name in TOOL_PARSERS, or AUTO for the one that the chat template calls for."""
+        self._model, self._added = model, set(model.text.tokenizer.get_vocab(with_added_tokens=True))
+        self._reason = ""
+        try:
+            self._template = ChatTemplate(str(folder))
+        except Exception as error:  # whatever a library makes of files that it does not know
+            self._template, self._reason = None, " ".join(str(error).split())
+            return
+        source = self._template.chat_template_str()
+        source = source if isinstance(source, str) else json.dumps(source)
+        self._marks = reasoning_marks(source)
+        self._parser = tool_parser(source) if parser == AUTO else parser
+        shown_marks = {*TOOL_MARKS[self._parser], *(self._marks or ())}
+        self._specials = tuple(each for each in self._template.special_tokens() if each not in shown_marks)
+        tokens = (model.text.tokenizer.token_to_id(each) for each in self._template.turn_stop_sequences())
+        self._end_ids = [token for token in tokens if token is not None and token not in model.metadata.eos_ids]
+
+    @property
+    def parser(self) -> type:
+        """Of tool calls: a fresh instance a request."""
+        return TOOL_PARSERS[self._parser]
+
+    def turn(
+        self,
+        messages: Sequence[ChatMessage],
+        options: dict[str, Any],
+        given_tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel: bool | None = None,
+        response_format: dict[str, Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> Turn:
+        """The prompt of what comes next. Raises ``Refused`` for what the template, the tools or the format are not."""
+        if self._template is None:
+            raise Refused(
+                f"this model has no chat template that works, use /v1/completions: {self._reason}", "messages"
+            )
+        tools = read_tools(given_tools, tool_choice, parallel)
+        rendered = self._render(messages, given_tools if tools.choice != NONE else None, template_kwargs)
+        prompt = self._encode(rendered)
+        opened = bool(self._marks) and rendered.rstrip().endswith(self._marks.begin.rstrip())
+        closed = bool(self._marks) and rendered.rstrip().endswith(self._marks.end)
+        options = dict(options)
+        if self._end_ids:
+            options["stop_token_ids"] = [*options.get("stop_token_ids", ()), *self._end_ids]
+        asked = constraint(response_format, options.pop("structured_outputs", None), tools)
+        if asked is not None:
+            options["structured_outputs"] = asked | ({} if closed else self._free_reasoning(opened))
+        tool_marks = TOOL_MARKS[self._parser] if tools.choice == AUTO else ()
+        if self._marks or tool_marks:
+            options["skip_special_tokens"] = False
+        specials = self._specials if self._marks or tool_marks else ()
+        return Turn(prompt, options, tools, self._marks, opened, tool_marks, specials)
+
+    def _free_reasoning(self, opened: bool) -> dict[str, str]:
+        """What lets reasoning stand before constrained text, where its marks are tokens."""
+        marks = self._marks
+        if marks is None or not {marks.begin_token, marks.end_token} <= self._added:
+            return {}
+        return {"reasoning_end": marks.end_token} | ({} if opened else {"reasoning_begin": marks.begin_token})
+
+    def _render(self, messages: Sequence[ChatMessage], tools: list | None, kwargs: dict[str, Any] | None) -> str:
+        if not messages:
+            raise Refused("messages must be a list of one or more", "messages")
+        for number, message in enumerate(messages):
+            if isinstance(message.content, list):
+                message.content = _joined(message.content, f"messages.{number}.content")
+            _check_text(message.content or "", f"messages.{number}.content")
+        self._check_length("\n".join(message.content or "" for message in messages))
+        try:
+            return self._template.render(list(messages), tools, kwargs)
+        except Exception as error:  # a template is a program of the model's authors
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
+
+    def _check_length(self, text: str) -> None:
+        from eagle3.runner.serve.requests import check_length
+
+        check_length(self._model, text)
+
+    def _encode(self, rendered: str) -> list[int]:
+        return self._model.text.tokenizer.encode(rendered, add_special_tokens=False).ids
+
+
+def _joined(parts: list[dict[str, Any]], place: str) -> str:
+    """Text parts as one text. Raises ``Refused`` for parts of another kind."""
+    for part in parts:
+        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes text alone", place)
+    return "\n".join(part["text"] for part in parts)
+
+
+def _check_text(text: str, place: str) -> None:
+    try:
+        check_unicode(text, place)
+    except ValueError as error:
+        raise Refused(str(error), place) from None
+
+
+def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
+    """A request's tools. Raises ``Refused`` for what they are not."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for number, tool in enumerate(given or []):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):
+            raise Refused(f"tools.{number}.function.parameters must be a JSON schema", "tools")
+        schemas[function["name"]] = parameters
+    if isinstance(choice, dict):
+        named = choice.get("function", choice)
+        name = named.get("name") if isinstance(named, dict) else None
+        if name not in schemas:
+            raise Refused(f"tool_choice names {shown(name)}, which is none of the tools", "tool_choice")
+        return Tools(name, schemas, parallel is not False)
+    if choice not in (None, AUTO, NONE, REQUIRED):
+        raise Refused(f"tool_choice is {shown(choice)}, but must be auto, none, required or a function", "tool_choice")
+    if choice == REQUIRED and not schemas:
+        raise Refused("tool_choice is required, and there are no tools", "tool_choice")
+    return Tools((choice or AUTO) if schemas else NONE, schemas, parallel is not False)
+
+
+def constraint(
+    response_format: dict[str, Any] | None, asked: dict[str, Any] | None, tools: Tools
+) -> dict[str, Any] | None:
+    """The ``structured_outputs`` of a request, None for free text. Raises ``Refused`` for an unknown format and for
+    two at once."""
+    found = [each for each in (_of_format(response_format), asked) if each is not None]
+    if tools.forced:
+        found.append({"json": tools.grammar()})
+    elif found and tools.choice == AUTO:
+        raise Refused(
+            "response_format and tools that may be called do not go together: give tool_choice none or required",
+            "response_format",
+        )
+    if len(found) > 1:
+        raise Refused("response_format, structured_outputs and a forced tool_choice: give one of them")
+    return found[0] if found else None
+
+
+def _of_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        described = given.get("json_schema", given)  # as in chat completions, or as in responses
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if not isinstance(schema, dict | bool):
+            raise Refused("response_format.json_schema.schema must be a JSON schema", "response_format")
+        return {"json": schema}
+    if kind == "grammar" and isinstance(given.get("grammar"), str):
+        return {"grammar": given["grammar"]}
+    raise Refused(f"response_format has the type {shown(kind)}: text, json_object, json_schema", "response_format")

@@ -1,0 +1,198 @@
+"""Generation on a thread of its own: requests wait in order, each has a model's caches to itself, rounds take turns.
+
+The thread alone touches the models. Everything it has to say goes to the event loop that asked.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3.runner.cache import common_prefix
+from eagle3.runner.model import Model, Result, Stream
+from eagle3.runner.sampling.logprobs import TokenLogprobs
+from eagle3.runner.serve.errors import Busy, GenerationError
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a round gave a request."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    """Of ``token_ids``; empty unless they were asked for."""
+
+
+@dataclass
+class Times:
+    """``time.perf_counter`` of a request's steps, None for those that were not reached."""
+
+    submitted: float
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """One generation that was asked for. ``result`` is what there is once ``deltas`` have ended."""
+
+    prompt: list[int]
+    options: dict[str, Any]
+    loop: asyncio.AbstractEventLoop
+    times: Times
+    events: asyncio.Queue = field(default_factory=asyncio.Queue)
+    result: Result | None = None
+    left: bool = False
+    """Nobody waits for it any more."""
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What each round gives, as it comes. Left early, by ``aclose`` or an exception, the job ends within a round.
+        Raises GenerationError where the generation failed."""
+        try:
+            while isinstance(event := await self.events.get(), Delta):
+                yield event
+            if isinstance(event, Exception):
+                raise GenerationError(" ".join(str(event).split()) or type(event).__name__) from event
+        finally:
+            self.left = True
+
+    def tell(self, event: Delta | Exception | None) -> None:
+        """From the engine's thread; None is the end."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is there
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+@dataclass(eq=False)
+class Place:
+    """A model, and the job that has its caches."""
+
+    model: Model
+    job: Job | None = None
+    stream: Stream | None = None
+    used: float = 0.0
+    given: int = 0
+    """Tokens that the job has been given log-probabilities of."""
+
+
+class Engine:
+    """``ended`` is called in the engine's thread with every job that ended or was left."""
+
+    def __init__(
+        self, models: Sequence[Model], most_waiting: int, ended: Callable[[Job], None], common: dict[str, Any]
+    ):
+        """``common``: options of every generation."""
+        self.model = models[0]
+        self._places = [Place(model) for model in models]
+        self._most_waiting, self._ended, self._common = most_waiting, ended, common
+        self._waiting: deque[Job] = deque()
+        self._changed, self._closing = threading.Condition(), False
+        self._seconds = 1.0  # what a request took of late
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        for model in models[1:]:  # one tokenizer and one set of compiled grammars
+            model.__dict__["text"] = self.model.text
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return sum(place.job is not None for place in self._places)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    async def submit(self, prompt: list[int], each: Sequence[dict[str, Any]]) -> list[Job]:
+        """Put a generation of ``prompt`` for each of these options at the queue's end.
+
+        Raises ValueError for what the model does not take, before anything waits, and ``Busy`` where too many wait.
+        """
+        for options in each[:1]:
+            await asyncio.to_thread(self.model.stream, prompt, **(self._common | options))
+        loop, now = asyncio.get_running_loop(), time.perf_counter()
+        jobs = [Job(prompt, self._common | options, loop, Times(now)) for options in each]
+        with self._changed:
+            free = sum(place.job is None for place in self._places)
+            if len(self._waiting) + len(jobs) > self._most_waiting + free:
+                raise Busy(len(self._waiting), self._seconds * (1 + len(self._waiting)) / len(self._places))
+            self._waiting += jobs
+            self._changed.notify()
+        return jobs
+
+    def close(self) -> None:
+        """End: what runs or waits is left where it is."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self.running or self._closing):
+                    self._changed.wait()
+                if self._closing:
+                    break
+                self._assign()
+            for place in self._places:
+                if place.job is not None:
+                    self._round(place)
+        for place in self._places:
+            if place.job is not None:
+                self._end(place, GenerationError("the server is shutting down"))
+        for job in self._waiting:
+            job.tell(GenerationError("the server is shutting down"))
+
+    def _assign(self) -> None:
+        """Give free models to the jobs that wait, in their order; of the free ones that whose caches hold most of the
+        prompt, then the one that has been idle longest."""
+        while self._waiting and (free := [place for place in self._places if place.job is None]):
+            job = self._waiting.popleft()
+            if job.left:
+                self._ended(job)
+                continue
+            place = max(free, key=lambda each: (common_prefix(job.prompt, each.model.cached.tokens), -each.used))
+            place.job, place.given, place.used = job, 0, time.perf_counter()
+            job.times.started = place.used
+
+    def _round(self, place: Place) -> None:
+        """One piece of a job's text, or its end."""
+        job = place.job
+        try:
+            if job.left:
+                self._end(place, None)
+                return
+            if place.stream is None:
+                place.stream = place.model.stream(job.prompt, **job.options)
+            piece = next(place.stream, None)
+            if piece is None:
+                self._end(place, None)
+                return
+            if job.times.first_token is None:
+                job.times.first_token = time.perf_counter()
+            logprobs = []
+            if job.options.get("logprobs") is not None:
+                place.given += len(piece.token_ids)
+                logprobs = place.stream.result.logprobs[place.given - len(piece.token_ids) : place.given]
+            job.tell(Delta(piece.text, piece.token_ids, logprobs))
+        except Exception as error:  # a generation that fails is its request's, and the next one goes on
+            self._end(place, error)
+
+    def _end(self, place: Place, error: Exception | None) -> None:
+        job, stream = place.job, place.stream
+        place.job = place.stream = None
+        if stream is not None:
+            stream.close()
+            job.result = stream.result
+        job.times.ended = time.perf_counter()
+        self._seconds += (job.times.ended - job.times.started - self._seconds) / 8
+        self._ended(job)
+        job.tell(error)

@@ -1,0 +1,50 @@
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, with the status that clients expect.
+
+The classes are those of ExecuTorch's server; here are those that it has none for.
+"""
+
+import math
+
+from executorch.examples.llm_server.python.errors import APIError, ContextLengthExceeded, GenerationError, ModelNotFound
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+__all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "ModelNotFound", "Refused"]
+
+INVALID = "invalid_request_error"
+
+
+class Refused(APIError):
+    """A request that cannot be answered: 400 unless said. ``param``: the field that it is about."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(status, " ".join(message.split()), INVALID, code)
+        self.param = param
+
+
+class Busy(APIError):
+    """The queue is full: 429, with the seconds after which a place may be free."""
+
+    def __init__(self, waiting: int, seconds: float):
+        super().__init__(
+            429, f"{waiting} requests are waiting already, which is as many as may: try again", "rate_limit_error",
+            "queue_full",
+        )  # fmt: skip
+        self.seconds = max(1, math.ceil(seconds))
+
+
+def body(error: APIError) -> dict:
+    return {"error": error.body()["error"] | {"param": getattr(error, "param", None)}}
+
+
+def as_response(error: APIError) -> JSONResponse:
+    headers = {}
+    if isinstance(error, Busy):
+        headers["Retry-After"] = str(error.seconds)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body(error), error.status, headers)
+
+
+async def on_api_error(_request: Request, error: APIError) -> JSONResponse:
+    return as_response(error)

@@ -1,0 +1,132 @@
+"""What a model's own markup says: where reasoning begins and ends, and that tool calls follow.
+
+Which markup a model has is read from its chat template. Tool calls are parsed by ExecuTorch's detectors.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from executorch.examples.llm_server.python.tool_parsers import (
+    GemmaToolCallDetector,
+    HermesDetector,
+    QwenFunctionCallDetector,
+)
+
+from eagle3.runner.stop_strings import StopStrings
+
+TOOL_PARSERS = {"gemma": GemmaToolCallDetector, "qwen": QwenFunctionCallDetector, "hermes": HermesDetector}
+TOOL_MARKS = {"gemma": ("<|tool_call>",), "qwen": ("<tool_call>", "<function="), "hermes": ("<tool_call>",)}
+"""What a tool call's text begins with."""
+
+REASONING, CONTENT, TOOLS = "reasoning", "content", "tools"
+
+
+class ReasoningMarks(NamedTuple):
+    """``begin`` and ``end`` as text; ``begin_token`` and ``end_token`` are the added tokens among them."""
+
+    begin: str
+    end: str
+    begin_token: str
+    end_token: str
+
+
+THINK = ReasoningMarks("<think>", "</think>", "<think>", "</think>")
+CHANNEL = ReasoningMarks("<|channel>thought\n", "<channel|>", "<|channel>", "<channel|>")
+"""Gemma 4's."""
+
+
+def reasoning_marks(template: str) -> ReasoningMarks | None:
+    """By a chat template; None of one that knows no reasoning."""
+    if "<|channel>" in template:
+        return CHANNEL
+    return THINK if "</think>" in template else None
+
+
+def tool_parser(template: str) -> str:
+    """The name in TOOL_PARSERS of a template's tool calls."""
+    if "<|tool_call>" in template:
+        return "gemma"
+    return "qwen" if "<function=" in template else "hermes"
+
+
+class Part(NamedTuple):
+    kind: str
+    text: str
+
+
+@dataclass
+class Splitter:
+    """An answer's text, as it comes, into reasoning, content and tool calls.
+
+    ``marks``: None where reasoning is not told apart; ``reasoning``: the prompt has opened it; ``tool_marks``: what
+    begins tool calls, which go to the end of the answer, empty where there are no tools; ``specials`` are tokens that
+    no part shows.
+    """
+
+    marks: ReasoningMarks | None = None
+    reasoning: bool = False
+    tool_marks: tuple[str, ...] = ()
+    specials: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self._held, self._kind = "", REASONING if self.reasoning else CONTENT
+        self._begun = self.reasoning  # reasoning comes first or not at all
+        self._trims = True
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that became certain."""
+        self._held += text
+        parts: list[Part] = []
+        while self._advance(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return self._part(held)
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Pass on what is certain; returns whether a mark was met, so that there may be more."""
+        if self._kind == TOOLS:
+            return False
+        marks = self._ahead()
+        strings = StopStrings([*marks, *self.specials]) if marks or self.specials else None
+        if strings is None:
+            parts += self._part(self._held)
+            self._held = ""
+            return False
+        found = strings.first(self._held)
+        if found is None:
+            ready = len(self._held) - strings.unfinished(self._held)
+            parts += self._part(self._held[:ready])
+            self._held = self._held[ready:]
+            return False
+        start, mark = found
+        parts += self._part(self._held[:start])
+        if mark in self.tool_marks and marks.get(mark) == TOOLS:
+            self._kind, self._held = TOOLS, self._held[start:]
+            return False
+        self._held = self._held[start + len(mark) :]
+        if mark in marks:
+            self._kind, self._begun, self._trims = marks[mark], True, True
+        return True
+
+    def _ahead(self) -> dict[str, str]:
+        """The marks that may come now, and the kind of what follows each."""
+        if self._kind == REASONING:
+            return {self.marks.end: CONTENT}
+        ahead = dict.fromkeys(self.tool_marks, TOOLS)
+        if self.marks is not None and not self._begun:
+            ahead[self.marks.begin] = REASONING
+        return ahead
+
+    def _part(self, text: str) -> list[Part]:
+        if self._trims and self._begun:
+            text = text.lstrip("\n")
+        if not text:
+            return []
+        self._trims = False
+        if self._kind == CONTENT and text.strip():
+            self._begun = True
+        return [Part(self._kind, text)]

@@ -1,0 +1,89 @@
+"""``/metrics``, under vLLM's names, so that dashboards made for vLLM show an artifact's server as well."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from eagle3.runner.serve.engine import Job
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    """Of one model. Every name has the label ``model_name``."""
+
+    def __init__(self, model_name: str):
+        self._registry, self._name = CollectorRegistry(), model_name
+        self.running = self._gauge("num_requests_running", "Requests that are generated for.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens.")
+        self._generation = self._counter("generation_tokens", "Generated tokens.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the KV cache.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens that the KV cache held.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Chains of draft tokens that were verified.")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self._accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the chain.",
+            ["model_name", "position"], registry=self._registry,
+        )  # fmt: skip
+        self._success = Counter(
+            "vllm:request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token.")
+        self._between = self._histogram("inter_token_latency_seconds", "Decoding, a token.")
+        self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its end.")
+        self._queued = self._histogram("request_queue_time_seconds", "Waiting.")
+        self._prefill = self._histogram("request_prefill_time_seconds", "From the start to the first token.")
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._generation_size = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._name)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        made = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return made.labels(self._name)
+
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """What is counted when it is asked for."""
+        self.running.set_function(running)
+        self.waiting.set_function(waiting)
+
+    def add(self, job: Job) -> None:
+        """A job that ended."""
+        times, result = job.times, job.result
+        if result is None:  # nothing was computed for it
+            self._success.labels(self._name, "abort").inc()
+            return
+        stats = result.stats
+        self._success.labels(self._name, result.finish_reason).inc()
+        self._prompt.inc(stats.prompt_tokens)
+        self._queries.inc(stats.prompt_tokens)
+        self._hits.inc(stats.reused_prompt_tokens)
+        self._generation.inc(stats.generation_tokens)
+        self._drafts.inc(stats.num_drafts)
+        self._draft_tokens.inc(stats.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens)
+        for position, count in enumerate(stats.accepted_at):
+            self._accepted_at.labels(self._name, str(position)).inc(count)
+        self._queued.observe(times.started - times.submitted)
+        self._whole.observe(times.ended - times.submitted)
+        self._prompt_size.observe(stats.prompt_tokens)
+        self._generation_size.observe(stats.generation_tokens)
+        if times.first_token is not None:
+            self._first.observe(times.first_token - times.submitted)
+            self._prefill.observe(times.first_token - times.started)
+            self._decode.observe(times.ended - times.first_token)
+            if stats.generation_tokens > 1:
+                self._between.observe((times.ended - times.first_token) / (stats.generation_tokens - 1))
+
+    def text(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self._registry)

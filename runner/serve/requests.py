@@ -1,0 +1,180 @@
+"""What clients may ask for: the bodies of the three endpoints, checked, and the library's options of them.
+
+Chat bodies are ExecuTorch's, with what its server refuses added. A name that is not here is refused, since a typing
+error that is ignored gives another text than was asked for; fields that change no text are taken and ignored.
+"""
+
+from typing import Any, TypeVar
+
+from executorch.examples.llm_server.python.protocol import ChatCompletionRequest, ChatMessage, StreamOptions
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from eagle3.runner.model import Model
+from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
+
+IGNORED = frozenset(
+    (
+        "background", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "session_id", "store", "truncation", "user", "verbosity",
+    )
+)  # fmt: skip
+"""Of OpenAI's, without a bearing on the text here."""
+REFUSED = {
+    "audio": "this server gives text alone",
+    "modalities": "this server gives text alone",
+    "web_search_options": "this server has no search",
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "suffix": "this server continues text and fills no gaps",
+    "previous_response_id": "this server keeps no responses: give the whole input",
+    "conversation": "this server keeps no conversations: give the whole input",
+    "prompt_template": "this server keeps no prompts",
+}
+MOST_CHOICES, MOST_LOGPROBS = 128, 20
+
+Body = TypeVar("Body", bound="Asked")
+
+
+class Asked(BaseModel):
+    """What every endpoint takes to choose tokens, under OpenAI's names and vLLM's for what OpenAI has not."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    n: int | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def sampling(self, model: Model) -> dict[str, Any]:
+        """Options of a generation, without those of its length. OpenAI's defaults: temperature 1 where the artifact
+        has the logits for it."""
+        if not 1 <= self.choices <= MOST_CHOICES:
+            raise Refused(f"n is {self.n}, but must be from 1 to {MOST_CHOICES}", "n")
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
+            "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "structured_outputs",
+        )  # fmt: skip
+        options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if "temperature" not in options and model.metadata.has_logits:
+            options["temperature"] = 1.0
+        if options.get("top_k") == -1:  # vLLM's word for all
+            del options["top_k"]
+        if "seed" in options:
+            options["seed"] %= 1 << 63
+        return options
+
+
+class ChatBody(Asked, ChatCompletionRequest):
+    """``POST /v1/chat/completions``"""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Asked):
+    """``POST /v1/completions``"""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+class ResponseBody(Asked):
+    """``POST /v1/responses``"""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def parse(kind: type[Body], given: Any, defaults: dict[str, Any]) -> Body:
+    """A body as JSON gave it, with ``defaults`` for the fields that it leaves out. Raises ``Refused``, with the field's
+    name, for what does not fit."""
+    if not isinstance(given, dict):
+        raise Refused("the body must be a JSON object")
+    for name, reason in REFUSED.items():
+        if given.get(name) not in (None, ["text"], "none") and name not in kind.model_fields:
+            raise Refused(f"{name} is not supported: {reason}", name)
+    known = {name: value for name, value in given.items() if name not in IGNORED and name not in REFUSED}
+    own = {name: value for name, value in defaults.items() if name in kind.model_fields}
+    if not given.get("tools"):
+        own.pop("tool_choice", None)
+    try:
+        return kind.model_validate(own | {name: value for name, value in known.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise Refused(f"{place} is no field of this request", place) from None
+        raise Refused(f"{place}: {first['msg']}, found {_found(first['input'])}", place) from None
+
+
+def _found(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
+
+
+def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> int:
+    """The most tokens to generate: as many as are ``wanted``, or as the context takes. Raises ``Refused`` and
+    ContextLengthExceeded, with both numbers."""
+    context = model.metadata.max_seq_len
+    if len(prompt) >= context:
+        raise ContextLengthExceeded(len(prompt), context)
+    if wanted is None:
+        return context - len(prompt)
+    if wanted < 1:
+        raise Refused(f"{name} is {wanted}, but must be 1 or more", name)
+    if len(prompt) + wanted > context:
+        raise ContextLengthExceeded(len(prompt), context, wanted)
+    return wanted
+
+
+def check_length(model: Model, text: str) -> None:
+    """Refuse a text that cannot fit before all of it is tokenized."""
+    try:
+        model.text.check_length(text, model.metadata.max_seq_len)
+    except ValueError as error:
+        raise Refused(str(error), code="context_length_exceeded") from None
+
+
+def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """The options of ``count`` choices of one prompt; each draws by a seed of its own, the first by the one given."""
+    if "seed" not in options:
+        return [options] * count
+    from eagle3.runner.prompts import mixed_seed
+
+    return [options, *(options | {"seed": mixed_seed(options["seed"], index)} for index in range(1, count))]

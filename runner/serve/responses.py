@@ -1,0 +1,289 @@
+"""``POST /v1/responses``: the same answers under OpenAI's newer API. Nothing is stored."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from executorch.examples.llm_server.python.protocol import ChatMessage
+from openai.types.responses import (
+    Response,
+    ResponseCompletedEvent,
+    ResponseContentPartAddedEvent,
+    ResponseContentPartDoneEvent,
+    ResponseCreatedEvent,
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseFunctionCallArgumentsDoneEvent,
+    ResponseFunctionToolCall,
+    ResponseIncompleteEvent,
+    ResponseInProgressEvent,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+    ResponseReasoningTextDeltaEvent,
+    ResponseReasoningTextDoneEvent,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+    ResponseUsage,
+)
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_reasoning_item import Content
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from eagle3.runner.console.text_input import shown
+from eagle3.runner.serve.answer import Answer, Call, new_id, usage
+from eagle3.runner.serve.dialogue import Turn
+from eagle3.runner.serve.engine import Job
+from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.markup import CONTENT, REASONING
+from eagle3.runner.serve.requests import ResponseBody, length
+from eagle3.runner.serve.service import Service
+
+
+def asked(service: Service, body: ResponseBody) -> Turn:
+    """The prompt and the options of a generation. Raises ``Refused``."""
+    service.check_model(body.model)
+    if body.include or body.top_logprobs:
+        raise Refused("include and top_logprobs are not supported here: chat completions have logprobs", "include")
+    if body.choices != 1:
+        raise Refused("n is not supported here: a response is one answer", "n")
+    kwargs = dict(body.chat_template_kwargs or {})
+    if effort := (body.reasoning or {}).get("effort"):
+        kwargs.setdefault("reasoning_effort", effort)
+        kwargs.setdefault("enable_thinking", effort != "none")
+    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])] or None
+    turn = service.dialogue.turn(
+        _messages(body),
+        body.sampling(service.model),
+        tools,
+        body.tool_choice,
+        body.parallel_tool_calls,
+        (body.text or {}).get("format"),
+        kwargs,
+    )
+    turn.options["max_new_tokens"] = length(service.model, turn.prompt, body.max_output_tokens, "max_output_tokens")
+    return turn
+
+
+def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    """A function as chat completions and chat templates have it."""
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _messages(body: ResponseBody) -> list[ChatMessage]:
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if messages and "tool_calls" in messages[-1]:
+                messages[-1]["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append(told)
+        elif kind != "reasoning":  # what a model thought of an earlier turn is not shown to it
+            raise Refused(f"input.{number} has the type {shown(kind)}: message, function_call, function_call_output")
+    try:
+        return [ChatMessage.model_validate(message) for message in messages]
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise Refused(f"input: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input") from None
+
+
+async def complete(service: Service, body: ResponseBody, request: Request) -> Response:
+    """The whole answer."""
+    async with aclosing(events(service, body, request)) as made:
+        async for event in made:
+            last = event
+    return last.response
+
+
+async def stream(service: Service, body: ResponseBody, request: Request) -> AsyncIterator[str]:
+    """The answer as JSON events."""
+    async with aclosing(events(service, body, request)) as made:
+        async for event in made:
+            yield event.model_dump_json(exclude_unset=True)
+
+
+async def events(service: Service, body: ResponseBody, request: Request) -> AsyncIterator[Any]:
+    """OpenAI's events, the last of which has the whole response. What is refused is raised before the first."""
+    turn = asked(service, body)
+    async with service.jobs(request, turn.prompt, turn.options, 1) as jobs:
+        log = Events(service, body, turn)
+        yield log.event(ResponseCreatedEvent, "response.created", response=log.response("in_progress"))
+        yield log.event(ResponseInProgressEvent, "response.in_progress", response=log.response("in_progress"))
+        async with aclosing(log.of(jobs[0])) as made:
+            async for event in made:
+                yield event
+
+
+class Events:
+    """Of one response: numbered, with the output items so far."""
+
+    def __init__(self, service: Service, body: ResponseBody, turn: Turn):
+        self._service, self._body, self._turn = service, body, turn
+        self._id, self._created, self._number = new_id("resp"), time.time(), -1
+        self._items: list[BaseModel] = []
+        self._open: str | None = None  # the kind of the item that text is added to
+        self._text, self._item_id = "", ""
+
+    def event(self, kind: type[BaseModel], name: str, **fields: Any) -> BaseModel:
+        self._number += 1
+        return kind(type=name, sequence_number=self._number, **fields)
+
+    def response(self, status: str, **more: Any) -> Response:
+        body = self._body
+        return Response(
+            id=self._id,
+            object="response",
+            created_at=self._created,
+            model=self._service.model_id,
+            status=status,
+            output=list(self._items),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            instructions=body.instructions,
+            temperature=self._turn.options.get("temperature", 0.0),
+            top_p=body.top_p if body.top_p is not None else 1.0,
+            max_output_tokens=body.max_output_tokens,
+            error=None,
+            metadata={},
+            **({"incomplete_details": None} | more),
+        )
+
+    async def of(self, job: Job) -> AsyncIterator[BaseModel]:
+        """What each round adds, and the end."""
+        answer, forced = Answer(self._turn), self._turn.tools.forced
+        async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
+            async for parts, _ in rounds:
+                for part in parts:
+                    if part.kind == REASONING or (part.kind == CONTENT and not forced):
+                        for event in self._add(part.kind, part.text):
+                            yield event
+        if forced and not answer.calls:  # cut before the list of calls was whole
+            for event in self._add(CONTENT, answer.text(CONTENT)):
+                yield event
+        whole = answer.result.finish_reason != "length"
+        if not self._items and not self._open and not answer.calls:
+            for event in self._add(CONTENT, ""):
+                yield event
+        for event in self._close(whole):
+            yield event
+        for call in answer.calls:
+            for event in self._called(call):
+                yield event
+        yield self._ended(job, whole)
+
+    def _ended(self, job: Job, whole: bool) -> BaseModel:
+        taken = usage(len(self._turn.prompt), [job], self._service.reasoning_end(self._turn))
+        spent = ResponseUsage(
+            input_tokens=taken.prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=taken.prompt_tokens_details.cached_tokens, cache_write_tokens=0
+            ),
+            output_tokens=taken.completion_tokens,
+            output_tokens_details=OutputTokensDetails(**taken.completion_tokens_details.model_dump(exclude_none=True)),
+            total_tokens=taken.total_tokens,
+        )
+        if whole:
+            return self.event(
+                ResponseCompletedEvent, "response.completed", response=self.response("completed", usage=spent)
+            )
+        why = IncompleteDetails(reason="max_output_tokens")
+        cut = self.response("incomplete", usage=spent, incomplete_details=why)
+        return self.event(ResponseIncompleteEvent, "response.incomplete", response=cut)
+
+    def _add(self, kind: str, text: str) -> list[BaseModel]:
+        made = []
+        if self._open != kind:
+            made += self._close(whole=True)
+            made += self._begin(kind)
+        self._text += text
+        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0, "delta": text}
+        if not text:
+            return made
+        if kind == REASONING:
+            made.append(self.event(ResponseReasoningTextDeltaEvent, "response.reasoning_text.delta", **place))
+        else:
+            made.append(self.event(ResponseTextDeltaEvent, "response.output_text.delta", logprobs=[], **place))
+        return made
+
+    def _begin(self, kind: str) -> list[BaseModel]:
+        self._open, self._text = kind, ""
+        self._item_id = new_id("rs" if kind == REASONING else "msg")
+        item = self._item("in_progress", empty=True)
+        index = len(self._items)
+        made = [self.event(ResponseOutputItemAddedEvent, "response.output_item.added", item=item, output_index=index)]
+        if kind == CONTENT:
+            part = ResponseOutputText(type="output_text", text="", annotations=[])
+            place = {"item_id": self._item_id, "output_index": index, "content_index": 0, "part": part}
+            made.append(self.event(ResponseContentPartAddedEvent, "response.content_part.added", **place))
+        return made
+
+    def _item(self, status: str, empty: bool = False) -> BaseModel:
+        if self._open == REASONING:
+            content = [] if empty else [Content(type="reasoning_text", text=self._text)]
+            return ResponseReasoningItem(id=self._item_id, type="reasoning", summary=[], content=content, status=status)
+        part = ResponseOutputText(type="output_text", text=self._text, annotations=[])
+        content = [] if empty else [part]
+        return ResponseOutputMessage(id=self._item_id, type="message", role="assistant", content=content, status=status)
+
+    def _close(self, whole: bool) -> list[BaseModel]:
+        """End the item that text was added to."""
+        if self._open is None:
+            return []
+        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
+        item = self._item("completed" if whole else "incomplete")
+        if self._open == REASONING:
+            name = "response.reasoning_text.done"
+            made = [self.event(ResponseReasoningTextDoneEvent, name, text=self._text, **place)]
+        else:
+            name = "response.output_text.done"
+            made = [self.event(ResponseTextDoneEvent, name, text=self._text, logprobs=[], **place)]
+            part = item.content[0]
+            made.append(self.event(ResponseContentPartDoneEvent, "response.content_part.done", part=part, **place))
+        return made + self._done(item)
+
+    def _done(self, item: BaseModel) -> list[BaseModel]:
+        index = len(self._items)
+        self._items.append(item)
+        self._open = None
+        return [self.event(ResponseOutputItemDoneEvent, "response.output_item.done", item=item, output_index=index)]
+
+    def _called(self, call: Call) -> list[BaseModel]:
+        common = {"id": new_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+        index = len(self._items)
+        begun = ResponseFunctionToolCall(arguments="", status="in_progress", **common)
+        place = {"item_id": common["id"], "output_index": index}
+        made = [
+            self.event(ResponseOutputItemAddedEvent, "response.output_item.added", item=begun, output_index=index),
+            self.event(
+                ResponseFunctionCallArgumentsDeltaEvent,
+                "response.function_call_arguments.delta",
+                delta=call.arguments,
+                **place,
+            ),
+            ResponseFunctionCallArgumentsDoneEvent.construct(
+                type="response.function_call_arguments.done",
+                sequence_number=self._number + 1,
+                arguments=call.arguments,
+                name=call.name,
+                **place,
+            ),
+        ]
+        self._number += 1
+        return made + self._done(ResponseFunctionToolCall(arguments=call.arguments, status="completed", **common))

@@ -1,0 +1,87 @@
+"""From an artifact to a server that runs until it is told to end."""
+
+import asyncio
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from eagle3.runner import load
+from eagle3.runner.console.command import tell
+from eagle3.runner.contract import MODEL_FILE
+from eagle3.runner.serve.app import build_app
+from eagle3.runner.serve.dialogue import Dialogue
+from eagle3.runner.serve.engine import Engine
+from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.metrics import Metrics
+from eagle3.runner.serve.requests import ChatBody, CompletionBody, ResponseBody, parse
+from eagle3.runner.serve.service import Service
+
+
+def serve(
+    artifact: Path,
+    listening: socket.socket,
+    model_id: str | None,
+    key: str | None,
+    parallel: int,
+    max_queue: int,
+    grace: int,
+    defaults: dict[str, Any],
+    tool_parser: str,
+    chain_len: int | str | None,
+    **loading: Any,
+) -> None:
+    """Load and serve until SIGTERM or SIGINT; what runs then has ``grace`` seconds.
+
+    Raises ValueError and FileNotFoundError as ``load``, and for an artifact without a tokenizer and defaults that no
+    request takes.
+    """
+    check_defaults(defaults)
+    with ExitStack() as stack:
+        models = [stack.enter_context(load(artifact, **loading)) for _ in range(parallel)]
+        folder = artifact.parent if artifact.name == MODEL_FILE else artifact
+        if not models[0].has_text:
+            raise FileNotFoundError(f"{folder} has no tokenizer.json, which a server needs: copy or export it again")
+        name = model_id or str(models[0].metadata.manifest.get("target") or folder.name)
+        metrics = Metrics(name)
+        engine = Engine(models, max_queue, metrics.add, {} if chain_len is None else {"chain_len": chain_len})
+        metrics.watch(lambda: engine.running, lambda: engine.waiting)
+        service = Service(engine, Dialogue(models[0], folder, tool_parser), name, metrics, defaults)
+        host, port = listening.getsockname()[:2]
+        tell(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        run(service, key, listening, grace)
+
+
+def check_defaults(given: dict[str, Any]) -> None:
+    """Raise ValueError for a field that no request has, or a value that it does not take."""
+    needed = {ChatBody: {"messages": []}, CompletionBody: {"prompt": ""}, ResponseBody: {"input": ""}}
+    for name, value in given.items():
+        kinds = [kind for kind in needed if name in kind.model_fields and name not in needed[kind]]
+        if not kinds:
+            raise ValueError(f"--default {name}: no request has such a field")
+        try:
+            for kind in kinds:
+                parse(kind, needed[kind], {name: value})
+        except Refused as error:
+            raise ValueError(f"--default {error}") from None
+
+
+def run(service: Service, key: str | None, listening: socket.socket, grace: int) -> None:
+    """uvicorn's loop, to its end."""
+    app = build_app(service, key, tell)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace, lifespan="on"
+    )
+    handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:  # uvicorn has handlers of its own while it runs, and raises the signal again when it is done
+        asyncio.run(uvicorn.Server(config).serve([listening]))
+    finally:
+        for each, handler in handled.items():
+            signal.signal(each, handler)
+
+
+def _ignore(*_: object) -> None:
+    pass

@@ -1,0 +1,338 @@
+"""eagle3-serve as its clients see it: OpenAI's own client over a real server, and what the library says beside it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from served import served
+
+from eagle3.runner.model import Model
+from eagle3.runner.serve.requests import with_own_seeds
+
+ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "seek",
+        "description": "Go to a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"offset": {"type": "integer", "minimum": 0}, "whence": {"enum": ["start", "end"]}},
+            "required": ["offset", "whence"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+@pytest.fixture(scope="module")
+def model(session, artifact):
+    return Model(session.metadata, lambda: session, artifact)
+
+
+@pytest.fixture(scope="module")
+def server(model, artifact):
+    with served([model], artifact) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def alone(session, artifact):
+    """What the library says by itself, with caches that know nothing: call it before the server is asked."""
+
+    def generate(prompt, **options):
+        return Model(session.metadata, lambda: session, artifact).generate(prompt, **options)
+
+    return generate
+
+
+@pytest.fixture(autouse=True)
+def forgotten(model):
+    """``alone`` overwrites the caches that the server's model remembers."""
+    yield
+    model.forget()
+
+
+def test_executorchs_own_conformance_suite(session, artifact):
+    """Tools are called where a request brings some: gemma4-tiny knows no call of its own."""
+    spec = Path(find_spec("executorch").submodule_search_locations[0])
+    suite = spec / "examples" / "llm_server" / "conformance" / "test_openai_contract.py"
+    model = Model(session.metadata, lambda: session, artifact)
+    with served([model], artifact, tool_choice="required", parallel_tool_calls=False) as running:
+        environment = os.environ | {"OPENAI_BASE_URL": running.url, "OPENAI_MODEL": "tiny"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", str(suite)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=artifact)
+    assert done.returncode == 0 and done.stdout.startswith("." * 7), done.stdout
+
+
+def test_an_answer_is_the_librarys(client, alone):
+    said = alone(ASKED, max_new_tokens=30)
+    answer = client.chat.completions.create(model="tiny", messages=ASKED, max_completion_tokens=30)
+    [choice], usage = answer.choices, answer.usage
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (said.text, "assistant", "length")
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(said.prompt_token_ids), 30)
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == said.stats.num_accepted_tokens > 0
+    rejected = said.stats.num_draft_tokens - said.stats.num_accepted_tokens
+    assert details.rejected_prediction_tokens == rejected > 0
+    again = client.chat.completions.create(model="tiny", messages=ASKED, max_completion_tokens=30)
+    assert again.choices[0].message.content == said.text
+    assert again.usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_a_stream_joins_to_the_answer(client, alone):
+    said = alone(ASKED, max_new_tokens=40)
+    options = {"model": "tiny", "messages": ASKED, "max_tokens": 40, "stream": True}
+    chunks = list(client.chat.completions.create(**options, stream_options={"include_usage": True}))
+    *told, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == said.text
+    assert told[0].choices[0].delta.role == "assistant" and told[-1].choices[0].finish_reason == said.finish_reason
+    assert last.choices == [] and last.usage.completion_tokens == len(said.token_ids)
+    assert len({chunk.id for chunk in chunks}) == 1 and len(told) > 8
+    assert all(chunk.usage is None for chunk in client.chat.completions.create(**options))
+
+
+def test_each_choice_draws_by_a_seed_of_its_own(client, alone):
+    seeds = [each["seed"] for each in with_own_seeds({"seed": 7}, 3)]
+    said = [alone(ASKED, max_new_tokens=20, temperature=0.9, seed=seed).text for seed in seeds]
+    options = {"model": "tiny", "messages": ASKED, "max_tokens": 20, "temperature": 0.9, "seed": 7, "n": 3}
+    answer = client.chat.completions.create(**options)
+    assert [choice.message.content for choice in answer.choices] == said and len(set(said)) > 1
+    assert answer.usage.completion_tokens == sum(
+        len(alone(ASKED, max_new_tokens=20, temperature=0.9, seed=seed).token_ids) for seed in seeds
+    )
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**options, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == said
+
+
+def test_without_a_temperature_text_is_sampled(model, artifact):
+    with served([model], artifact, temperature=None) as running:
+        given = {"messages": ASKED, "max_tokens": 20}
+        texts = {running.post("/chat/completions", given).json()["choices"][0]["message"]["content"] for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_options_mean_what_they_mean_in_the_library(client, alone):
+    biased = {"logit_bias": {17: 5.0}, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+    said = alone(ASKED, max_new_tokens=25, **biased)
+    assert said.text != alone(ASKED, max_new_tokens=25).text
+    given = {"model": "tiny", "messages": ASKED, "max_tokens": 25, **biased}
+    assert client.chat.completions.create(**given).choices[0].message.content == said.text
+    sampled = {"top_p": 0.8, "temperature": 0.7, "seed": 3}
+    more = {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.1}
+    given = {"model": "tiny", "messages": ASKED, "max_tokens": 25, **sampled, "extra_body": more}
+    expected = alone(ASKED, max_new_tokens=25, **sampled, **more).text
+    assert client.chat.completions.create(**given).choices[0].message.content == expected
+
+
+def test_a_stop_string_is_not_shown(client, alone):
+    whole = alone(ASKED, max_new_tokens=30).text
+    choice = client.chat.completions.create(model="tiny", messages=ASKED, stop=["read"]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (whole[: whole.index("read")], "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(client, alone, stream):
+    said = alone(ASKED, max_new_tokens=12, logprobs=2)
+    options = {"model": "tiny", "messages": ASKED, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(**options, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert "".join(token.token for token in told) == said.text
+    assert [token.logprob for token in told] == pytest.approx([each.logprob for each in said.logprobs], abs=1e-4)
+    assert all(len(token.top_logprobs) == 2 and bytes(token.bytes).decode() == token.token for token in told)
+
+
+def test_a_pydantic_model_is_what_comes_back(client):
+    answer = client.chat.completions.parse(model="tiny", messages=ASKED, response_format=Person, max_tokens=90)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    given = {"model": "tiny", "messages": ASKED, "response_format": {"type": "json_object"}, "max_tokens": 200}
+    choice = client.chat.completions.create(**given).choices[0]
+    assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+    given = {"model": "tiny", "messages": ASKED, "extra_body": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}}
+    assert len(client.chat.completions.create(**given).choices[0].message.content) == 6
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "seek"}}])
+def test_a_forced_call(client, choice):
+    given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
+    given["parallel_tool_calls"] = False
+    [answer] = client.chat.completions.create(**given).choices
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    [call] = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "seek" and arguments.keys() == {"offset", "whence"} and arguments["offset"] >= 0
+    with client.chat.completions.stream(**given) as stream:
+        for _ in stream:
+            pass
+        [streamed] = stream.get_final_completion().choices
+    assert streamed.finish_reason == "tool_calls" and not streamed.message.content
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_call_that_is_not_forced_is_the_models_to_make(client, alone, choice):
+    said = alone(ASKED, max_new_tokens=20)
+    given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 20}
+    [answer] = client.chat.completions.create(**given).choices
+    assert (answer.message.content, answer.message.tool_calls) == (said.text, None)
+
+
+def test_completions(client, alone):
+    said = [alone(prompt, max_new_tokens=12, logprobs=1) for prompt in ("def main(", "class A")]
+    answer = client.completions.create(model="tiny", prompt="def main(", max_tokens=12, logprobs=1)
+    [choice] = answer.choices
+    assert choice.text == said[0].text == "".join(choice.logprobs.tokens)
+    assert choice.logprobs.token_logprobs == pytest.approx([each.logprob for each in said[0].logprobs], abs=1e-4)
+    chunks = client.completions.create(model="tiny", prompt="def main(", max_tokens=12, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == said[0].text
+    both = client.completions.create(model="tiny", prompt=["def main(", "class A"], max_tokens=12, n=2, echo=True)
+    assert [choice.text for choice in both.choices] == [
+        prompt + each.text for prompt, each in zip(("def main(", "class A"), said, strict=True) for _ in range(2)
+    ]
+    assert both.usage.completion_tokens == 48
+    assert both.usage.prompt_tokens == sum(len(each.prompt_token_ids) for each in said)
+    by_ids = client.completions.create(model="tiny", prompt=said[1].prompt_token_ids, max_tokens=12)
+    assert by_ids.choices[0].text == said[1].text
+    assert client.completions.create(model="tiny", prompt="def main(").usage.completion_tokens == 16
+
+
+def test_responses(client, alone):
+    said = alone(ASKED, max_new_tokens=60)
+    answer = client.responses.create(model="tiny", input=ASKED[0]["content"], max_output_tokens=60)
+    assert (answer.output_text, answer.status) == (said.text, "completed")
+    assert answer.usage.output_tokens == len(said.token_ids)
+    with client.responses.stream(model="tiny", input=ASKED, max_output_tokens=60) as stream:
+        events = list(stream)
+        assert stream.get_final_response().output_text == said.text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said.text
+    cut = client.responses.create(model="tiny", input=ASKED, max_output_tokens=4)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    parsed = client.responses.parse(model="tiny", input="Who?", text_format=Person, max_output_tokens=90)
+    assert isinstance(parsed.output_parsed, Person)
+    system = [{"role": "system", "content": "Be brief."}, *ASKED]
+    told = client.responses.create(model="tiny", instructions="Be brief.", input=ASKED, max_output_tokens=10)
+    assert told.output_text == alone(system, max_new_tokens=10).text
+
+
+def test_a_call_in_a_response(client):
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    given = {"model": "tiny", "input": "Go.", "tools": [tool], "tool_choice": "required", "max_output_tokens": 90}
+    given["parallel_tool_calls"] = False
+    [call] = client.responses.create(**given).output
+    assert (call.type, call.name) == ("function_call", "seek") and json.loads(call.arguments)
+    with client.responses.stream(**given) as stream:
+        names = [event.type for event in stream]
+    assert "response.function_call_arguments.done" in names and names[-1] == "response.completed"
+
+
+def test_models(client, server):
+    [card] = client.models.list().data
+    assert (card.id, card.max_model_len) == ("tiny", 1024)
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert httpx.get(server.url.removesuffix("/v1") + "/health").json() == {"status": "ok"}
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "words"),
+    [
+        ({"messages": "hello"}, 400, "messages: Input should be a valid list, found 'hello'"),
+        ({"messages": []}, 400, "one or more"),
+        ({"messages": [{"content": "x"}]}, 400, "messages.0.role: Field required"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "does not take these messages: roles are system"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "takes text alone"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "is not Unicode text"),
+        ({"messages": [{"role": "user", "content": "word " * 1100}]}, 400, r"context length is 1024 .* has \d{4}"),
+        ({"messages": [{"role": "user", "content": "word " * 90_000}]}, 400, "context 1024"),
+        ({"max_tokens": 1000}, 400, r"maximum context length is 1024 tokens. However, you requested 1039"),
+        ({"max_tokens": 0}, 400, "max_tokens is 0"),
+        ({"max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer, found '9'"),
+        ({"model": "gpt-4"}, 404, "Model 'gpt-4' not found"),
+        ({"temprature": 1}, 400, "temprature is no field"),
+        ({"temperature": -1}, 400, "temperature is -1"),
+        ({"temperature": True}, 400, "temperature"),
+        ({"n": 0}, 400, "n is 0"),
+        ({"stop": ["a", ""]}, 400, "stop"),
+        ({"logit_bias": {"5000": 1}}, 400, "5000 of logit_bias is outside the vocabulary"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"top_logprobs": 3}, 400, "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "from 0 to 20"),
+        ({"response_format": {"type": "xml"}}, 400, "has the type 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, 400, "must be a JSON schema"),
+        ({"response_format": SCHEMA}, 400, "uniqueItems"),
+        ({"structured_outputs": {"regex": "a("}}, 400, "unclosed group"),
+        ({"tool_choice": "required"}, 400, "there are no tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, 400, "none of the tools"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools.0 must be a function"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "do not go together"),
+        ({"modalities": ["audio"]}, 400, "text alone"),
+        ({"seed": 1.5}, 400, "seed"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_request(server, given, status, words, stream):
+    body = json.dumps({"messages": ASKED, "stream": stream} | given)
+    answer = httpx.post(f"{server.url}/chat/completions", content=body)
+    error = answer.json()["error"]
+    assert answer.status_code == status and error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert re.search(words, error["message"]), error
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"messages": NaN}'])
+def test_what_is_no_json(server, body):
+    answer = httpx.post(f"{server.url}/chat/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "words"),
+    [
+        ("completions", {"prompt": ""}, "prompt is empty"),
+        ("completions", {"prompt": [5000]}, "5000"),
+        ("completions", {"prompt": {"a": 1}}, "prompt"),
+        ("completions", {"prompt": "x", "best_of": 3}, "best_of is 3 and n 1"),
+        ("completions", {"prompt": "x", "suffix": "y"}, "fills no gaps"),
+        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo with logprobs"),
+        ("completions", {"prompt": "word " * 2000}, "context length is 1024"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has the type 'item_reference'"),
+        ("responses", {"input": "x", "previous_response_id": "y"}, "keeps no responses"),
+        ("responses", {"input": [{"role": 3, "content": "x"}]}, "input: role"),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0 must be a function"),
+        ("responses", {}, "input: Field required"),
+    ],
+)
+def test_what_the_other_endpoints_refuse(server, path, given, words):
+    answer = server.post(f"/{path}", given)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/chat/completions", 405), ("POST", "/edits", 404)])
+def test_a_place_that_there_is_not(server, method, path, status):
+    answer = httpx.request(method, server.url + path)
+    assert answer.status_code == status and answer.json()["error"]["message"]
