@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.runner.hardware.cpu_features import check_instructions
+from eagle3.runner.hardware.cpu_features import check_cpu_features
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def load(
         FileNotFoundError: no artifact there, or a file of it is missing
         ValueError: a damaged or foreign file; an artifact that this machine or ``runtime`` cannot run
     """
-    check_instructions()
+    check_cpu_features()
     if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
         warnings.warn(
             "torch was imported before eagle3.runner.load: set OMP_NUM_THREADS=1 before, or load first; its threads "

@@ -1,4 +1,4 @@
-"""The CUDA delegates of a program: the table of weights and the library of each."""
+"""Reads the CUDA delegates of a program: the weight table and the library of each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from eagle3.runner.artifact.pte import Pte, read_pte
 
 
 def cuda_delegates(model: Path) -> dict[str, list[tuple[WeightTable, bytes]]]:
-    """Method to its CUDA delegates: the table of weights and the library of each."""
+    """Map each method to the weight table and the library of each of its CUDA delegates."""
     pte = read_pte(model)
     return {
         name: [(table, pte.named(table.library_key)) for table in tables] for name, tables in weight_tables(pte).items()
@@ -18,7 +18,7 @@ def cuda_delegates(model: Path) -> dict[str, list[tuple[WeightTable, bytes]]]:
 
 
 def cuda_kernels(model: Path) -> dict[str, dict[str, bytes]]:
-    """Method to its CUDA kernels, as fatbins by name. Raises ValueError for a library that is damaged."""
+    """Map each method to its CUDA kernels: fatbins by name. Raises ValueError for a damaged library."""
     pte = read_pte(model)
     found: dict[str, dict[str, bytes]] = {}
     for name, tables in weight_tables(pte).items():
@@ -29,7 +29,7 @@ def cuda_kernels(model: Path) -> dict[str, dict[str, bytes]]:
 
 
 def weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:
-    """Those of the CUDA delegates, by method."""
+    """Map each method to the weight tables of its CUDA delegates."""
     tables = {}
     for plan in pte.program.execution_plan:
         blobs = [pte.delegate_blob(delegate) for delegate in plan.delegates if delegate.id == CUDA_BACKEND]
@@ -41,7 +41,7 @@ def weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:
 
 @contextmanager
 def naming(pte: Pte, method: str) -> Iterator[None]:
-    """A ValueError inside names the file and the method."""
+    """Add the file and the method to the message of a ValueError raised inside."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,9 @@
-"""What a method's CUDA delegates hold, as plain values: libraries, architectures, kernels, symbols, weights.
+"""Reads the contents of a method's CUDA delegates as plain values: libraries, architectures, kernels, symbols, weights.
 
-1. Delegates: the facts, from weight tables (``cuda_weights.py``) and the libraries' bytes.
-2. Libraries: what AOTInductor built, an ELF ``.so`` each; kernel ``X`` lies in it from ``__X_start`` to ``__X_end``.
-3. Fatbins: what a kernel is, once per architecture, as SASS (machine code) or PTX (compiled when it is loaded).
+1. Delegates: their contents, from the weight tables (``cuda_weights.py``) and the libraries' bytes.
+2. Libraries: ELF ``.so`` files built by AOTInductor. Kernel ``X`` lies between the symbols ``__X_start`` and
+   ``__X_end``.
+3. Fatbins: a kernel's code, once per architecture, as SASS (machine code) or PTX (compiled when it is loaded).
 """
 
 import re
@@ -16,7 +17,7 @@ from eagle3.runner.artifact.cuda_weights import CudaWeight, WeightTable
 from eagle3.runner.artifact.elf import DAMAGED, Elf
 
 CUDA_BACKEND = "CudaBackend"
-"""ExecuTorch's name of it."""
+"""ExecuTorch's name of the backend."""
 
 # --- 1. Delegates
 
@@ -38,9 +39,10 @@ SYMBOL_FAMILIES = {
 
 
 def cuda_details(name: str, tables: dict[str, list[WeightTable]], read: Callable[[str], bytes]) -> dict[str, Any]:
-    """The CUDA delegates of method ``name``: ``tables`` has those of every method, ``read`` gives named data.
+    """Return the contents of the CUDA delegates of method ``name``, for ``eagle3-inspect``.
 
-    Kernels are counted once, however often they are launched. Raises ValueError for a library that is damaged.
+    ``tables`` has the weight tables of every method; ``read`` returns the named data of a key. Each kernel is counted
+    once, however often it is launched. Raises ValueError for a damaged library.
     """
     blobs = [read(table.library_key) for table in tables[name]]
     libraries = [read_library(blob) for blob in blobs]
@@ -62,12 +64,12 @@ def cuda_details(name: str, tables: dict[str, list[WeightTable]], read: Callable
 
 
 def kind_of(name: str, kinds: dict[str, re.Pattern] = KERNEL_KINDS) -> str:
-    """The first of ``kinds`` that matches."""
+    """Return the first of ``kinds`` whose pattern matches ``name``."""
     return next(kind for kind, pattern in kinds.items() if pattern.match(name))
 
 
 def _sorted_into(kinds: dict[str, re.Pattern], named: Iterable[tuple]) -> dict[str, list[tuple]]:
-    """Tuples that begin with a name, by the first of ``kinds`` that matches it; kinds without any stay, empty."""
+    """Group tuples by the kind of their first element, a name. Every kind has a list, which may be empty."""
     found: dict[str, list[tuple]] = {kind: [] for kind in kinds}
     for entry in named:
         found[kind_of(entry[0], kinds)].append(entry)
@@ -79,7 +81,7 @@ def _kernels(members: list[tuple[str, bytes]]) -> dict[str, Any]:
 
 
 def architectures(kernels: Iterable[tuple[str, bytes]]) -> dict[str, dict[str, int]]:
-    """``sass`` and ``ptx``: each architecture and how many of the kernels have code for it."""
+    """Return, for "sass" and for "ptx", how many kernels have code for each architecture."""
     found: dict[str, Counter] = {"sass": Counter(), "ptx": Counter()}
     for kernel, fatbin in kernels:
         try:
@@ -95,13 +97,14 @@ def _storages(tables: list[WeightTable]) -> dict[str, CudaWeight]:
 
 
 def _shared(mine: list[WeightTable], theirs: list[WeightTable]) -> dict[str, CudaWeight]:
-    """The storages that both have."""
+    """Return the storages that both lists of tables contain."""
     keys = _storages(theirs).keys()
     return {key: weight for key, weight in _storages(mine).items() if key in keys}
 
 
 def weights(storages: dict[str, CudaWeight]) -> dict[str, Any]:
-    """Storages, caches among them, each in the dtype of a weight that lies in it."""
+    """Count storages and their bytes, in all and by dtype. Caches are included. A storage has the dtype of a weight
+    that lies in it."""
     by_dtype: dict[str, dict[str, CudaWeight]] = {}
     for key, weight in storages.items():
         by_dtype.setdefault(str(weight.dtype).removeprefix("torch."), {})[key] = weight
@@ -122,8 +125,8 @@ def _extent(sizes: list[int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Library:
-    """Kernels' fatbins by name, the symbols that whoever loads the library must have, the system's left out, and the
-    libraries that it asks the loader for."""
+    """A method's library. ``kernels``: fatbins by name. ``needs``: symbols that the host must have, without those of
+    system libraries. ``asks_for``: libraries that it asks the loader to load."""
 
     kernels: dict[str, bytes]
     needs: list[str]
@@ -131,7 +134,7 @@ class Library:
 
 
 def read_library(data: bytes) -> Library:
-    """Read a 64-bit ELF shared library. Raises ValueError for anything else and a damaged one."""
+    """Read a 64-bit ELF shared library. Raises ValueError for a damaged file or any other kind."""
     elf = Elf(data)
     try:
         symbols, asks_for = elf.symbols, tuple(elf.asks_for)
@@ -147,12 +150,13 @@ def read_library(data: bytes) -> Library:
 
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_FORMS = {1: "ptx", 2: "sass"}
-# No public document has these; they are what nvcc 13.0 sets, and cuobjdump shows as sm_90a, sm_100f.
+# Not publicly documented: nvcc 13.0 sets these bits, and cuobjdump shows them as sm_90a and sm_100f.
 FATBIN_VARIANTS = {0x100000: "a", 0x200000: "f"}
 
 
 def fatbin_entries(data: bytes) -> Iterator[tuple[str, str]]:
-    """Form and architecture of each image: ``("sass", "sm_90a")``. Raises ValueError or struct.error if damaged."""
+    """Yield (form, architecture) of each image, such as ("sass", "sm_90a"). Raises ValueError or struct.error if the
+    fatbin is damaged."""
     magic, _, header, size = struct.unpack_from("<IHHQ", data)
     if magic != FATBIN_MAGIC:
         raise ValueError(f"begins with {magic:#x}, not {FATBIN_MAGIC:#x}")
@@ -171,7 +175,11 @@ def fatbin_entries(data: bytes) -> Iterator[tuple[str, str]]:
 
 
 def images_of(what: str, code: bytes, arch: str | None) -> list[tuple[str, str]]:
-    """Form and architecture of each image of a kernel."""
+    """Return (form, architecture) of each image of a kernel.
+
+    ``what`` names the kernel in errors. ``arch`` is the architecture of a kernel that is bare machine code. Raises
+    ValueError if ``code`` is neither a fatbin nor such code.
+    """
     if code.startswith(b"\x7fELF") and arch:
         return [("sass", arch)]
     try:
@@ -181,8 +189,11 @@ def images_of(what: str, code: bytes, arch: str | None) -> list[tuple[str, str]]
 
 
 def runs_on(form: str, arch: str, capability: tuple[int, int]) -> bool:
-    """SASS runs on its major version from its minor version on, PTX on every later one. ``sm_90a`` is for that GPU
-    alone, ``sm_100f`` for its family."""
+    """Return True if a GPU of this compute capability runs code of this form and architecture.
+
+    SASS runs on GPUs of the same major version and the same or a later minor version; PTX runs on every later GPU.
+    ``sm_90a`` runs on that architecture alone, ``sm_100f`` on its family.
+    """
     found = re.fullmatch(r"sm_(\d+)([af]?)", arch)
     if found is None:
         raise ValueError(f"{arch!r} is no architecture such as sm_90")

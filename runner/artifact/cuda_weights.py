@@ -1,7 +1,8 @@
-"""The two tables that say where a CUDA artifact's weights are. Neither function reads a weight's bytes.
+"""Reads the two tables that say where a CUDA artifact's weights are. Reads none of the weights.
 
-Each method has a table in its delegate: names, dtypes and shapes over named storages, as ExecuTorch's
-``backends/cuda/cuda_weight_collector.py`` writes it. The ``.ptd`` beside the program has an index: the storages by key.
+Each method has a weight table in its delegate: names, dtypes and shapes of tensors over named storages, as ExecuTorch's
+``backends/cuda/cuda_weight_collector.py`` writes them. The ``.ptd`` beside the program has an index of the storages by
+key.
 """
 
 import math
@@ -24,7 +25,7 @@ DEVICES = {0: "cpu", 1: "cuda"}  # by AOTInductor's device type
 
 @dataclass(frozen=True)
 class CudaWeight:
-    """A tensor over a storage; caches are such tensors as well. ``offset`` and ``stride`` count elements."""
+    """A weight or a cache: a tensor over a storage. ``offset`` and ``stride`` count elements."""
 
     name: str
     storage_key: str
@@ -38,13 +39,13 @@ class CudaWeight:
 
 @dataclass(frozen=True)
 class WeightTable:
-    """What a delegate's processed bytes say: the key of its library (``.so``) in the ``.pte``, and its weights."""
+    """The weight table of a delegate: the key of its library (``.so``) in the ``.pte``, and its weights."""
 
     library_key: str
     weights: tuple[CudaWeight, ...]
 
     def storages(self) -> dict[str, CudaWeight]:
-        """Storage key to a weight that lies in it, each storage once."""
+        """Map each storage key to one weight that lies in the storage."""
         return {weight.storage_key: weight for weight in self.weights}
 
 
@@ -57,7 +58,8 @@ class Extent:
 
 
 def decode_weight_table(processed: bytes) -> WeightTable:
-    """Raises ValueError for another version of the table, a damaged one, or a weight that leaves its storage."""
+    """Decode a weight table. Raises ValueError for another version, a damaged table, or a weight that exceeds its
+    storage."""
     if not processed.startswith(TABLE_MAGIC):
         found = processed[: len(TABLE_MAGIC)]
         fault = "another version" if found.startswith(TABLE_FAMILY) else "no such table"
@@ -75,7 +77,7 @@ def decode_weight_table(processed: bytes) -> WeightTable:
 
 
 class _Reader:
-    """Little-endian values one after the other."""
+    """Reads little-endian values one after the other."""
 
     def __init__(self, data: bytes, at: int):
         self.data, self.at = data, at
@@ -111,7 +113,7 @@ def _weight(reader: _Reader) -> CudaWeight:
 
 @cache
 def _dtype(number: int) -> torch.dtype:
-    """Of ExecuTorch's ``ScalarType``."""
+    """Return the torch dtype of a number of ExecuTorch's ``ScalarType``."""
     with calm_stderr():
         from executorch.exir.scalar_type import ScalarType
         from executorch.exir.tensor import get_scalar_type
@@ -119,7 +121,7 @@ def _dtype(number: int) -> torch.dtype:
 
 
 def read_ptd_index(path: Path) -> dict[str, Extent]:
-    """Storage key to its place in the file. Reads the file's head alone.
+    """Map each storage key to its place in the file. Reads the file's head alone.
 
     Raises FileNotFoundError, and ValueError for a file that is no ``.ptd``, is damaged, or ends early.
     """
@@ -152,7 +154,7 @@ def read_ptd_index(path: Path) -> dict[str, Extent]:
 
 
 def check_stored(tables: list[WeightTable], index: dict[str, Extent]) -> None:
-    """Raises ValueError where the ``.ptd`` lacks a storage of the tables, or has it in another size."""
+    """Raise ValueError if the ``.ptd`` lacks a storage of the tables, or has it with another size."""
     for table in tables:
         for key, weight in table.storages().items():
             size = index[key].size if key in index else None

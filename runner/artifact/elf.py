@@ -1,4 +1,4 @@
-"""ELF shared libraries as the dynamic loader reads them: symbols, relocations, the libraries that they ask for."""
+"""Reads ELF shared libraries as the dynamic loader does: symbols, relocations, needed libraries."""
 
 import re
 import struct
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 SYSTEM_LIBRARIES = re.compile(r"lib(c|m|stdc\+\+|gcc_s|pthread|dl|rt)\.so|ld-linux")
-# Of the System V ABI, and of the Linux Standard Base for the versions
+# From the System V ABI; VERNEED and VERSYM from the Linux Standard Base
 RELA, DYNAMIC, DYNSYM, VERNEED, VERSYM = 4, 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
 NEEDED = 1
 WEAK, ABSOLUTE = 2, 0xFFF1
 EXECUTABLE = 4
 DAMAGED = (struct.error, LookupError, ValueError, OverflowError)
-"""What a damaged file raises wherever it is read."""
+"""The exceptions that reading a damaged file may raise."""
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """``place`` in the file, in bytes, None where another library has it: ``provider``, if that is recorded. Loaded it
-    has an ``address`` and so many bytes (``size``)."""
+    """A dynamic symbol.
+
+    ``place``: its offset in the file in bytes, None if another library defines it. ``provider``: that library, if it is
+    recorded. ``address`` and ``size``: where it is loaded, in bytes.
+    """
 
     name: str
     weak: bool
@@ -44,7 +47,7 @@ class Section:
 
 
 class Elf:
-    """A 64-bit ELF file. Raises ValueError for any other, what ``DAMAGED`` has for a damaged one."""
+    """A 64-bit ELF file. Raises ValueError for any other file; reading a damaged one raises one of ``DAMAGED``."""
 
     def __init__(self, data: bytes):
         if data[:6] != b"\x7fELF\x02\x01":
@@ -64,7 +67,7 @@ class Elf:
 
     @cached_property
     def symbols(self) -> list[Symbol]:
-        """The dynamic ones."""
+        """The dynamic symbols."""
         (table,) = self._of_type(DYNSYM)
         versions = [version for section in self._of_type(VERSYM) for version in self._rows("H", section)]
         found = []
@@ -79,19 +82,19 @@ class Elf:
 
     @cached_property
     def asks_for(self) -> list[str]:
-        """The libraries that the loader loads with this one."""
+        """The libraries that the loader loads together with this one."""
         entries = ((section, row) for section in self._of_type(DYNAMIC) for row in self._rows("QQ", section))
         return [self._string(section.link, value) for section, (tag, value) in entries if tag == NEEDED]
 
     def relocations(self) -> Iterator[tuple[str, int]]:
-        """Name of a symbol, and the address of the slot that its address is written to."""
+        """Yield (name of a symbol, address of the slot that the symbol's address is written to)."""
         for section in self._of_type(RELA):
             for slot, info, _ in self._rows("QQq", section):
                 if info >> 32:
                     yield self.symbols[info >> 32].name, slot
 
     def at_address(self, address: int, size: int) -> bytes:
-        """Bytes of the file that are loaded there. Raises LookupError."""
+        """Return the bytes of the file that are loaded at ``address``. Raises LookupError."""
         loaded = (each for each in self.sections if each.address and each.address <= address < each.address + each.size)
         section = next(loaded, None)
         if section is None:
@@ -100,7 +103,7 @@ class Elf:
         return self.data[start : start + size]
 
     def text_at(self, address: int) -> str:
-        """A text that ends with a zero byte. Raises LookupError or ValueError."""
+        """Return the zero-terminated text at ``address``. Raises LookupError or ValueError."""
         start = self.at_address(address, 1 << 12)
         return start[: start.index(b"\0")].decode()
 
@@ -119,7 +122,7 @@ class Elf:
 
     @cached_property
     def _providers(self) -> dict[int, str]:
-        """A symbol's version, by index, to the library that has it."""
+        """Map the index of a symbol's version to the library that defines it."""
         found = {}
         for section in self._of_type(VERNEED):
             at, following = section.offset, True

@@ -1,4 +1,4 @@
-"""What a run of a CUDA artifact takes of a GPU's memory: read from its files, none of the weights among them."""
+"""Computes how much GPU memory a run of a CUDA artifact takes, from its files and without reading weights."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,8 +11,8 @@ from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 
 
 def gpu_memory(model: Path, tables: Iterable[WeightTable]) -> dict[str, Any]:
-    """Bytes of ``weights``, ``caches``, ``workspace`` (None where the exporter did not record it), ``context`` and
-    their ``total``."""
+    """Return the bytes of ``weights``, ``caches``, ``workspace``, ``context`` and their ``total``. ``workspace`` is
+    None if the exporter did not record it."""
     kept = {key: weight for table in tables for key, weight in table.storages().items() if weight.device == "cuda"}
     caches = sum(weight.storage_bytes for weight in kept.values() if "cache" in weight.name)
     found = {
@@ -25,7 +25,7 @@ def gpu_memory(model: Path, tables: Iterable[WeightTable]) -> dict[str, Any]:
 
 
 def workspace_of(model: Path) -> int | None:
-    """Bytes of intermediate tensors, as the record beside a ``model.pte`` has them; None where it does not."""
+    """Return the bytes of intermediate tensors, as recorded beside a ``model.pte``; None if they are not recorded."""
     try:
         methods = read_export(model.parent)[LAUNCHES]
         return _workspace({name: method[WORKSPACE] for name, method in methods.items()})
@@ -34,6 +34,7 @@ def workspace_of(model: Path) -> int | None:
 
 
 def _workspace(methods: Mapping[str, int]) -> int:
-    """Methods run one at a time and take turns at one pool, but a round that was captured keeps its own."""
+    """Return the total workspace. Methods run one at a time and share one memory pool, but a captured method has a pool
+    of its own."""
     captured = SPECULATE if SPECULATE in methods else TARGET_VERIFY
     return max(methods.values()) + methods[captured]

@@ -1,4 +1,4 @@
-"""Parts of ExecuTorch without its compiler: a run needs neither, and importing it takes seconds."""
+"""Imports parts of ExecuTorch without its compiler, which a run does not need and which takes seconds to import."""
 
 import sys
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ COMPILER, SERIALIZER = "executorch.exir", "executorch.exir._serialize"
 def without_compiler() -> Iterator[None]:
     """Import modules below ``executorch.exir`` without the two packages around them.
 
-    The runtime's bindings take one warning class from ``executorch.exir._warnings``, reading a program takes the schema
-    and the classes generated from it. The packages' own code imports dynamo and Inductor: 4 s of a first run's 6.
-    Within this context they are empty packages with the same paths. Nothing changes where the compiler is imported
-    already, and it can be imported afterwards.
+    The runtime's bindings need one warning class from ``executorch.exir._warnings``. Reading a program needs the schema
+    and the classes generated from it. The two packages themselves import dynamo and Inductor, which is 4 s of a first
+    run's 6 s. Within this context they are empty packages with the same paths. If the compiler is already imported,
+    nothing changes. It can be imported afterwards.
     """
     if COMPILER in sys.modules:
         yield

@@ -1,7 +1,7 @@
-"""On which architectures what a CUDA artifact's kernels take is there: threads, registers and shared memory of a block.
+"""Finds the architectures that allow the threads, registers and shared memory of a CUDA artifact's blocks.
 
-The exporter recorded each launch (``export.json``). Machine code and PTX of an architecture run on later ones too, some
-of which allow less shared memory: 99 KB on sm_86, sm_89 and sm_120 where sm_80 allows 163.
+The exporter recorded each launch (``export.json``). Code for one architecture also runs on later ones, and some of them
+allow less shared memory: 99 KB on sm_86, sm_89 and sm_120, 163 KB on sm_80.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from eagle3.runner.hardware.gpus import GPUS, excesses, gpus_of
 
 
 def recorded_launches(model: Path) -> dict[str, list[dict[str, Any]]]:
-    """Method to its launches, as the record beside a ``model.pte`` has them; empty where it has none."""
+    """Map each method to its launches, as recorded beside a ``model.pte``; {} if they are not recorded."""
     try:
         methods = read_export(model.parent)[LAUNCHES]
         return {name: list(method["launches"]) for name, method in methods.items()}
@@ -26,8 +26,8 @@ def recorded_launches(model: Path) -> dict[str, list[dict[str, Any]]]:
 def architectures(
     images: Mapping[str, list[tuple[str, str]]], launches: Mapping[str, list[dict[str, Any]]]
 ) -> dict[str, str | None]:
-    """Each architecture of the table that all kernels have code for, and what it has not for a launch, None where it
-    has everything. ``images``: form and architecture of each kernel's code (``cuda.images_of``)."""
+    """Map each architecture that all kernels have code for to the first line of ``excesses``, None if every launch
+    fits. ``images``: (form, architecture) of each kernel's code (``cuda_library.images_of``)."""
     found = {}
     for arch in dict.fromkeys(f"sm_{gpu.arch}" for gpu in GPUS.values()):
         gpu, *_ = gpus_of(arch)

@@ -1,4 +1,4 @@
-"""Open an artifact: find its files, check that it is one and undamaged, read its metadata. Nothing is executed."""
+"""Opens an artifact: finds its files, checks that they are undamaged, reads its metadata. Executes nothing."""
 
 import json
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from eagle3.runner.contract import METHODS, MODEL_FILE, Metadata
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. Methods load when a session is made (``hosts/opening.py``). ``checked``: its files were
-    compared with its ``export.json``; a ``model.pte`` alone has none."""
+    """An opened artifact. Its methods are loaded when a session is opened (``hosts/opening.py``). ``checked``: its
+    files were compared with its ``export.json``; a ``model.pte`` alone has none."""
 
     folder: Path
     model: Path
@@ -30,7 +30,7 @@ class Artifact:
 
 
 def find_model(path: Path) -> Path:
-    """The ``model.pte`` of an artifact's folder, or the file itself.
+    """Return the ``model.pte`` of an artifact's folder, or the file itself.
 
     Raises FileNotFoundError, and ValueError for a file that is no ExecuTorch program.
     """
@@ -50,16 +50,16 @@ def find_model(path: Path) -> Path:
 
 
 def open_artifact(path: Path, verify: bool = False, say: Callable[[str], None] = silent) -> Artifact:
-    """Open an artifact's folder or its ``model.pte``, once its files are as ``export.json`` says (``record.py``).
+    """Open an artifact's folder or its ``model.pte``, after comparing its files with ``export.json`` (``record.py``).
 
     Args:
         verify: read and hash every file, however large
-        say: takes a line for the user before anything is loaded: that there is no record, what is being verified
+        say: called with a line for the user before anything is loaded: there is no record, or a file is being verified
 
     Raises:
         FileNotFoundError: no ``model.pte``
-        ValueError: a damaged or foreign file, a record that is not ours, nothing to verify against
-        MissingMetadata: a foreign program
+        ValueError: a damaged file, a file or record that eagle3-export did not write, nothing to verify against
+        MissingMetadata: a program that eagle3-export did not write
     """
     model = find_model(path)
     comparison = compare(model, verify, say)

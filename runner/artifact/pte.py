@@ -1,7 +1,7 @@
-"""The program at the head of a ``.pte``, by ExecuTorch's own schema and generated reader.
+"""Reads the program at the head of a ``.pte`` with ExecuTorch's own schema and generated reader.
 
-Neither ExecuTorch's runtime nor its compiler takes part, so that constants are the same under every host: the runtime's
-Python bindings hand out no tensor to a PyTorch other than the one that they were built with.
+It uses neither ExecuTorch's runtime nor its compiler, so constants can be read under every host. The runtime's Python
+bindings return tensors only to the PyTorch that they were built with.
 """
 
 import math
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXTENDED_HEADER = struct.Struct("<8x4sIQQ")
-"""After the flatbuffer's root and identifier: "eh00", the header's length, the program's size, where segments begin."""
+"""The header after the flatbuffer's root and identifier: "eh00", the header's length, the program's size, the offset of
+the segments."""
 
 
 @dataclass(frozen=True)
 class Pte:
-    """A ``.pte``: its program, then segments that the program lists."""
+    """A ``.pte`` file: its program, followed by the segments that the program lists."""
 
     path: Path
     file_bytes: int
@@ -36,7 +37,7 @@ class Pte:
     segments_at: int
 
     def plan(self, method: str) -> "ExecutionPlan":
-        """How a method is executed."""
+        """Return the execution plan of a method."""
         return next(plan for plan in self.program.execution_plan if plan.name == method)
 
     def segment(self, index: int) -> bytes:
@@ -46,7 +47,7 @@ class Pte:
             return file.read(entry.size)
 
     def named(self, key: str) -> bytes:
-        """Data that delegates name, such as a library."""
+        """Return the named data of a delegate, such as a library."""
         named = {item.key: item.segment_index for item in self.program.named_data or ()}
         return self.segment(named[key])
 
@@ -64,7 +65,7 @@ class Pte:
 
 
 def read_pte(path: Path) -> Pte:
-    """Read the program of a file, and no segment. Raises ValueError for one that does not parse."""
+    """Read the program of a file but none of its segments. Raises ValueError if it cannot be parsed."""
     head, segments_at, size = _head(path)
     with calm_stderr(), without_compiler():
         from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program
@@ -77,10 +78,10 @@ def read_pte(path: Path) -> Pte:
 
 
 def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
-    """The program's constant methods, name to outputs (int, bool, float, str, or a tensor), and the names of the
-    others. Only the constants are parsed.
+    """Return the outputs of the program's constant methods by name (int, bool, float, str or tensor), and the names of
+    the other methods. Only the constants are parsed.
 
-    Raises ValueError for a program that does not parse.
+    Raises ValueError if the program cannot be parsed.
     """
     head, segments_at, _ = _head(path)
     with calm_stderr(), without_compiler():
@@ -106,7 +107,7 @@ def _is_constant(plan: "StoredPlan") -> bool:
 
 
 def _head(path: Path) -> tuple[bytes, int, int]:
-    """The program's bytes, where segments begin, the file's size."""
+    """Return the program's bytes, the offset of the segments, and the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         magic, _, program_bytes, segments_at = EXTENDED_HEADER.unpack(file.read(EXTENDED_HEADER.size).ljust(32, b"\0"))
@@ -134,7 +135,7 @@ def _constant(
 
 
 def _tensor(path: Path, program: "StoredProgram", segments_at: int, tensor: "TensorT") -> "Tensor":
-    """int64, the one dtype that constants of the contract have."""
+    """Read a tensor of dtype int64, the only dtype that the contract's constants have. Raises ValueError for others."""
     import torch
     from executorch.exir.schema import ScalarType
 

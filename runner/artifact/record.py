@@ -1,8 +1,8 @@
-"""An artifact's files against what ``export.json`` says of them, before anything of them is loaded.
+"""Compares an artifact's files with their record in ``export.json`` before anything of them is loaded.
 
-ExecuTorch checks a program's form and no weight: of single flipped bytes some change tokens and some end the process.
-So sizes are always compared, and sha256 where that takes less than a second: of all files while they are small, of the
-program at the head of ``model.pte`` however large the rest is, of everything with ``verify``.
+ExecuTorch checks the form of a program but not its weights. A single flipped byte may change tokens or crash the
+process. Sizes are therefore always compared. The sha256 is compared for small files (in less than a second), for the
+program at the head of ``model.pte`` whatever the size of the rest, and with ``verify`` for every file.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from typing import Any
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 
 QUICK_BYTES = 200_000_000
-"""Read and hashed at every opening, smallest files first: under a second at 250 MB/s, SHA-256 without instructions of
-its own on a slow core."""
+"""Bytes that are hashed at every opening, smallest files first: under a second at 250 MB/s, which is SHA-256 on a slow
+core without SHA instructions."""
 
 DIGITS = 12  # of a sha256 in a message
 
@@ -35,8 +35,8 @@ class Digest:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An entry of ``export.json``: a whole file, and of ``model.pte`` the program at its head too (None: an earlier
-    exporter did not record it)."""
+    """An entry of ``export.json``: the digest of a whole file and, for ``model.pte``, of the program at its head (None
+    if an earlier exporter did not record it)."""
 
     whole: Digest
     program: Digest | None
@@ -44,8 +44,11 @@ class Recorded:
 
 @dataclass(frozen=True)
 class FileState:
-    """A recorded file as found. ``bytes`` is None where it is missing; ``matches`` is True where the sha256 is as
-    recorded, False where something differs, None where only sizes were compared. ``fault`` is a line about it."""
+    """A recorded file as it was found.
+
+    ``bytes`` is None if it is missing. ``matches`` is True if the sha256 is as recorded, False if something differs,
+    None if only sizes were compared. ``fault`` is an error line, None if nothing is wrong.
+    """
 
     name: str
     bytes: int | None
@@ -55,8 +58,8 @@ class FileState:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``recorded``: there was a record of this ``model.pte``. ``program_fault`` is the line about a program that must
-    not be loaded; a fault of its weights alone is none."""
+    """The result of ``compare``. ``recorded``: there is a record of this ``model.pte``. ``program_fault``: the error
+    line if the program must not be loaded; damage to its weights alone does not count."""
 
     recorded: bool
     files: tuple[FileState, ...] = ()
@@ -67,7 +70,7 @@ class Comparison:
         return [state.fault for state in self.files if state.fault]
 
     def refuse_faults(self) -> None:
-        """Raises ValueError for the first fault, with the names of all other files that have one."""
+        """Raise ValueError for the first fault, with the names of all other files that have one."""
         faulty = [state for state in self.files if state.fault]
         if faulty:
             others = ", ".join(state.name for state in faulty[1:])
@@ -77,10 +80,10 @@ class Comparison:
 def compare(model: Path, verify: bool = False, say: Callable[[str], None] = silent) -> Comparison:
     """Compare the files of the artifact that ``model`` belongs to with the ``export.json`` beside it.
 
-    ``verify`` reads every file to its end. ``say`` takes a line for the user: that there is no record to compare with,
-    or which large file is being read.
+    ``verify`` reads every file to its end. ``say`` is called with a line for the user: there is no record to compare
+    with, or a large file is being read.
 
-    Raises ValueError for a record that eagle3-export did not write, and where ``verify`` finds none.
+    Raises ValueError for a record that eagle3-export did not write, and with ``verify`` if there is no record.
     """
     record = read_record(model.parent)
     if record is None or model.name not in record:
@@ -103,15 +106,15 @@ def compare(model: Path, verify: bool = False, say: Callable[[str], None] = sile
 
 
 def digest(file: Path, count: int) -> Digest:
-    """Of the first ``count`` bytes, for a head that fits in memory."""
+    """Return the digest of the first ``count`` bytes of a file. They must fit in memory."""
     with file.open("rb") as stream:
         return Digest(count, hashlib.sha256(stream.read(count)).hexdigest())
 
 
 def read_record(folder: Path) -> dict[str, Recorded] | None:
-    """File name to what ``export.json`` says of it; None where there is no such file.
+    """Map each file name in ``export.json`` to its entry; None if there is no such file.
 
-    Raises ValueError for one that cannot be read or has not the form that eagle3-export writes.
+    Raises ValueError if it cannot be read or does not have the form that eagle3-export writes.
     """
     path = folder / EXPORT_RECORD
     try:
@@ -131,7 +134,7 @@ def read_record(folder: Path) -> dict[str, Recorded] | None:
 
 
 def read_export(folder: Path) -> dict[str, Any]:
-    """All that ``export.json`` says; empty where it cannot be read."""
+    """Return the whole content of ``export.json``; {} if it cannot be read."""
     try:
         record = json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -157,7 +160,7 @@ def _digest(entry: dict[str, Any]) -> Digest:
 
 
 def _quick(record: dict[str, Recorded]) -> set[str]:
-    """The files that are hashed unasked."""
+    """Return the names of the files that are hashed even without ``verify``."""
     names, total = set(), 0
     for name in sorted(record, key=lambda name: record[name].whole.bytes):
         total += record[name].whole.bytes
@@ -195,7 +198,8 @@ def _differing(found: str, recorded: str) -> str:
 
 
 def _program_is_whole(model: Path, record: dict[str, Recorded]) -> bool:
-    """Of a file that differs: whether only what lies behind the program may."""
+    """Return True if a ``model.pte`` that differs from its record has the recorded size and program, so that only its
+    weights may differ."""
     entry = record[model.name]
     return (
         entry.program is not None

@@ -1,4 +1,4 @@
-"""What XNNPACK's delegates hold: their nodes, and the weights of their products."""
+"""Reads the graphs of XNNPACK's delegates: their nodes, and the weights of their fully connected nodes."""
 
 import json
 import math
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from eagle3.runner.console.command import calm_stderr
 
 HEADER = struct.Struct("<10xII")
-"""Of a delegate: where its graph starts, and how long it is (``XNNHeader``)."""
+"""A delegate's header (``XNNHeader``): the offset and the size of its graph."""
 
 
-class Product(NamedTuple):
-    """Of ``rows`` (the most, where their number is dynamic) with weights of so many bits."""
+class FullyConnected(NamedTuple):
+    """A matrix multiplication with weights [outputs, inputs] of ``bits`` bits. ``rows`` is the maximum if it is
+    dynamic."""
 
     rows: int
     outputs: int
@@ -27,31 +28,31 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Graph:
-    """Of one delegate or several: how often each kind of node is there, and the products with weights."""
+class XnnpackGraph:
+    """The nodes of one or several delegates: the count of each kind, and the fully connected ones."""
 
     nodes: Counter[str]
-    products: list[Product]
+    linears: list[FullyConnected]
 
     @property
     def multiply_adds(self) -> int:
-        """Of a row, as many as there are weights."""
-        return sum(product.outputs * product.inputs for product in self.products)
+        """The multiply-adds of one row, which is the number of weights."""
+        return sum(linear.outputs * linear.inputs for linear in self.linears)
 
     @property
     def multiply_adds_of_all_rows(self) -> int:
-        return sum(product.rows * product.outputs * product.inputs for product in self.products)
+        return sum(linear.rows * linear.outputs * linear.inputs for linear in self.linears)
 
     @property
     def weight_bytes(self) -> int:
-        """What a call reads of weights, without scales and biases."""
-        return sum(product.outputs * product.inputs * product.bits // 8 for product in self.products)
+        """The bytes of weights that a call reads, without scales and biases."""
+        return sum(linear.outputs * linear.inputs * linear.bits // 8 for linear in self.linears)
 
 
-def read_graphs(blobs: Iterable[bytes]) -> Graph:
-    """Of the delegates of a method, together, by the schema and the ``flatc`` that ExecuTorch ships."""
+def read_graphs(blobs: Iterable[bytes]) -> XnnpackGraph:
+    """Read the graphs of a method's delegates as one, by the schema and the ``flatc`` that ExecuTorch ships."""
     nodes: Counter[str] = Counter()
-    products = []
+    linears = []
     for graph in map(_decode, blobs):
         values = {value["id_out"]: value for value in map(_tensor_value, graph["xvalues"])}
         for node in graph["xnodes"]:
@@ -59,8 +60,8 @@ def read_graphs(blobs: Iterable[bytes]) -> Graph:
             if node["xnode_union_type"] == "XNNFullyConnected":
                 ends = node["xnode_union"]
                 rows = math.prod(values[ends["output_id"]]["dims"][:-1])
-                products.append(Product(rows, *_weight(values[ends["filter_id"]])))
-    return Graph(nodes, products)
+                linears.append(FullyConnected(rows, *_weight(values[ends["filter_id"]])))
+    return XnnpackGraph(nodes, linears)
 
 
 def _decode(blob: bytes) -> dict[str, Any]:
@@ -74,12 +75,12 @@ def _decode(blob: bytes) -> dict[str, Any]:
         schema.write_bytes(_get_schema_bytes())
         data.write_bytes(blob[offset : offset + size])
         _flatc_decompile(folder, str(schema), str(data), ["--raw-binary"])
-        # flatc writes the open end of a clamp as inf, which JSON has not
+        # flatc writes the open end of a clamp as inf, which is not JSON
         return json.loads(re.sub(r"\binf\b", "Infinity", data.with_suffix(".json").read_text()))
 
 
 def _tensor_value(value: dict[str, Any]) -> dict[str, Any]:
-    """A quantized tensor has another around it."""
+    """Return the tensor of a value. A quantized tensor is wrapped in another."""
     union = value["xvalue_union"]
     return union.get("tensor_value", union)
 

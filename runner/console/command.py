@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from eagle3.runner.contract import CUDA_GRAPHS, RUNTIMES
-from eagle3.runner.hardware.cpu_features import check_instructions
+from eagle3.runner.hardware.cpu_features import check_cpu_features
 
 LONGEST_LINE = 600  # characters of a message; a library's can be pages
 
@@ -94,7 +94,7 @@ class OneLineFailures(click.Command):
         if not verbose:
             _calm_libraries()
         try:
-            check_instructions()
+            check_cpu_features()
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise

@@ -1,7 +1,7 @@
-"""Whether this processor has the instructions that every kernel of a package's wheels may use: without them its import
-ends the process without a word. Kernels that use more are chosen by what the processor has.
+"""Checks that this processor has the CPU features that a package's wheels are built with.
 
-The check has to come before NumPy, and before torch, which imports it.
+Without them, importing the package kills the process without a message. Kernels that use further features are chosen at
+run time. The check must run before NumPy is imported, and before torch, which imports NumPy.
 """
 
 import subprocess
@@ -16,13 +16,15 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Need:
-    """``names`` are among what Linux lists behind ``field``. ``trial`` is Python that ends well where ``package`` does
-    without them, being no wheel."""
+    """The CPU features that the wheels of ``package`` need: ``names``, which Linux lists in ``field`` of /proc/cpuinfo.
+
+    ``import_test`` is Python code. It succeeds if the installed package works without them, because it was built here.
+    """
 
     package: str
     field: str
     names: tuple[str, ...]
-    trial: str
+    import_test: str
     advice: str
 
 
@@ -44,20 +46,22 @@ NEEDS = (
 )
 
 
-def check_instructions() -> None:
-    """Raises ValueError where a package would not start for want of instructions. What is not Linux on x86 or Arm is
-    left alone."""
-    need, lacking = lacking_instructions(CPUINFO)
-    if need and lacking and subprocess.run([sys.executable, "-c", need.trial], capture_output=True).returncode:
+def check_cpu_features() -> None:
+    """Raise ValueError if a package cannot be imported because CPU features are missing. Only Linux on x86 and Arm is
+    checked."""
+    need, lacking = lacking_cpu_features(CPUINFO)
+    if need and lacking and subprocess.run([sys.executable, "-c", need.import_test], capture_output=True).returncode:
         raise ValueError(
             f"this processor has no {', '.join(lacking)} ({need.field} in {CPUINFO}), which {need.package} "
             f"{version_of(need.package)} is built with: {need.advice}"
         )
 
 
-def lacking_instructions(cpuinfo: Path) -> tuple[Need | None, list[str]]:
-    """Whose need a processor of this kind has to meet, by the first line that lists instructions, and what of it is not
-    listed. No more is read: the file has such a line for each of what may be hundreds of processors."""
+def lacking_cpu_features(cpuinfo: Path) -> tuple[Need | None, list[str]]:
+    """Return the need that applies to this kind of processor, and the features of it that ``cpuinfo`` does not list.
+
+    Reads up to the first line with features; the file has such a line for each of possibly hundreds of cores.
+    """
     needs = {need.field: need for need in NEEDS}
     if cpuinfo.is_file():
         with cpuinfo.open() as lines:

@@ -1,8 +1,9 @@
-"""The GPUs that artifacts are compiled for by name, and that their cost is counted for.
+"""The GPUs that artifacts can be compiled for by name, and whose cost is estimated.
 
 Sources: NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability, and NVIDIA's data sheets
-of the cards (SXM where there are several). Sizes are in bytes, bandwidth in bytes a second, shared memory the most that
-a block may opt into, the clock in Hz as under load on the matrix units, where it is not the data sheet's highest.
+of the cards (the SXM form if there are several). Sizes are in bytes, bandwidth in bytes per second. Shared memory is
+the most that a block may opt into. The clock is in Hz: the one under load on the tensor cores if it is known to be lower
+than the data sheet's maximum, otherwise that maximum.
 """
 
 import math
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 REGISTERS = 65536
-"""Of a multiprocessor, of any."""
+"""32-bit registers of a multiprocessor, the same on every GPU of the table."""
 THREADS = 1024
-"""Of a block, on any."""
+"""The most threads of a block, the same on every GPU of the table."""
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that the driver takes of each block."""
+"""Bytes of shared memory that the driver reserves for each block."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,15 @@ class Gpu:
 
     @property
     def arch(self) -> int:
-        """90 for sm_90."""
+        """The compute capability as a number: 90 for sm_90."""
         return self.capability[0] * 10 + self.capability[1]
 
     def resident(self, registers: int, shared: int, threads: int) -> int:
-        """Blocks that run on one multiprocessor at a time: of ``threads``, each with so many registers, and so many
-        bytes of shared memory. Registers are given to a warp 8 a thread at a time."""
+        """Return how many blocks one multiprocessor runs at a time.
+
+        ``registers`` is per thread, ``shared`` is bytes per block, ``threads`` is per block. Registers are allocated in
+        steps of 8 per thread.
+        """
         return min(
             self.blocks_per_multiprocessor,
             self.threads_per_multiprocessor // threads,
@@ -50,10 +54,10 @@ class Gpu:
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 CONTEXT_BYTES = 512 * MB
-"""Of a GPU's memory, what CUDA, PyTorch and loaded kernels take beside tensors: commonly 300 to 600 MB."""
+"""GPU memory that CUDA, PyTorch and loaded kernels take in addition to tensors; commonly 300 to 600 MB."""
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
-    for gpu in (  # of an architecture first what is compiled for
+    for gpu in (  # the first of an architecture is the one compiled for
         Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9),
         Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9),
         Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9),
@@ -66,16 +70,19 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpus_of(arch: str | None) -> list[Gpu]:
-    """The GPUs of an architecture such as "sm_90"; none of an unknown one."""
+    """Return the GPUs of an architecture such as "sm_90", [] for an unknown one."""
     return [gpu for gpu in GPUS.values() if f"sm_{gpu.arch}" == arch]
 
 
 def excesses(
     launches: Mapping[str, Sequence[Mapping[str, Any]]], gpu: str, shared_bytes: int, threads: int = THREADS
 ) -> Iterator[str]:
-    """What a block takes that ``gpu``, which allows so many bytes of shared memory and threads, has not: a line for
-    each kernel. What a launch does not say it does not take."""
-    told = set()
+    """Yield a line for each kernel and resource of which a block takes more than ``gpu`` allows.
+
+    ``launches``: by method; a missing entry counts as 0. ``gpu``: the name for the line. ``shared_bytes`` and
+    ``threads``: the limits of a block.
+    """
+    reported = set()
     for method, entries in launches.items():
         for entry in entries:
             for what, taken, allowed in (
@@ -83,15 +90,15 @@ def excesses(
                 ("threads", entry.get("threads", 0), threads),
                 ("registers", entry.get("registers", 0) * entry.get("threads", 0), REGISTERS),
             ):
-                if taken > allowed and (entry["kernel"], method, what) not in told:
-                    told.add((entry["kernel"], method, what))
+                if taken > allowed and (entry["kernel"], method, what) not in reported:
+                    reported.add((entry["kernel"], method, what))
                     kernel = f"kernel {entry['kernel']} of {method}"
                     yield f"{kernel} takes {taken:,} {what} a block, {gpu} allows {allowed:,}"
 
 
 def lacking_on_later(arch: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
-    """Later architectures of the table than ``arch``, to what the first launch that they have no room for takes: PTX
-    runs on later architectures, some of which allow a block less."""
+    """Map each architecture later than ``arch`` that cannot run every launch to the line of ``excesses`` for the first
+    such launch. PTX runs on later architectures too, and some of them allow less per block."""
     first, *_ = gpus_of(arch)
     found: dict[str, str] = {}
     for gpu in GPUS.values():

@@ -7,10 +7,10 @@ import pytest
 from commands import fail_command
 
 from eagle3.runner import load
-from eagle3.runner.hardware import cpu_features as instructions
+from eagle3.runner.hardware import cpu_features
 from eagle3.runner.run.cli import main as run_main
 
-X86, ARM = instructions.NEEDS
+X86, ARM = cpu_features.NEEDS
 KVM64 = "flags\t\t: fpu tsc msr cx8 cmov mmx fxsr sse sse2 syscall nx lm pni cx16 hypervisor\n"
 NEHALEM = f"processor\t: 0\nflags\t\t: {' '.join(X86.names)}\nvmx flags\t: vnmi\n\n{KVM64}"
 CORTEX_A72 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU part\t: 0xd08\n"
@@ -25,7 +25,7 @@ def machine(monkeypatch, tmp_path):
 
     def make(cpuinfo: str, package: str | None = None) -> None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
-        monkeypatch.setattr(instructions, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(cpu_features, "CPUINFO", tmp_path / "cpuinfo")
         if package:
             (tmp_path / f"{package}.py").write_text(DIES)
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
@@ -62,5 +62,5 @@ def test_packages_that_do_without_are_not_refused(machine, cpuinfo):
 
 
 def test_another_system_is_left_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(instructions, "CPUINFO", tmp_path / "none")
-    instructions.check_instructions()
+    monkeypatch.setattr(cpu_features, "CPUINFO", tmp_path / "none")
+    cpu_features.check_cpu_features()
