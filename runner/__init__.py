@@ -1,12 +1,12 @@
-"""Runs what eagle3-export made, in three lines::
+"""Runs an artifact of eagle3-export in three lines::
 
     from eagle3.runner import load
 
     model = load("out")
     print(model.generate("def main(", temperature=0.7).text)
 
-``Options`` says what ``generate`` takes, ``Conversation`` keeps the turns of a dialogue in the KV cache. All else in
-this package may change.
+``Options`` lists the options of ``generate``. A ``Conversation`` keeps the turns of a dialogue in the KV cache. All
+other names in this package may change.
 """
 
 import importlib
@@ -34,7 +34,7 @@ _MODULES |= {"Result": "model"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a class when it is asked for, and torch with it; importing this package alone takes no time."""
+    """Import a class, and torch with it, when it is first used. Importing this package alone takes no time."""
     if name == "__version__":
         return importlib.metadata.version("eagle3-export")
     if name not in _MODULES:
@@ -48,19 +48,19 @@ def load(
 ) -> "Model":
     """Open an artifact and load its methods.
 
-    Import torch after this, or set ``OMP_NUM_THREADS=1``: XNNPACK has threads of its own, torch's below them halve the
-    speed.
+    Import torch after this call, or set ``OMP_NUM_THREADS=1``. XNNPACK has threads of its own, and torch's threads in
+    addition halve the speed.
 
     Args:
         path: the artifact's folder or its ``model.pte``
         runtime: "executorch", "torch" (CUDA artifacts alone) or "auto"
         verify: read every file first, however large, and compare it with ``export.json``
-        defer: load the methods when they are first needed: a prompt that does not fit is refused before
-        cuda_graph: "auto" replays rounds as CUDA graphs where PyTorch runs the methods on a GPU, "off" never
+        defer: load the methods when they are first needed, so that a prompt that does not fit is refused before
+        cuda_graph: "auto" replays rounds as CUDA graphs if PyTorch runs the methods on a GPU, "off" never does
 
     Raises:
-        FileNotFoundError: no artifact there, or a file of it is missing
-        ValueError: a damaged or foreign file; an artifact that this machine or ``runtime`` cannot run
+        FileNotFoundError: there is no artifact at ``path``, or one of its files is missing
+        ValueError: a file is damaged or was not made by eagle3-export; this machine or ``runtime`` cannot run it
     """
     check_cpu_features()
     if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:

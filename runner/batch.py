@@ -1,8 +1,8 @@
-"""Many prompts through one model: JSON lines in, JSON lines out.
+"""Runs a file of prompts through one model: JSON lines in, JSON lines out.
 
-1. All lines are read and checked: what cannot be run is told, a line each, before anything is computed.
-2. What ``--output`` holds already is left as it is.
-3. The other prompts are run; each result is written as soon as it is there.
+1. All lines are read and checked. Each line that cannot be run is reported before anything is computed.
+2. The results that ``--output`` already holds are kept.
+3. The other prompts are run. Each result is written as soon as it is complete.
 """
 
 import json
@@ -24,15 +24,15 @@ from eagle3.runner.prompts import Fault, Prompt, read_lines
 from eagle3.runner.statistics import GenerationStats
 from eagle3.runner.summary import table
 
-MOST_TOLD = 20
-"""Lines that cannot be run are told one by one up to so many."""
+MOST_REPORTED = 20
+"""The most errors of lines that are reported one by one."""
 KEEP_GOING = "--keep-going runs the other prompts"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What is asked of a model: the prompts of a file, with ``options`` (``eagle3.runner.options``) and their own.
-    ``chat``: texts are turns of a conversation, behind the system prompt ``system``."""
+    """Checks and runs the prompts of a file. ``options`` (``eagle3.runner.options``) apply to all prompts that do not set
+    their own. ``chat``: texts are turns of a conversation that begins with the system prompt ``system``."""
 
     model: Model
     chat: bool
@@ -40,14 +40,14 @@ class Batch:
     options: dict[str, Any]
 
     def check(self, prompt: Prompt) -> str:
-        """Returns ``request_digest``. Raises ValueError for a prompt that cannot be run."""
+        """Check a prompt and return its ``request_digest``. Raises ValueError if the prompt cannot be run."""
         options = prompt.own_options(self.options)
         check_prompt(self.model, prompt, self.chat, self.system, options)
         template = [self.chat, self.system] if prompt.text is not None else None
         return request_digest(self.model.metadata, prompt, template, Options.of(**options))
 
-    def answers(self, prompt: Prompt, said: Sequence[str | None]) -> Iterator[Result]:
-        return answers(self.model, prompt, self.chat, self.system, prompt.own_options(self.options), said)
+    def generate(self, prompt: Prompt, replies: Sequence[str | None]) -> Iterator[Result]:
+        return generate_turns(self.model, prompt, self.chat, self.system, prompt.own_options(self.options), replies)
 
 
 def run_batch(
@@ -60,19 +60,19 @@ def run_batch(
     keep_going: bool = False,
     show_stats: bool = False,
 ) -> None:
-    """Run the prompts of ``file`` that ``output`` has no results of.
+    """Run the prompts of ``file`` whose results are not yet in ``output``.
 
     Args:
         file: see ``read_prompts``; "-" is stdin
-        output: results are appended; None: stdout
+        output: the file that results are appended to; None is stdout
         chat: texts are turns of a conversation
-        options: of all prompts; ``seed`` is mixed with each prompt's line (``Prompt.own_options``)
-        keep_going: run what can be run
-        show_stats: tell where the time went
+        options: generation options of all prompts; ``seed`` is mixed with each prompt's line (``Prompt.own_options``)
+        keep_going: skip the prompts that cannot be run
+        show_stats: print where the time went
 
     Raises:
-        ValueError: a line that cannot be run, before anything is computed, or that fails later, the results before it
-            are kept; with ``keep_going`` at the end, where any failed; an ``output`` that holds anything else
+        ValueError: a line cannot be run (raised before anything is computed); a prompt fails (the results before it are
+            kept); with ``keep_going``, any prompt failed (raised at the end); ``output`` holds other results
     """
     batch, source = Batch(model, chat, system, options), None if str(file) == "-" else file
     lines = read_lines(source)
@@ -85,11 +85,11 @@ def run_batch(
     missing = [each for each in prompts if len(earlier.texts.get(each.line, [])) <= len(each.further_turns)]
     with opened(output, earlier) as results, progress() as bar:
         if missing:
-            _ = model.session  # what does not load is no prompt's fault
+            _ = model.session  # loads the methods here, so that an error in them is not reported for a prompt
         for prompt in bar.track(missing, description="generating"):
-            said = earlier.texts.get(prompt.line, [])
+            replies = earlier.texts.get(prompt.line, [])
             try:
-                for turn, result in enumerate(batch.answers(prompt, said), len(said)):
+                for turn, result in enumerate(batch.generate(prompt, replies), len(replies)):
                     record = {"line": prompt.line} | ({} if prompt.id is None else {"id": prompt.id}) | {"turn": turn}
                     record |= {"request": digests[prompt.line]} | result.as_json()
                     results.write(json.dumps(record) + "\n")
@@ -105,11 +105,11 @@ def run_batch(
     if show_stats and total.generations:
         tell(table(total))
     if failed:
-        raise ValueError(f"{failed} of {len(lines)} prompts of {name} could not be run, as was told above")
+        raise ValueError(f"{failed} of {len(lines)} prompts of {name} could not be run: see the errors above")
 
 
 def _checked(batch: Batch, lines: Sequence[Prompt | Fault]) -> tuple[list[Prompt], dict[int, str], list[Fault]]:
-    """The prompts that can be run, their digests by line, and why the other lines cannot."""
+    """Return the prompts that can be run, their digests by line, and the faults of the other lines."""
     prompts, digests, faults = [], {}, []
     for each in lines:
         try:
@@ -123,16 +123,16 @@ def _checked(batch: Batch, lines: Sequence[Prompt | Fault]) -> tuple[list[Prompt
 
 
 def _tell_faults(name: str, faults: Sequence[Fault], count: int, keep_going: bool) -> None:
-    """Raises ValueError unless the others are to be run; it is the only line where there is one fault."""
-    told = [f"{name} line {fault.line}: {fault.reason}" for fault in faults]
-    if len(told) == 1 and not keep_going:
-        raise ValueError(f"{told[0]} (nothing was run; {KEEP_GOING})")
-    for line in told[:MOST_TOLD]:
+    """Report the faults. Raises ValueError unless ``keep_going``; a single fault is then the message itself."""
+    errors = [f"{name} line {fault.line}: {fault.reason}" for fault in faults]
+    if len(errors) == 1 and not keep_going:
+        raise ValueError(f"{errors[0]} (nothing was run; {KEEP_GOING})")
+    for line in errors[:MOST_REPORTED]:
         tell(f"Error: {line}")
-    if len(told) > MOST_TOLD:
-        tell(f"Error: {len(told) - MOST_TOLD} more lines of {name} cannot be run")
+    if len(errors) > MOST_REPORTED:
+        tell(f"Error: {len(errors) - MOST_REPORTED} more lines of {name} cannot be run")
     if not keep_going:
-        raise ValueError(f"{len(told)} of {count} prompts of {name} cannot be run (nothing was run; {KEEP_GOING})")
+        raise ValueError(f"{len(errors)} of {count} prompts of {name} cannot be run (nothing was run; {KEEP_GOING})")
 
 
 def _tell_total(total: GenerationStats, done: int, before: int, output: Path | None) -> None:
@@ -146,9 +146,9 @@ def _tell_total(total: GenerationStats, done: int, before: int, output: Path | N
 
 
 def check_prompt(model: Model, prompt: Prompt, chat: bool, system: str | None, options: dict[str, Any]) -> None:
-    """Raises ValueError for a prompt that cannot be run, FileNotFoundError for text without a tokenizer.
+    """Raise ValueError if a prompt cannot be run, FileNotFoundError if it is text and the artifact has no tokenizer.
 
-    Of a dialogue that is so of its first turn, and of all turns where answers take a character each.
+    A dialogue is checked twice: its first turn alone, and all turns with replies of one character.
     """
     if prompt.text is None or not (chat or prompt.further_turns):
         model.stream(prompt.first_turn, **options)
@@ -162,28 +162,29 @@ def check_prompt(model: Model, prompt: Prompt, chat: bool, system: str | None, o
         model.stream(messages, **options)
 
 
-def answers(
+def generate_turns(
     model: Model,
     prompt: Prompt,
     chat: bool,
     system: str | None,
     options: dict[str, Any],
-    said: Sequence[str | None] = (),
+    replies: Sequence[str | None] = (),
 ) -> Iterator[Result]:
-    """A result a turn, behind the turns whose answers are ``said``. Raises ValueError for a turn that cannot be run."""
+    """Yield the result of each turn after those whose ``replies`` are known. Raises ValueError if a turn cannot be
+    run."""
     if prompt.text is not None and (chat or prompt.further_turns):
         conversation = Conversation(model, system, **options)
         turns = [prompt.text, *prompt.further_turns]
-        for turn, answer in zip(turns, said, strict=False):
-            conversation.messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-        for turn in turns[len(said) :]:
+        for turn, reply in zip(turns, replies, strict=False):
+            conversation.messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+        for turn in turns[len(replies) :]:
             yield conversation.ask(turn)
     else:
         yield model.generate(prompt.first_turn, **options)
 
 
 def progress() -> Progress:
-    """A bar on stderr, where that is a terminal."""
+    """Return a progress bar on stderr; it is disabled if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

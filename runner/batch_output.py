@@ -1,4 +1,4 @@
-"""The file that a batch writes its results into: JSON lines, which a later run of the same batch goes on with."""
+"""The output file of a batch: JSON lines that a later run of the same batch continues."""
 
 import hashlib
 import json
@@ -15,15 +15,16 @@ from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt
 
 BEGINNING = b'{"line": '
-"""What every result begins with."""
+"""The first bytes of every result."""
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The results that a file holds.
+    """The results that a file already holds.
 
-    ``texts``: line of the prompt to the text of each turn, from the first on, None where the artifact has no tokenizer.
-    ``size``: bytes up to the end of the last whole result; ``ends_line``: a line end is among them.
+    ``texts`` maps the line of a prompt to the text of each finished turn; a text is None if the artifact has no
+    tokenizer. ``size`` is the number of bytes up to the end of the last complete result. ``ends_line``: these bytes end
+    with a line end.
     """
 
     texts: dict[int, list[str | None]] = field(default_factory=dict)
@@ -34,10 +35,10 @@ class Earlier:
 def request_digest(
     metadata: Metadata, prompt: Prompt, template: list[bool | str | None] | None, options: Options
 ) -> str:
-    """16 hexadecimal digits of what a prompt's results depend on: its text, the options, the artifact.
+    """Return 16 hexadecimal digits that identify all inputs of a prompt's results: its text, options and artifact.
 
-    ``template``: whatever says how the text goes into the chat template. The chain length is left out, since tokens do
-    not depend on it.
+    ``template`` describes how the text is put into the chat template. The chain length is left out, because the tokens
+    do not depend on it.
     """
     asked = asdict(prompt) | {"line": None, "id": None, "category": None, "options": None}
     given = asdict(options) | {"chain_len": None}
@@ -46,10 +47,10 @@ def request_digest(
 
 
 def read_earlier(output: Path | None, digests: dict[int, str]) -> Earlier:
-    """What ``output`` holds of a batch whose prompts have these digests, by line; nothing where there is no such file.
-    An incomplete last line, of a run that was ended, is left out.
+    """Read the results in ``output`` of a batch whose prompts have these ``digests`` by line.
 
-    Raises ValueError, one line, for a result of anything else: it would be lost or be mistaken for this batch's.
+    The result is empty if there is no such file. An incomplete last line of an interrupted run is left out. Raises
+    ValueError with one line for a result of another batch, which would be lost or be mistaken for one of this batch.
     """
     if output is None or not output.is_file():
         return Earlier()
@@ -72,14 +73,14 @@ def read_earlier(output: Path | None, digests: dict[int, str]) -> Earlier:
 
 
 def _add(texts: dict[int, list[str | None]], record: object, digests: dict[int, str]) -> None:
-    """Raises ValueError, with the reason alone, for what is no result of the batch."""
+    """Add a result to ``texts``. Raises ValueError, with the reason alone, if it is not a result of the batch."""
     if not isinstance(record, dict) or not all(type(record.get(name)) is int for name in ("line", "turn")):
         raise ValueError("it has no line and turn")
     line, turns = record["line"], texts.setdefault(record["line"], [])
     if line not in digests:
         raise ValueError(f"line {line} has no prompt that can be run")
     if record.get("request", digests[line]) != digests[line]:
-        raise ValueError(f"the prompt of line {line}, its options or the artifact were others")
+        raise ValueError(f"the prompt of line {line}, its options or the artifact were different")
     if record["turn"] != len(turns):
         raise ValueError(f"turn {shown(record['turn'])} of line {line} follows {len(turns)} turns")
     if not isinstance(text := record.get("text"), str | None):
@@ -88,7 +89,7 @@ def _add(texts: dict[int, list[str | None]], record: object, digests: dict[int, 
 
 
 def _is_incomplete(line: bytes) -> bool:
-    """Whether it is the beginning of a result, and no whole one."""
+    """Return True if ``line`` is the beginning of a result but not a complete one."""
     if not (line.startswith(BEGINNING) or BEGINNING.startswith(line)):
         return False
     try:
@@ -100,12 +101,12 @@ def _is_incomplete(line: bytes) -> bool:
 
 @contextmanager
 def opened(output: Path | None, earlier: Earlier) -> Iterator[TextIO]:
-    """To write behind what is there already, but for an incomplete last line; None: stdout."""
+    """Open ``output`` to append results, after cutting off an incomplete last line. None is stdout."""
     if output is None:
         yield sys.stdout
         return
     with output.open("a", encoding="utf-8") as file:
-        if output.is_file():  # /dev/null and pipes are none
+        if output.is_file():  # not /dev/null or a pipe
             file.truncate(earlier.size)
             file.write("" if earlier.ends_line else "\n")
         yield file

@@ -1,4 +1,4 @@
-"""What a session's two KV caches hold, so that a prompt which begins alike is not computed again."""
+"""Tracks the contents of a session's two KV caches, so that a common prefix of prompts is computed once."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,12 @@ from eagle3.runner.contract import Metadata
 
 
 class CachedTokens:
-    """``tokens`` are known, and the target's cache holds all of them but the last. The draft's slot p pairs the
-    target's feature at p with token p + 1; ``draft_slots`` of them are written with the target's own features.
+    """The tokens that the caches hold.
 
-    The loop says what it writes, before it does: whatever interrupts it, what is said to be there is there.
+    The target's cache holds all ``tokens`` but the last. Slot p of the draft's cache pairs the target's feature at p
+    with token p + 1. The first ``draft_slots`` slots were written with the target's own features.
+
+    The loop registers a write before it makes it, so after an interruption the recorded contents are still valid.
     """
 
     def __init__(self) -> None:
@@ -21,14 +23,15 @@ class CachedTokens:
         self.tokens, self.draft_slots, self._highest = [], 0, -1
 
     def reach(self, position: int) -> None:
-        """A forward is going to write up to ``position``, which may be rejected later."""
+        """Record that a forward is about to write positions up to ``position``. They may be rejected later."""
         self._highest = max(self._highest, position)
 
     def reuse(self, prompt: Sequence[int], metadata: Metadata, draft: bool) -> int:
-        """Keep as much of ``prompt`` as the caches hold and forget the rest; returns the positions kept.
+        """Keep the common prefix of ``prompt`` and the caches, forget the rest, and return the number of positions
+        kept.
 
-        The prompt's last token is always computed again, for its logits; so is the last common one where its successor
-        differs and ``draft`` is wanted, for the feature that its draft slot pairs with that successor.
+        The prompt's last token is always computed again, for its logits. With ``draft``, the last common token is
+        computed again too if its successor differs, because its draft slot pairs its feature with the successor.
         """
         common = common_prefix(prompt, self.tokens)
         kept = min(common, len(prompt) - 1, len(self.tokens) - 1)
@@ -43,10 +46,11 @@ class CachedTokens:
 
 
 def still_held(position: int, window: int | None, highest: int) -> bool:
-    """Whether the window before ``position`` is still in a ring of two windows that was written up to ``highest``.
+    """Return True if a ring buffer still holds the sliding window before ``position``. It has the size of two windows
+    and was written up to position ``highest``.
 
-    A slot holds the last position written into it; the ring's mask takes it for the last one that is not ahead.
-    ``window`` 0: all is held; None: it is unknown.
+    A slot holds the last position written into it. The ring's mask assumes the last position that is not ahead of the
+    query. ``window`` is 0 if there is no sliding window (True), None if it is unknown (False).
     """
     if window is None:
         return False
@@ -55,7 +59,7 @@ def still_held(position: int, window: int | None, highest: int) -> bool:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix of two token sequences."""
     for index, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return index

@@ -1,4 +1,4 @@
-"""Conversations in a model's own chat template, by transformers."""
+"""Encodes conversations with a model's own chat template, through transformers."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ Message = dict[str, str]
 
 
 def check_messages(messages: object) -> list[Message]:
-    """``messages`` themselves. Raises ValueError, with the message's number from 1, for what is no conversation."""
+    """Return ``messages``. Raises ValueError if they are not a conversation; messages are numbered from 1."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of one or more, found {shown(messages)}")
     for number, message in enumerate(messages, 1):
@@ -27,15 +27,15 @@ def check_messages(messages: object) -> list[Message]:
 
 
 class ChatTemplate:
-    """The chat template in ``folder``, with the tokenizer that goes with it. Raises ValueError where there is none, or
-    the tokenizer's files do not load."""
+    """The chat template and the tokenizer in ``folder``. Raises ValueError if there is no template or the tokenizer
+    does not load."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # whatever a library makes of files that it does not know
+        except Exception as error:  # the library raises many types for files that it does not know
             reason = " ".join(str(error).split())
             raise ValueError(f"the tokenizer in {folder} does not load for its chat template: {reason}") from error
         if self._tokenizer.chat_template is None:
@@ -43,11 +43,13 @@ class ChatTemplate:
         self._folder = folder
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """Token ids up to where the assistant's next turn begins. Raises ValueError for what is no conversation, and
-        with the template's own words for what it does not take."""
+        """Return the token ids up to the beginning of the assistant's next turn.
+
+        Raises ValueError if ``messages`` are not a conversation, or with the template's own message if it rejects them.
+        """
         check_messages(messages)
         try:
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # a template is a program of the model's authors
+        except Exception as error:  # a template is a program by the model's authors and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template in {self._folder} does not take these messages: {reason}") from error

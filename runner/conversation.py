@@ -1,4 +1,4 @@
-"""A dialogue with a model, whose turns stay in the KV cache."""
+"""A dialogue with a model; its turns stay in the KV cache."""
 
 import weakref
 from collections.abc import Generator, Iterator
@@ -9,54 +9,57 @@ from eagle3.runner.model import Model, Piece, Result, Stream
 
 
 class Conversation:
-    """``messages`` are what was said, as the chat template takes them. Each turn puts all of them into the template, so
-    that a turn is what any server would compute; what the caches hold of it is not computed again."""
+    """A dialogue. ``messages`` holds all turns in the form that the chat template takes.
+
+    Each turn puts all messages into the template, so it computes what any server would compute. Positions that the
+    caches already hold are not computed again.
+    """
 
     def __init__(self, model: Model, system: str | None = None, **options: Any):
-        """``options`` (``eagle3.runner.options``) are every turn's, unless it has its own."""
+        """``options`` (``eagle3.runner.options``) apply to every turn that does not set its own."""
         self._model, self._options = model, options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, Any]] = list(self._system)
         self.result: Result | None = None
-        """Of the last turn; None where it ended before it began."""
-        self._answering: weakref.ref[Generator] | None = None
+        """The result of the last turn; None if that turn never started."""
+        self._replying: weakref.ref[Generator] | None = None
 
     def say(self, text: str, **options: Any) -> Iterator[Piece]:
-        """The answer as it comes.
+        """Send ``text`` and yield the pieces of the reply while it is generated.
 
-        A loop over it that is left by ``break`` or an exception ends the answer: what was said so far is the answer.
-        One that a variable holds ends when it is closed or let go of, and with the next ``say`` or ``reset``.
+        Leaving the loop by ``break`` or an exception ends the reply; the conversation keeps what was generated so far.
+        A generator that a variable holds ends when it is closed or deleted, or with the next ``say`` or ``reset``.
 
-        Raises as ``Model.stream``; a turn that fails before it begins leaves the conversation as it was.
+        Raises as ``Model.stream``. A turn that fails before it starts leaves the conversation unchanged.
         """
-        self._end_answer()
+        self._end_reply()
         self.result = None
         turn = {"role": "user", "content": text}
         stream = self._model.stream([*self.messages, turn], **self._options | options)
-        answer = self._answer(turn, stream)
-        self._answering = weakref.ref(answer)
-        return answer
+        reply = self._reply(turn, stream)
+        self._replying = weakref.ref(reply)
+        return reply
 
     def ask(self, text: str, **options: Any) -> Result:
-        """``say`` to its end."""
+        """Send ``text`` and return the result of the complete reply."""
         for _ in self.say(text, **options):
             pass
-        assert self.result is not None  # the loop went to its end
+        assert self.result is not None  # the loop ran to its end
         return self.result
 
     def reset(self) -> None:
-        """Forget all but the system prompt."""
-        self._end_answer()
+        """Forget all messages but the system prompt."""
+        self._end_reply()
         self.messages = list(self._system)
 
-    def _end_answer(self) -> None:
-        """Close the answer before, where it may still be asked for more."""
-        answer = None if self._answering is None else self._answering()
-        if answer is not None:
+    def _end_reply(self) -> None:
+        """Close the generator of the previous reply, if it is still alive."""
+        reply = None if self._replying is None else self._replying()
+        if reply is not None:
             with suppress(ValueError):  # "generator already executing", in another thread
-                answer.close()
+                reply.close()
 
-    def _answer(self, turn: dict[str, str], stream: Stream) -> Generator[Piece, None, None]:
+    def _reply(self, turn: dict[str, str], stream: Stream) -> Generator[Piece, None, None]:
         try:
             with stream:
                 yield from stream

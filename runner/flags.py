@@ -1,4 +1,4 @@
-"""The flags of a generation, for every command that has one."""
+"""The command-line flags for generation options, shared by the commands that generate."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,48 +39,48 @@ def biases(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...])
         raise click.BadParameter(f"{' '.join(given)!r}: expected TOKEN_ID=BIAS such as 17=-5") from None
 
 
-SEED_HELP = """The same seed gives the same text, whatever --chain-len is. Default: one is drawn, and told. That of a
-file of prompts is mixed with each line's number."""
+SEED_HELP = """The same seed gives the same text, whatever --chain-len is. Default: a random one, which is printed. For
+a file of prompts it is mixed with each line's number."""
 
 chain_len_option = click.option(
     "--chain-len",
     callback=_chain_length,
     metavar=f"K|{AUTO}",
-    help=f"Draft tokens a round, 0 for none; {AUTO}: as many as pay. Default: the artifact's.",
+    help=f"Draft tokens per round, 0 for none; {AUTO}: the number that is fastest. Default: the artifact's.",
 )
 _TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),
     click.option("--temperature", type=float, help="0, the default, is greedy decoding."),
-    click.option("--top-k", type=int, help="Sample among the K likeliest tokens."),
-    click.option("--top-p", type=float, help="Sample among the likeliest tokens that have this probability together."),
-    click.option("--min-p", type=float, help="Sample among tokens with this share of the likeliest one's probability."),
+    click.option("--top-k", type=int, help="Sample among the K most likely tokens."),
+    click.option("--top-p", type=float, help="Sample among the most likely tokens with this total probability."),
+    click.option("--min-p", type=float, help="Sample among tokens with at least this share of the top probability."),
     click.option("--seed", type=int, help=SEED_HELP),
-    click.option("--repetition-penalty", type=float, help="Above 1: tokens that were there are less likely."),
+    click.option("--repetition-penalty", type=float, help="Above 1: tokens already in the text become less likely."),
     click.option(
         "--logit-bias", multiple=True, callback=biases, metavar="ID=BIAS", help="Added to a token's logit; repeatable."
     ),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
     click.option(
-        "--stop-token-ids", callback=token_ids, metavar="1,2", help="End at these tokens, beside the artifact's own."
+        "--stop-token-ids", callback=token_ids, metavar="1,2", help="End at these tokens and at the artifact's own."
     ),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind the artifact's end tokens."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the artifact's end tokens."),
 )
 
 
 def generation_flags(command: Command) -> Command:
-    """Adds the flags; the command gets ``**given``, for ``options_from``."""
+    """Add the flags to a command. The command gets them as ``**given``, for ``options_from``."""
     return chain_len_option(text_flags(command))
 
 
 def text_flags(command: Command) -> Command:
-    """``generation_flags`` without the chain length, on which the text does not depend."""
+    """Add the flags except ``--chain-len``, on which the text does not depend."""
     for flag in reversed(_TEXT_FLAGS):
         command = flag(command)
     return command
 
 
 def options_from(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, as ``Model.stream`` takes it. Raises UsageError for values that make no sense."""
+    """Return the flags that were given, as options of ``Model.stream``. Raises UsageError for invalid values."""
     options = {name: value for name, value in given.items() if value not in (None, ())}
     try:
         Options.of(**options)

@@ -1,4 +1,4 @@
-"""A generation's text on stdout, as it comes."""
+"""Prints a generation's text on stdout while it is generated."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -9,8 +9,8 @@ from eagle3.runner.model import Piece
 
 
 def print_pieces(pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:
-    """Write each piece as ``written`` has it. An exception that ends them in the middle of a line ends the line too, so
-    that what is told of it begins on a line of its own."""
+    """Print ``written(piece)`` for each piece. An exception in the middle of a line also ends the line, so that the
+    error message begins on a line of its own."""
     last = "\n"
     try:
         for piece in pieces:

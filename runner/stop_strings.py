@@ -1,16 +1,19 @@
-"""Strings that end a text where they complete in it."""
+"""Stop strings: a generated text ends before the first of them."""
 
 from collections.abc import Sequence
 
 from eagle3.runner.console.text_input import check_unicode, shown
 
 REPLACEMENT = "\ufffd"
-"""What a decoder puts for bytes that are no character, and for those of one that is not whole yet."""
+"""A decoder's output for invalid UTF-8, and for a character whose bytes are not all there yet."""
 
 
 class StopStrings:
-    """Of one string or several. Raises ValueError for one that is empty, no Unicode text, or has a U+FFFD, which a text
-    shows in places where it does not stay."""
+    """Searches a text for one or several stop strings.
+
+    Raises ValueError for a string that is empty, is not Unicode text, or contains U+FFFD. That character may stand in
+    an unfinished text and be replaced later.
+    """
 
     def __init__(self, strings: Sequence[str]):
         self._strings = (strings,) if isinstance(strings, str) else tuple(strings)
@@ -24,17 +27,20 @@ class StopStrings:
                 raise ValueError(f"{name} has a U+FFFD, which stands for bytes that are no character")
 
     def first(self, text: str) -> tuple[int, str] | None:
-        """Where the stop string that begins first begins, and which it is (the shortest of those that begin there);
-        None where ``text`` has none."""
+        """Return (index, stop string) of the first stop string in ``text``, None if there is none.
+
+        Of several that begin at the same index, the shortest is returned.
+        """
         return min(((text.find(string), string) for string in self._strings if string in text), default=None)
 
     def unfinished(self, text: str) -> int:
-        """How many of the last characters of ``text``, which has no stop string, could still become one."""
+        """Return how many characters at the end of ``text`` could be the beginning of a stop string. ``text`` must not
+        contain a whole one."""
         return max((_overlap(text, string) for string in self._strings), default=0)
 
 
 def _overlap(text: str, string: str) -> int:
-    """The length of the longest end of ``text`` with which ``string`` begins."""
+    """Return the length of the longest proper prefix of ``string`` that ``text`` ends with."""
     for size in range(min(len(text), len(string) - 1), 0, -1):
         if text.endswith(string[:size]):
             return size

@@ -1,11 +1,11 @@
-"""A generation's figures as a person reads them."""
+"""Formats a generation's statistics for a person."""
 
 from eagle3.runner.model import Result
 from eagle3.runner.statistics import GenerationStats
 
 
 def summary(result: Result) -> str:
-    """In a line."""
+    """Return a line about a generation: tokens, seconds, rounds, acceptance, seed."""
     stats = result.stats
     parts = [f"{len(result.token_ids)} tokens in {stats.seconds:.2f} s ({result.finish_reason})"]
     if stats.num_drafts:
@@ -20,7 +20,7 @@ def summary(result: Result) -> str:
 
 
 def table(stats: GenerationStats) -> str:
-    """Where the time went."""
+    """Return lines that say where the time went: first token, decoding, each method, the loop."""
     reused = f", {stats.reused_prompt_tokens} reused" if stats.reused_prompt_tokens else ""
     lines = [
         f"time to first token {1000 * stats.time_to_first_token:.1f} ms ({stats.prompt_tokens} prompt tokens{reused}, "

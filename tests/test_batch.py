@@ -298,7 +298,7 @@ def test_statistics_of_a_batch_are_told(artifact, files):
 
 
 def test_an_output_that_cannot_be_written_is_told_before_the_methods_are_loaded(artifact, files, monkeypatch):
-    monkeypatch.setattr(batch, "answers", None)
+    monkeypatch.setattr(batch, "generate_turns", None)
     write(files[0], PROMPTS)
     code, line = fail_command(main, artifact, "--prompts", files[0], "--output", files[1].parent / "nowhere" / "out")
     assert code == 1 and "nowhere" in line

@@ -106,15 +106,15 @@ def test_a_near_tie_is_named_with_the_methods_that_round_otherwise():
     assert (own.speculated, own.rows, own.row, own.token) == (True, 4, 1, divergence.token)
     assert json.loads(json.dumps(found.as_json()))["divergence"]["said"][0]["method"] == DECODE
     assert lines(found, chr) == [
-        f"parts at token 15 (position 21): {token + 1} {chr(token + 1)!r} with speculation, {token} {chr(token)!r} "
+        f"differs at token 15 (position 21): {token + 1} {chr(token + 1)!r} with speculation, {token} {chr(token)!r} "
         "replayed by decode",
         f"  {token + 1} {chr(token + 1)!r}: target_verify of 4 rows, target_verify of 4 rows "
         "(row 2) over speculation's caches",
         f"  {token} {chr(token)!r}: decode, target_verify of 2 rows, target_verify of 3 rows, prefill of 7 rows",
         f"  the two best logits there differ by {divergence.margin:.2g}, {divergence.relative_margin:.2g} of their "
         "standard deviation",
-        f"  a near-tie, no defect: the two tokens' logits had to move by {divergence.moved:.2g} of their standard "
-        "deviation, and kernels of different numbers of rows, which add in different orders, may move them by 0.001",
+        f"  a near-tie, not a defect: the two tokens' logits had to move by {divergence.moved:.2g} of their standard "
+        "deviation, and kernels for different numbers of rows, which add in different orders, may move them by 0.001",
     ]
 
 
@@ -201,7 +201,9 @@ def test_without_decode_windows_of_one_new_token_replay_it():
     assert by(divergence, divergence.replayed) == {(TARGET_VERIFY, 2, 0), (TARGET_VERIFY, 2, 1)}
     assert DECODE not in {said.method for said in divergence.said}
     session.odd = ()
-    assert lines(checked(session)) == ["identical: 30 tokens, replayed by target_verify, one new token a window"]
+    assert lines(checked(session)) == [
+        "identical: 30 tokens, replayed by target_verify, one new token per verify window"
+    ]
 
 
 def test_at_the_end_of_the_context():
@@ -284,7 +286,7 @@ def test_what_came_of_caches_taken_up_is_not_said_to_be_reproduced():
     found = replay(session, prompt, generation.token_ids)
     assert (found.compared, found.divergence.near_tie, found.divergence.reproduced) == (1, True, False)
     assert by(found.divergence, generation.token_ids[0]) == {(DECODE, 1, 0)}
-    assert "cached before" in lines(found)[-3]
+    assert "reused cached positions" in lines(found)[-3]
 
 
 @pytest.mark.parametrize("count", [0, 58])

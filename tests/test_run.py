@@ -187,7 +187,7 @@ def test_an_error_within_an_answer_begins_on_a_line_of_its_own(artifact, monkeyp
         (["--prompt", "a", "--logit-bias", "x"], "TOKEN_ID=BIAS"),
         (["--prompt", "a", "--output", "b"], "--output"),
         (["--prompt", "a", "--system", "b"], "--chat"),
-        (["--prompt", "a", "--logprobs", "3"], "--logprobs are shown in --json alone: type --json as well"),
+        (["--prompt", "a", "--logprobs", "3"], "--logprobs are shown with --json only: type --json as well"),
         (["--chat", "--json", "--logprobs", "3"], "--logprobs are shown"),
         (["--chat"], "terminal"),
         ([], "give one of"),
@@ -252,7 +252,7 @@ def test_a_dialogue_on_a_terminal(artifact):
     terminal.type("/reset\n")
     terminal.until(PROMPT)
     terminal.type("/nothing\n")
-    assert "no command" in terminal.until(PROMPT)
+    assert "is not a command" in terminal.until(PROMPT)
     terminal.type("x" * 900 + " 1 2 3" * 200 + "\n")
     assert "Error: the prompt has" in terminal.until(PROMPT)
     terminal.type("\x04")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.batch import answers, check_prompt
+from eagle3.runner.batch import check_prompt, generate_turns
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt, read_prompts
@@ -49,7 +49,7 @@ class Way:
     def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
         """A result a turn; nothing of an earlier prompt is reused."""
         self.model.forget()
-        return list(answers(self.model, prompt, workload.chat, None, self.options(workload, prompt)))
+        return list(generate_turns(self.model, prompt, workload.chat, None, self.options(workload, prompt)))
 
     def options(self, workload: Workload, prompt: Prompt) -> dict[str, Any]:
         return prompt.own_options(workload.options) | {"chain_len": self.chain_len}

@@ -1,7 +1,7 @@
-"""How every command speaks: failures in one line, and nothing from a library that the user cannot use.
+"""The output of every command: errors in one line, and no log output of libraries.
 
-Exit code 2 is a usage error, 1 any other failure; ``--verbose`` prints tracebacks and lets the libraries talk. Whatever
-the standard streams are (closed, ASCII, a pipe whose reader has gone), no text is lost without a word.
+Exit code 2 is a usage error, 1 any other failure. ``--verbose`` prints tracebacks and the output of libraries. Whatever
+the standard streams are (closed, ASCII, a pipe whose reader has gone), no text is lost silently.
 """
 
 import io
@@ -26,7 +26,7 @@ runtime_option = click.option(
     type=click.Choice(RUNTIMES),
     default="auto",
     show_default=True,
-    help="What runs the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact where ExecuTorch has no CudaBackend.",
+    help="Host of the methods; auto: ExecuTorch, or PyTorch for a CUDA artifact if ExecuTorch has no CudaBackend.",
 )
 
 
@@ -35,7 +35,7 @@ cuda_graph_option = click.option(
     type=click.Choice(CUDA_GRAPHS),
     default="auto",
     show_default=True,
-    help="auto: where PyTorch runs the methods on a GPU, replay rounds as CUDA graphs; --verbose says what cannot be.",
+    help="auto: replay rounds as CUDA graphs if PyTorch runs the methods on a GPU; --verbose says if one cannot be.",
 )
 
 
@@ -57,21 +57,21 @@ class OneLineFailures(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.params.append(click.Option(["--verbose"], is_flag=True, help="Tracebacks, and what libraries print."))
+        self.params.append(click.Option(["--verbose"], is_flag=True, help="Print tracebacks and what libraries print."))
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         occupy_standard_descriptors()
         streams = sys.stdout, sys.stderr
         for stream in streams:
-            _escape_what_it_lacks(stream)
+            _escape_unencodable(stream)
         try:
             sys.exit(self._exit_code(*args, **kwargs))
         finally:
             for stream in streams:
-                _let_go(stream)
+                _discard_unwritable(stream)
 
     def _exit_code(self, *args: Any, **kwargs: Any) -> int:
-        """Run the command; a failure is told."""
+        """Run the command, report a failure, and return the exit code."""
         try:
             if sys.stdout is None:
                 raise click.ClickException("stdout is closed, nothing could be printed: type >/dev/null to do without")
@@ -105,23 +105,24 @@ class OneLineFailures(click.Command):
 
 
 def tell(line: str) -> None:
-    """A line on stderr. That nobody can read it is no reason to stop."""
+    """Print a line to stderr. A stderr that cannot be written to is not an error."""
     with suppress(OSError):
         click.echo(line, file=sys.stderr)  # click's own choice of stream would write UTF-8 to an ASCII terminal
 
 
 def verbose_note(line: str) -> None:
-    """A line on stderr where the running command has ``--verbose``."""
+    """Print a line to stderr if the running command has ``--verbose``."""
     ctx = click.get_current_context(silent=True)
     if ctx is not None and ctx.meta.get("verbose"):
         tell(line)
 
 
 def occupy_standard_descriptors() -> None:
-    """Put the null device where stdin, stdout or stderr was closed.
+    """Open the null device on each descriptor of stdin, stdout and stderr that is closed.
 
-    The next file opened would get that descriptor, and what native libraries print on 2 would end up in it. Python's
-    ``sys.stderr``, None in such a process, is made to swallow; ``sys.stdout`` stays None for the caller to judge.
+    Otherwise the next file opened would get that descriptor, and native libraries would print into it. ``sys.stderr``,
+    which is None in such a process, becomes a file that discards its input. ``sys.stdout`` stays None, so that the
+    caller can see it.
     """
     for descriptor in range(3):
         try:
@@ -133,7 +134,7 @@ def occupy_standard_descriptors() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message in one line. What our own checks did not foresee is named by its type as well."""
+    """Return an exception's message in one line, with its type if it is not one that our own checks raise."""
     message = " ".join(str(error).split()) or type(error).__name__
     message = message if len(message) <= LONGEST_LINE else f"{message[:LONGEST_LINE]}..."
     if isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("eagle3"):
@@ -143,9 +144,9 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def calm_stderr() -> Iterator[None]:
-    """Drop what ExecuTorch's runtime logs (cpuinfo, operator listings); ``--verbose`` keeps it.
+    """Discard the log of ExecuTorch's runtime (cpuinfo, operator listings), unless with ``--verbose``.
 
-    It writes to file descriptor 2 and, once its bindings are loaded, to Python's ``sys.stderr``.
+    The runtime writes to file descriptor 2 and, once its bindings are loaded, to Python's ``sys.stderr``.
     """
     ctx = click.get_current_context(silent=True)
     if ctx is not None and ctx.meta.get("verbose"):
@@ -165,14 +166,14 @@ def calm_stderr() -> Iterator[None]:
         os.close(null)
 
 
-def _escape_what_it_lacks(stream: TextIO | None) -> None:
-    """A character that the encoding has not, or half a surrogate pair of a path, is printed as ``\\xe9``."""
+def _escape_unencodable(stream: TextIO | None) -> None:
+    """Make the stream print characters that its encoding lacks, and lone surrogates of a path, as ``\\xe9``."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
 
 
-def _let_go(stream: TextIO | None) -> None:
-    """Drop what cannot be written any more: Python would try again at exit, print that it failed, and exit with 120."""
+def _discard_unwritable(stream: TextIO | None) -> None:
+    """Discard buffered text that cannot be written. Python would try again at exit, report it, and exit with 120."""
     if stream is None:
         return
     try:
@@ -185,6 +186,7 @@ def _let_go(stream: TextIO | None) -> None:
 
 
 def _calm_libraries() -> None:
-    """torchao reports extensions that do not load, torch deprecations inside ExecuTorch: nothing for our users."""
+    """Silence the warnings of libraries: torchao's about extensions that do not load, torch's about deprecations inside
+    ExecuTorch. They do not help users."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Tables for people, as ``eagle3-inspect`` prints them."""
+"""Formats and prints the tables of ``eagle3-inspect``."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], numbers: Iterable[str] = ()) -> "Table":
-    """A plain table; the columns named in ``numbers`` are flush right."""
+    """Return a plain table. The columns named in ``numbers`` are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -22,7 +22,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], num
 
 
 def show_tables(title: str, tables: Iterable[Any]) -> None:
-    """On stdout, a blank line before each table."""
+    """Print the tables to stdout, with a blank line before each."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)

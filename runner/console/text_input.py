@@ -1,4 +1,4 @@
-"""Text from outside, an argument, a file or stdin: UTF-8, or refused in a line."""
+"""Reads text from an argument, a file or stdin. Text that is not UTF-8 is refused with one line."""
 
 import codecs
 import os
@@ -9,8 +9,8 @@ LONGEST_VALUE = 60  # characters of a value in a message
 
 
 def argument_text(argument: str) -> str:
-    """An argument of a command line as the UTF-8 that it is, also where the locale's encoding could not decode it and
-    Python kept its bytes as surrogates. Raises ValueError naming the byte that is not UTF-8, and its place."""
+    """Return a command-line argument decoded as UTF-8, even if the locale's encoding could not decode it and Python
+    kept its bytes as surrogates. Raises ValueError, which names the byte that is not UTF-8 and its place."""
     try:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             argument = os.fsencode(argument).decode("utf-8")
@@ -20,8 +20,10 @@ def argument_text(argument: str) -> str:
 
 
 def read_text(file: Path | None) -> str:
-    """A file's text, or stdin's (None), with ``\\n`` for every kind of line end. Raises ValueError as ``read_bytes``,
-    and naming the byte that is not UTF-8."""
+    """Return the text of a file, or of stdin (None), with ``\\n`` for every kind of line end.
+
+    Raises ValueError as ``read_bytes``, or naming the byte that is not UTF-8.
+    """
     try:
         text = read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -30,8 +32,8 @@ def read_text(file: Path | None) -> str:
 
 
 def read_bytes(file: Path | None) -> bytes:
-    """A file's bytes, or stdin's (None), without the mark that some editors put before UTF-8. Raises ValueError for a
-    stdin that is closed."""
+    """Return the bytes of a file, or of stdin (None), without a UTF-8 byte order mark. Raises ValueError if stdin is
+    closed."""
     if file is None and sys.stdin is None:
         raise ValueError("stdin is closed: there is nothing to read from it")
     data = sys.stdin.buffer.read() if file is None else file.read_bytes()
@@ -39,12 +41,12 @@ def read_bytes(file: Path | None) -> bytes:
 
 
 def source_name(file: Path | None) -> str:
-    """What a message calls it."""
+    """Return the name of a source for messages: the file, or stdin (None)."""
     return "stdin" if file is None else str(file)
 
 
 def shown(value: object) -> str:
-    """A value as a message has it: its ``repr`` in one line, cut where it is long."""
+    """Format a value for a message: its ``repr`` in one line, cut if it is long."""
     try:
         text = " ".join(repr(value).split())
     except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python prints
@@ -53,7 +55,7 @@ def shown(value: object) -> str:
 
 
 def check_unicode(text: str, name: str) -> str:
-    """``text`` itself. Raises ValueError, calling it ``name``, for half a surrogate pair, which no tokenizer takes."""
+    """Return ``text``. Raises ValueError, which names it ``name``, for a lone surrogate, which no tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -4,7 +4,8 @@ import importlib.metadata
 
 
 def version_of(package: str) -> str:
-    """Such as "2.13.0"; "not installed" where there is no metadata, as of a source tree that runs where it lies."""
+    """Return a version such as "2.13.0", or "not installed" if there is no metadata, as for an uninstalled source
+    tree."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""What an artifact promises its runner: the one place for method names and metadata keys.
+"""The contract between exporter and runner: the only place for method names and metadata keys.
 
-The exporter writes through ``Metadata.constant_methods``, the runner reads through ``Metadata.read``; neither spells a
-name itself. Shapes and lengths of the methods (batch 1; ids and positions int64; H is the draft's hidden size):
+The exporter writes metadata through ``Metadata.constant_methods``, and the runner reads it through ``Metadata.read``.
+Neither spells a name itself. The methods take and return (batch 1; ids and positions int64; H is the draft's hidden
+size):
 
 ==================  =============================================  ================================================
 method              inputs                                         outputs
@@ -17,20 +18,22 @@ method              inputs                                         outputs
 ``forward``         tokens [1,T], input_pos [T], T from 1          logits [1,1,V] of the last row, and nothing else
 ==================  =============================================  ================================================
 
-K is 1, but ``chain_len`` where the draft head proposes all tokens of a round in one forward (P-EAGLE): such an artifact
-says K in ``get_proposals``. Logits are float32 and the last output, where ``get_has_logits`` says that they are there;
-the draft's are over its own vocabulary. Where its ids differ from the target's, ``get_draft_ids`` maps them: it comes
-with the logits, since proposals are mapped already. Each of these additions has a format version, so that a runner
-which does not know it refuses in a line.
+K is 1. If the draft head proposes all tokens of a round in one forward (P-EAGLE), K is ``chain_len``, and
+``get_proposals`` returns it. Logits are float32 and the last output; ``get_has_logits`` says if they are there. The
+draft's logits are over its own vocabulary. If its ids differ from the target's, ``get_draft_ids`` maps them. That
+method exists only with logits, because the proposals are mapped already. Each of these additions has a format version,
+so a runner that does not know it refuses the artifact with one line.
 
-``speculate`` is a whole greedy round at the artifact's own chain length, C its window: verify ``tokens``, seed the
-draft with the accepted ones, chain the next window. It gives that twice: once beside the ids, for the host to read in
-one copy, and once as its own next inputs, which can stay on the device. Target slots are written up to the window's
-last, draft slots up to ``chain_len - 1`` behind that: both must be in the context.
+``speculate`` is a fused round: a whole greedy round at the artifact's own chain length, with a verify window of C
+tokens. It verifies ``tokens``, seeds the draft with the accepted ones, and drafts the next window. It returns that
+window twice: beside the ids, so that the host reads both in one copy, and as its own next inputs, which can stay on the
+device. It writes target slots up to the window's last position, and draft slots up to ``chain_len - 1`` positions
+further. All of them must be in the context.
 
-``forward`` is for ExecuTorch's own runner (``extension/llm/runner``), which decodes plainly, over the same cache; ours
-does not call it. That runner names lengths in its own way, see ``Metadata.forward_len``. Where there is a method
-``decode`` it takes its steps by that and wants logits alone of it, so that an artifact has one of the two at most.
+``forward`` is for ExecuTorch's own runner (``extension/llm/runner``), which decodes without speculation over the same
+cache. Our runner does not call it. ExecuTorch's runner has other names for lengths, see ``Metadata.forward_len``. If
+there is a method ``decode``, that runner calls it for each step and expects logits alone. An artifact therefore has at
+most one of the two.
 """
 
 import json
@@ -45,20 +48,21 @@ PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact has these."""
 DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
-"""There only with ``--with-decode``, ``--with-forward``, and with ``--speculate``, the default of CUDA."""
+"""Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA)."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 LAUNCHES = "launches"
-"""In the record of a CUDA artifact: what each method launches."""
+"""Key in the record of a CUDA artifact: the kernel launches of each method."""
 WORKSPACE = "workspace_bytes"
-"""In the same place, by method: what its intermediate tensors hold on the GPU at a time, of its longest call."""
+"""Key beside it, by method: the most GPU memory that the intermediate tensors of its longest call hold at a time."""
 LACKING = "lacking"
-"""In the record of a CUDA artifact: later architectures that have too little for a block of its kernels, and why."""
+"""Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION = 1, 2, 3, 4
 
 
 def format_version(proposals: int, has_logits: bool, has_forward: bool, has_speculate: bool) -> int:
-    """The lowest version whose runners can take such an artifact: those of logits know ``get_max_context_len`` too."""
+    """Return the lowest version whose runners can read such an artifact. Runners that know logits know
+    ``get_max_context_len`` too."""
     if has_speculate:
         return SPECULATE_VERSION
     if has_logits or has_forward:
@@ -67,15 +71,15 @@ def format_version(proposals: int, has_logits: bool, has_forward: bool, has_spec
 
 
 RUNTIMES = ("executorch", "torch", "auto")
-"""What runs an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
+"""The hosts that run an artifact's methods: ``executorch.runtime``, or PyTorch itself (CUDA artifacts)."""
 
 
 CUDA_GRAPHS = ("auto", "off")
-"""Whether the PyTorch host captures rounds as CUDA graphs, where it can."""
+"""With "auto" the PyTorch host captures rounds as CUDA graphs if possible, with "off" never."""
 
 
 class MissingMetadata(Exception):
-    """A ``.pte`` without one of our constant methods; the message names it."""
+    """A ``.pte`` lacks one of the contract's constant methods; the message names it."""
 
 
 def _key(name: str, default: object = MISSING, compare: bool = True) -> Any:  # noqa: ANN401 - as dataclasses.field
@@ -84,7 +88,7 @@ def _key(name: str, default: object = MISSING, compare: bool = True) -> Any:  # 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The constant methods of an artifact; lengths in tokens. What has a default may be missing from the program."""
+    """The constant methods of an artifact; lengths are in tokens. A program may lack those that have a default."""
 
     max_seq_len: int = _key("get_max_seq_len")
     """Slots of the KV caches."""
@@ -104,17 +108,16 @@ class Metadata:
     proposals: int = _key("get_proposals", default=1)
     """Tokens that one call of ``draft_decode`` proposes."""
     draft_sliding_window: int | None = _key("get_draft_sliding_window", default=None)
-    """The longest of the draft's windows, 0 where it has none; None: an earlier exporter did not say."""
+    """The longest of the draft's sliding windows, 0 if it has none; None if an earlier exporter did not record it."""
     has_logits: bool = _key("get_has_logits", default=False)
     draft_ids: "Tensor | None" = _key("get_draft_ids", default=None, compare=False)
-    """int64 [draft_vocab_size], the target's id of each of the draft's; None where they are the same, and without
-    logits."""
+    """int64 [draft_vocab_size]: the target's id of each draft id; None if they are the same, and without logits."""
     forward_len: int | None = _key("get_max_context_len", default=None)
-    """The longest chunk of ``forward``, None without it. With it the constant methods mean what ExecuTorch's runner
-    takes them for: ``get_max_seq_len`` is this length, ``get_max_context_len`` the slots."""
+    """The longest chunk of ``forward``, None without that method. With it, the constant methods have the meaning that
+    ExecuTorch's runner expects: ``get_max_seq_len`` is this length, ``get_max_context_len`` the number of slots."""
 
     def constant_methods(self) -> dict[str, Any]:
-        """Name to value, as ``to_edge_transform_and_lower(constant_methods=...)`` takes them; none of a default."""
+        """Map names to values, for ``to_edge_transform_and_lower(constant_methods=...)``. Defaults are left out."""
         values = {
             f.metadata["method"]: getattr(self, f.name)
             for f in fields(self)
@@ -126,9 +129,9 @@ class Metadata:
 
     @classmethod
     def read(cls, names: set[str], call: Callable[[str], list[Any]]) -> "Metadata":
-        """Read from a program that has the methods ``names``; ``call`` runs one and returns its outputs.
+        """Read the metadata of a program with the methods ``names``; ``call`` returns the outputs of one.
 
-        Raises MissingMetadata for the first that is not there, ValueError for another format version.
+        Raises MissingMetadata for the first method that is missing, ValueError for another format version.
         """
         values: dict[str, Any] = {}
         for f in fields(cls):
@@ -154,7 +157,7 @@ class Metadata:
 
 
 def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
-    """Fewest and most rows that each method of the contract takes."""
+    """Return (fewest, most) rows that each method of the contract takes."""
     window = metadata.chain_len + 1
     return {
         PREFILL: (metadata.min_prefill, metadata.max_prefill),

@@ -1,14 +1,14 @@
-"""What a call of a CUDA method costs at the least, counted without a GPU: launches, machine code, bytes.
+"""Computes a lower bound for the time of a CUDA method's call without a GPU: from launches, machine code and bytes.
 
-The exporter recorded each launch with its grid and the bytes that it takes (``export.json``); the libraries have the
-kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel's time is no less than the longest of
+The exporter recorded each launch with its grid and the bytes that it reads (``export.json``). The libraries have the
+kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at least the longest of
 
-- memory: weights, and other tensors that no L2 holds, over the GPU's bandwidth;
-- issue: warp instructions over four schedulers an SM, of its main loop where it multiplies weights;
-- latency: the same bytes, no more of them under way at once than the blocks that fit on the GPU have requested.
+- memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
+- issue: the warp instructions divided by four schedulers per SM; for a kernel with a matmul, those of its main loop;
+- latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested.
 
-KV caches are left out, being read as far as there are tokens. Kernels run one after the other; between them lie
-``LAUNCH_SECONDS`` unless a CUDA graph was captured. Nothing here was measured, and a GPU will take longer.
+KV caches are left out, because they are read only as far as there are tokens. Kernels run one after the other, with
+``LAUNCH_SECONDS`` between them unless a CUDA graph is replayed. Nothing here is measured; a GPU takes longer.
 """
 
 import math
@@ -28,16 +28,16 @@ from eagle3.runner.machine_code.ptx import Load, loads
 from eagle3.runner.machine_code.sass import Code, Loop, read_codes
 
 LAUNCH_SECONDS = 2e-6
-"""From the end of a kernel to the work of the next, without a CUDA graph: commonly measured as 2 to 4 us."""
+"""Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
 LATENCY_SECONDS = 0.5e-6
-"""From a load of a busy GPU to its data."""
+"""Latency of a load on a busy GPU."""
 WARP, SCHEDULERS = 32, 4
 
 
 def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str, Any]:
-    """``cost`` of an artifact's ``model.pte``, on the GPUs of these names or else on those it was compiled for.
+    """Return ``cost`` of an artifact's ``model.pte``, on the named GPUs or else on those that it was compiled for.
 
-    Raises ValueError where the exporter recorded no launches, or no GPU of the artifact's architecture is known.
+    Raises ValueError if the exporter recorded no launches, or if no GPU of the artifact's architecture is known.
     """
     launches = launches_of(read_export(model.parent), str(model))
     arch = metadata.manifest.get("cuda_arch")
@@ -48,12 +48,12 @@ def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str
 
 
 def launches_of(record: Mapping[str, Any], model: str) -> dict[str, dict[str, Any]]:
-    """What the exporter recorded, by method. Raises ValueError where it did not."""
+    """Return the launches that the exporter recorded, by method. Raises ValueError if there is no such record."""
     if LAUNCHES not in record:
-        lacks = "its export.json does not say them" if record else "there is no export.json beside it"
+        lacks = "its export.json does not have them" if record else "there is no export.json beside it"
         raise ValueError(
-            f"{model}: --cost needs the launches of each method, and {lacks} (an earlier eagle3-export, or no CUDA "
-            "artifact): export it again for CUDA"
+            f"{model}: --cost needs the launches of each method, and {lacks} (from an earlier eagle3-export, or not a "
+            "CUDA artifact): export it again for CUDA"
         )
     return record[LAUNCHES]
 
@@ -64,17 +64,17 @@ def cost(
     gpus: list[Gpu],
     steps: int,
 ) -> dict[str, Any]:
-    """``methods``, and the ``round``: a ``target_verify`` and ``steps`` calls of ``draft_decode``, or one call of the
-    method that does all of it. Times are in seconds.
+    """Return the bounds of ``methods`` and of a ``round``; times are in seconds.
 
-    ``kernels``: fatbins by method and name. Raises ValueError for one that is not there, or does not fit on a GPU.
+    A round is one ``target_verify`` and ``steps`` calls of ``draft_decode``, or one ``speculate``. ``kernels`` holds
+    fatbins by method and name. Raises ValueError if a kernel is missing or does not fit on a GPU.
     """
     codes = read_codes(fatbin for named in kernels.values() for fatbin in named.values())
     methods = {}
     for method, recorded in launches.items():
         missing = {entry["kernel"] for entry in recorded["launches"]} - kernels.get(method, {}).keys()
         if missing:
-            raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: of another export")
+            raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: it is of another export")
         found = [
             _launch(entry, recorded["rows"], codes[kernels[method][entry["kernel"]]], gpus)
             for entry in recorded["launches"]
@@ -88,7 +88,8 @@ def cost(
 
 
 def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
-    """Whatever its calls, a round reads the target's weights once and the draft's once a step."""
+    """Return the calls, launches and bounds of a round. Its memory limit counts the target's weights once and the
+    draft's once per step, whichever methods it calls."""
     apart = {TARGET_VERIFY: 1, DRAFT_DECODE: steps}
     calls = {SPECULATE: 1} if SPECULATE in methods else apart
 
@@ -122,7 +123,8 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
 
 
 def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
-    """``limit``: each weight read once; ``bound``: one kernel after the other in a CUDA graph, without gaps."""
+    """Return the times and their ratios. ``limit``: each weight is read once. ``bound``: the kernels run one after the
+    other in a CUDA graph, without gaps."""
     both = least + launching
     return {
         "limit": limit,
@@ -134,10 +136,10 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
 
 
 def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu]) -> dict[str, Any]:
-    """A recorded launch, and what its kernel's code and the GPUs make of it."""
+    """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
     products, warps = entry["products"], entry["threads"] // WARP
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
-    if loop:  # ``passes`` iterations of the source are one of the machine code
+    if loop:  # one iteration of the machine code does ``passes`` iterations of the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"])
         instructions = loop.instructions * warps * products["iterations"] / passes
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
@@ -159,7 +161,7 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu]) ->
 
 
 def _lines(found: tuple[Load, ...]) -> dict[str, Any] | None:
-    """Of a warp's load the mean ``lines`` of L1 and ``sectors``, and the ``fewest`` lines; each load as well."""
+    """Return the means over a warp's loads of L1 ``lines``, ``sectors`` and the ``fewest`` lines, and each load."""
     if not found:
         return None
     return {
@@ -171,9 +173,10 @@ def _lines(found: tuple[Load, ...]) -> dict[str, Any] | None:
 
 
 def main_loop(code: Code, products: Mapping[str, int], warps: int) -> tuple[Loop | None, int]:
-    """The loop that does a kernel's products, and how many iterations of its source a pass through it does.
+    """Return the loop with a kernel's matmul, and how many iterations of the source one iteration of it does.
 
-    A kernel may have one for 8 rows and one for 16: it is the one that multiplies least of those that do enough.
+    A kernel may have a loop for 8 rows and one for 16. Of the loops with enough multiply-adds, this is the one with the
+    fewest.
     """
     needed = products["multiply_adds"] / warps
     enough = [loop for loop in code.loops if loop.multiply_adds >= needed]

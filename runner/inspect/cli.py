@@ -1,5 +1,8 @@
-"""``eagle3-inspect``: what an artifact holds, for people and as JSON. ``program.py`` looks into the ``.pte``,
-``cost.py`` counts what a CUDA artifact's calls cost, ``code_check.py`` reads its code for what a GPU would refuse."""
+"""``eagle3-inspect``: shows the contents of an artifact, as tables and as JSON.
+
+``program.py`` reads the ``.pte``, ``cost/bound.py`` estimates the cost of a CUDA artifact's calls, and
+``machine_code/check.py`` looks for faults in its code.
+"""
 
 import json
 from pathlib import Path
@@ -30,30 +33,30 @@ Examples:
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256 with export.json.")
-@click.option("--cost", "with_cost", is_flag=True, help="Count what the calls of a CUDA artifact cost at the least.")
+@click.option("--cost", "with_cost", is_flag=True, help="Show a lower bound for the time of a CUDA artifact's calls.")
 @click.option(
-    "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="For --cost: on which GPU; may repeat."
+    "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="The GPU for --cost; may be repeated."
 )
 @click.option(
-    "--check-code", "with_code", is_flag=True, help="Check the machine code of a CUDA artifact; exit 1 for a fault."
+    "--check-code", "with_code", is_flag=True, help="Check the machine code of a CUDA artifact; a fault: exit code 1."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
 def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], with_code: bool, as_json: bool) -> None:
-    """Show what an artifact of eagle3-export holds: its folder or its model.pte.
+    """Show the contents of an artifact of eagle3-export: its folder or its model.pte.
 
-    Files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and memory;
-    of CUDA delegates the architectures, kernels, weights, and symbols that they need from their runtime; where the
-    bytes of the weights are. Shapes are upper bounds. Large files are read only with --verify.
+    It shows files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and
+    memory; for CUDA delegates the architectures, kernels, weights, and the symbols that they need from their runtime;
+    and where the bytes of the weights are. Shapes are upper bounds. Large files are read only with --verify.
 
-    With --cost instead, from the machine code and what the exporter recorded, no GPU needed: for each method its
-    launches by kind; for each kernel registers, spills, shared memory, instructions per weight, L1 lines a load and
-    bytes in flight; a lower bound of the time of a call and of a round, on GPUs of the artifact's architecture unless
-    --gpu names others.
+    With --cost it shows instead, for each method, its launches by kind; for each kernel, registers, spills, shared
+    memory, instructions per weight, L1 lines per load and bytes in flight; and a lower bound for the time of a call and
+    of a round, on GPUs of the artifact's architecture unless --gpu names others. The numbers come from the machine code
+    and the exporter's record; no GPU is needed.
 
-    With --check-code instead, read from the code, no GPU needed: memory that a kernel's threads share without a
-    barrier; threads, registers and shared memory against the GPUs that it runs on; the device of each constant; the
-    symbols that PyTorch, ExecuTorch and CUDA must have.
+    With --check-code it checks the code instead: memory that a kernel's threads share without a barrier; threads,
+    registers and shared memory against the GPUs that it runs on; the device of each constant; the symbols that PyTorch,
+    ExecuTorch and CUDA must have. No GPU is needed.
     """
     if gpus and not with_cost:
         raise click.UsageError("--gpu is for --cost: type --cost as well")
@@ -90,7 +93,7 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], w
 
 
 def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
-    """What ``machine_code/check.py`` finds. Raises ValueError for an artifact that is not for CUDA."""
+    """Return the result of ``machine_code/check.py``. Raises ValueError for an artifact that is not for CUDA."""
     from eagle3.runner.artifact.cuda_delegates import cuda_delegates
     from eagle3.runner.artifact.limits import recorded_launches
     from eagle3.runner.machine_code.check import check_code
@@ -102,8 +105,8 @@ def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
-    """The artifact's files. ``matches_record``: False where the size or the sha256 is not what ``export.json`` says,
-    True where the sha256 is, None where nothing or only the size was compared."""
+    """List the artifact's files. ``matches_record`` is True if the sha256 is the one in ``export.json``, False if the
+    size or the sha256 differs, None if nothing or only the size was compared."""
     found = {state.name: (state.bytes, state.matches) for state in comparison.files}
     beside = model.parent.iterdir() if comparison.recorded else [model]
     for path in beside:
@@ -116,7 +119,7 @@ def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Tables on stdout, a section each: those of ``--cost`` and ``--check-code`` alone, where they were asked for."""
+    """Print a table per section to stdout. With ``--cost`` or ``--check-code``, print only their tables."""
     from eagle3.runner.inspect.cost_tables import cost_tables
 
     if "cost" in found or "code" in found:
@@ -170,7 +173,8 @@ def _methods_table(methods: dict[str, dict[str, Any]]) -> "Table":
 
 
 def _delegates_table(methods: dict[str, dict[str, Any]]) -> "Table":
-    """A line for each method and backend; the extents that ``DELEGATE_DETAILS`` adds are columns, in bytes."""
+    """Return a table with a row for each method and backend. The extents of ``DELEGATE_DETAILS`` are columns, in
+    bytes."""
     lines = [(name, *pair) for name, method in methods.items() for pair in method["delegates"].items()]
     extents = [{key: value["bytes"] for key, value in facts.items() if _is_extent(value)} for *_, facts in lines]
     details = list(dict.fromkeys(key for sizes in extents for key in sizes))
@@ -252,20 +256,20 @@ def _code_tables(code: dict[str, Any]) -> list[Any]:
     gpus = ((arch, lack or "yes") for arch, lack in code["runs_on"].items())
     faults = [(fault["check"], fault["what"]) for fault in code["faults"]] or [("all", "no fault found")]
     return [
-        table("Code that was read; of a block the most", named, rows, numbers=named[1:]),
-        table("GPUs that have code, and what they lack", ("architecture", "runs"), gpus),
+        table("Code that was checked; the maximum per block", named, rows, numbers=named[1:]),
+        table("GPUs that the kernels have code for, and what they lack", ("architecture", "runs"), gpus),
         table("Faults", ("check", "what"), faults),
     ]
 
 
 def _gpu_memory_table(parts: dict[str, int | None]) -> "Table":
-    words = {"workspace": "workspace of the longest calls", "context": "CUDA and PyTorch, about"}
+    words = {"workspace": "workspace of the longest calls", "context": "CUDA and PyTorch, estimated"}
     rows = ((words.get(part, part), "not recorded" if size is None else size) for part, size in parts.items())
-    return table("GPU memory that a run takes", ("part", "bytes"), rows, numbers=("bytes",))
+    return table("GPU memory of a run", ("part", "bytes"), rows, numbers=("bytes",))
 
 
 def _symbols_table(cuda: dict[str, dict[str, Any]]) -> "Table":
-    """A line for the symbols of a family that the same methods need."""
+    """Return a table with one row for the symbols of a family that the same methods need."""
     users: dict[tuple[str, str], list[str]] = {}
     for name, facts in cuda.items():
         for family, symbols in facts["symbols"].items():
@@ -326,7 +330,7 @@ def _weights_table(weights: dict[str, Any]) -> "Table":
         ("named data of delegates", *weights["named_data"].values()),
         ("constants", constants["count"], constants["bytes"]),
         *((f"  {dtype}", *extent.values()) for dtype, extent in constants["by_dtype"].items()),
-        ("  taken by no instruction", *constants["unused"].values()),
+        ("  used by no instruction", *constants["unused"].values()),
         ("initial state", *weights["initial_state"].values()),
         ("padding", "", weights["padding_bytes"]),
         ("file", "", weights["file_bytes"]),

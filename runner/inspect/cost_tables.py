@@ -1,4 +1,4 @@
-"""What ``eagle3-inspect --cost`` prints for people of what ``cost.py`` found."""
+"""Formats the result of ``cost/bound.py`` as the tables of ``eagle3-inspect --cost``."""
 
 import math
 import re
@@ -10,12 +10,12 @@ from eagle3.runner.console.tables import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN_NAME = 26  # characters of a kernel's name, whose number comes last
-SHORT = 0.002  # of a method's bound
+SHOWN_NAME = 26  # characters of a kernel's name, including the number at its end
+SHORT = 0.002  # kernels below this share of a method's bound are summed up in one line
 
 
 def cost_tables(cost: dict[str, Any]) -> list[Any]:
-    """Launches, a table of kernels for each method, and the bounds."""
+    """Return the table of launches, a table of kernels for each method, and the table of bounds."""
     kernels = [_kernels_table(name, method) for name, method in cost["methods"].items()]
     return [_launches_table(cost), *kernels, _bounds_table(cost)]
 
@@ -36,7 +36,8 @@ def _round_name(cost: dict[str, Any]) -> str:
 
 
 def _kernels_table(name: str, method: dict[str, Any]) -> "Table":
-    """Longest first, on the first GPU, and what takes longest there; the short ones without spills are one line."""
+    """Return the kernels of a method, the slowest on the first GPU first, with the limit that makes it slow. Short
+    kernels without spills share one row."""
     gpu = next(iter(method["bounds"]))
 
     def least(entry: dict[str, Any]) -> float:
@@ -65,7 +66,7 @@ def _kernels_table(name: str, method: dict[str, Any]) -> "Table":
     columns = ("kernel", "calls", "blocks", *sizes, f"us, {gpu}", "due to")
     title = (
         f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block; "
-        "lines: L1's of a warp's load, and the fewest)"
+        "lines: L1 lines of a warp's load, and the fewest possible)"
     )
     return table(title, columns, rows, numbers={*columns} - {"kernel", "due to"})
 
@@ -95,6 +96,6 @@ def _bounds_table(cost: dict[str, Any]) -> "Table":
         for gpu, bound in bounds.items()
     )
     gap = cost["assumed"]["launch_seconds"] * 1e6
-    columns = ("call", "GPU", "memory's limit", "bound", f"with {gap:.0f} us a launch", "share", "share with launches")
-    title = "Lower bounds in ms (limit: every weight read once; share: of the bound, the limit's)"
+    columns = ("call", "GPU", "memory limit", "bound", f"with {gap:.0f} us a launch", "share", "share with launches")
+    title = "Lower bounds in ms (memory limit: every weight read once; share: the limit's share of the bound)"
     return table(title, columns, rows, numbers=columns[2:])

@@ -1,7 +1,7 @@
-"""What the ``.pte`` of an artifact holds, as plain values: a section a function, for ``eagle3-inspect`` to print.
+"""Reads the contents of an artifact's ``.pte`` as plain values for ``eagle3-inspect``, one section per function.
 
 The structure comes from the program at the head of the file (ExecuTorch's own schema and reader). The weights behind it
-are not read, so a file of 20 GB costs what its program costs. Lengths are in rows (tokens).
+are not read, so reading a file of 20 GB takes no longer than reading its program. Lengths are in rows (tokens).
 """
 
 import math
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
-    """The sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``, of a CUDA artifact ``gpu_memory``.
+    """Return the sections ``metadata``, ``methods``, ``mutable_buffers`` and ``weights``, and ``gpu_memory`` for a CUDA
+    artifact.
 
-    Raises ValueError for a file that is damaged in a way that the runtime does not see.
+    Raises ValueError for a file that is damaged in a way that the runtime does not detect.
     """
     pte = read_pte(model)
     constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
@@ -51,13 +52,13 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """A constant as JSON takes it: of a tensor what it is like."""
+    """Return a constant as JSON: a tensor becomes its dtype and shape."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     return value if dtype is None else {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
 
 
 def method(pte: Pte, plan: "ExecutionPlan", rows: tuple[int, int] | None) -> dict[str, Any]:
-    """One method. Shapes are upper bounds; ``operators`` are those that run outside delegates, with their counts."""
+    """Describe a method. Shapes are upper bounds; ``operators`` counts the operators outside delegates."""
     instructions = list(_instructions(plan))
     kernels = [plan.operators[call.op_index] for call in instructions if type(call).__name__ == "KernelCall"]
     operators = Counter(f"{kernel.name}.{kernel.overload}".removesuffix(".") for kernel in kernels)
@@ -100,7 +101,8 @@ def _tensor_bytes(tensor: "Tensor") -> int:
 
 
 def planned_memory(plan: "ExecutionPlan") -> list[dict[str, Any]]:
-    """The arenas of a method; ``mutable``: it holds named buffers (caches), which live on between calls."""
+    """List the memory arenas of a method. A ``mutable`` one holds named buffers (caches), which persist between
+    calls."""
     devices = {entry.buffer_idx: entry.device_type.name.lower() for entry in plan.non_const_buffer_device or ()}
     holds_state = {tensor.allocation_info.memory_id for _, tensor in _named_buffers(plan)}
     return [
@@ -111,7 +113,7 @@ def planned_memory(plan: "ExecutionPlan") -> list[dict[str, Any]]:
 
 
 def delegates(pte: Pte, plan: "ExecutionPlan") -> dict[str, dict[str, Any]]:
-    """Backend id to how many delegates it has, the bytes of their blobs, and what DELEGATE_DETAILS adds."""
+    """Map each backend id to the count of its delegates, the bytes of their blobs, and the DELEGATE_DETAILS."""
     by_backend: dict[str, list[BackendDelegate]] = {}
     for delegate in plan.delegates:
         by_backend.setdefault(delegate.id, []).append(delegate)
@@ -123,7 +125,8 @@ def delegates(pte: Pte, plan: "ExecutionPlan") -> dict[str, dict[str, Any]]:
 
 
 def xnnpack_details(pte: Pte, _plan: "ExecutionPlan", entries: list["BackendDelegate"]) -> dict[str, Any]:
-    """The named data (packed weights) that the blobs, which are flatbuffers, name; methods may share it."""
+    """Return the extent of the named data (packed weights) that the delegates' flatbuffers refer to. Methods may share
+    it."""
     named = {item.key.encode(): item.segment_index for item in pte.program.named_data or ()}
     blobs = (pte.segment(entry.processed.index) for entry in entries if entry.processed.location.name == "SEGMENT")
     segments = {named[text] for blob in blobs for text in re.findall(rb"[\x20-\x7e]{4,}", blob) if text in named}
@@ -131,7 +134,7 @@ def xnnpack_details(pte: Pte, _plan: "ExecutionPlan", entries: list["BackendDele
 
 
 def cuda_details(pte: Pte, plan: "ExecutionPlan", _entries: list["BackendDelegate"]) -> dict[str, Any]:
-    """What ``cuda_library.py`` says of the delegates. Their weights must be in the ``.ptd``, where there is one."""
+    """Describe the delegates by ``cuda_library.py``. If there is a ``.ptd``, their weights must be in it."""
     stored = pte.path.parent / WEIGHTS_FILE
     tables = weight_tables(pte)
     with naming(pte, plan.name):
@@ -147,7 +150,7 @@ DELEGATE_DETAILS: dict[str, Callable[[Pte, "ExecutionPlan", list["BackendDelegat
 
 
 def _named_buffers(plan: "ExecutionPlan") -> Iterator[tuple[int, "Tensor"]]:
-    """Index and tensor of the values that a plan keeps in named, planned memory."""
+    """Yield (index, tensor) of the values that a plan keeps in named, planned memory."""
     for index, entry in enumerate(plan.values):
         info = getattr(entry.val, "extra_tensor_info", None)
         if info is not None and info.fully_qualified_name and entry.val.allocation_info is not None:
@@ -155,15 +158,18 @@ def _named_buffers(plan: "ExecutionPlan") -> Iterator[tuple[int, "Tensor"]]:
 
 
 def _used_values(plan: "ExecutionPlan") -> set[int]:
-    """Values that an instruction of the plan takes, on its own or in a list."""
+    """Return the indices of the values that an instruction of the plan uses, directly or in a list."""
     used = {index for call in _instructions(plan) for index in getattr(call, "args", ())}
     lists = [plan.values[index].val for index in used if index >= 0]
     return used | {item for value in lists if type(value).__name__.endswith("TensorList") for item in value.items}
 
 
 def mutable_buffers(plans: Iterable["ExecutionPlan"]) -> list[dict[str, Any]]:
-    """Named buffers and the methods that touch them. One name at one place (memory id and offset) is one memory, so a
-    name that comes up twice is not shared. Caches inside a delegate (CUDA) are not seen."""
+    """List the named buffers and the methods that use them.
+
+    A buffer is identified by name and place (memory id and offset), so a name listed twice is not shared memory. Caches
+    inside a delegate (CUDA) are not visible.
+    """
     found: dict[tuple, dict[str, Any]] = {}
     for plan in plans:
         used = _used_values(plan)
@@ -177,7 +183,7 @@ def mutable_buffers(plans: Iterable["ExecutionPlan"]) -> list[dict[str, Any]]:
 
 
 def weights(pte: Pte) -> dict[str, Any]:
-    """Where the bytes of the ``.pte`` are, each counted once: the parts and ``padding_bytes`` add up to the file."""
+    """Count the bytes of the parts of the ``.pte``, each once. The parts and ``padding_bytes`` add up to the file."""
     program = pte.program
     blobs = {(d.processed.location.name, d.processed.index): d for p in program.execution_plan for d in p.delegates}
     inline = sum(pte.delegate_bytes(delegate) for (place, _), delegate in blobs.items() if place == "INLINE")
@@ -195,14 +201,15 @@ def weights(pte: Pte) -> dict[str, Any]:
 
 
 def _subsegments(program: "Program", entries: list["SubsegmentOffsets"]) -> dict[str, int]:
-    """The extent of segments that hold many tensors each; the first offset stands for "no data"."""
+    """Return the extent of segments that hold many tensors each. The first offset stands for "no data"."""
     entries = [entry for entry in entries if entry is not None and entry.offsets]
     size = sum(program.segments[entry.segment_index].size for entry in entries)
     return {"count": sum(len(entry.offsets) - 1 for entry in entries), "bytes": size}
 
 
 def constant_tensors(program: "Program") -> dict[str, Any]:
-    """The constants by dtype, and those that no instruction takes: left over, or a delegate has its own copy."""
+    """Return the extent of the constants by dtype, and of those that no instruction uses. Those are left over, or a
+    delegate has a copy of its own."""
     tensors: dict[int, Tensor] = {}
     used: set[int] = set()
     for plan in program.execution_plan:

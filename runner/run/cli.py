@@ -1,4 +1,4 @@
-"""``eagle3-run``: prompts through an artifact."""
+"""``eagle3-run``: runs prompts through an artifact."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ Examples:
   eagle3-run out --prompt "def main(" --temperature 0.7 --top-p 0.95 --seed 1 --stats
   eagle3-run out --chat --system "You are brief."
   git diff | eagle3-run out --chat --prompt -
-  eagle3-run out --prompts questions.jsonl --output answers.jsonl --keep-going
+  eagle3-run out --prompts questions.jsonl --output results.jsonl --keep-going
   eagle3-run out --prompt-tokens 2,45,17,300 --json
 """
 
@@ -45,25 +45,25 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.jsonl",
-    help="A JSON object a line, each with a prompt and options of its own; results as JSON lines. - reads stdin.",
+    help="A file of JSON lines, each a prompt with options of its own; prints JSON lines. - reads stdin.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="Where the results of --prompts go; what it holds of them already is not run again. Default: stdout.",
+    help="File for the results of --prompts; results that it already holds are not run again. Default: stdout.",
 )
-@click.option("--keep-going", is_flag=True, help="Of --prompts, run what can be run; exit code 1 where one cannot.")
-@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template; without one, a dialogue.")
+@click.option("--keep-going", is_flag=True, help="With --prompts, skip those that cannot be run; then exit code 1.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template; no prompt: a dialogue.")
 @click.option("--system", callback=utf8, metavar="TEXT", help="The system prompt of --chat.")
 @generation_flags
 @click.option(
-    "--logprobs", type=int, metavar="N", help="With --json or --prompts: log-probabilities, the N largest too."
+    "--logprobs", type=int, metavar="N", help="With --json or --prompts: log-probabilities of the tokens and the top N."
 )
-@click.option("--stats", is_flag=True, help="Where the time went, to stderr.")
+@click.option("--stats", is_flag=True, help="Print where the time went to stderr.")
 @click.option(
     "--verify-lossless",
     is_flag=True,
-    help="Generate a second time without speculation and compare; exit code 1 where a token differs.",
+    help="Generate again without speculation and compare; exit code 1 if a token differs.",
 )
 @runtime_option
 @cuda_graph_option
@@ -90,8 +90,8 @@ def main(
 ) -> None:
     """Generate from an artifact of eagle3-export: its folder or its model.pte.
 
-    Text goes to stdout as it is accepted, statistics to stderr. The tokens are exactly those of decoding without
-    speculation: greedy decoding's, or, with --temperature, what sampling at the same seed would have said.
+    Text is printed to stdout as soon as it is accepted, statistics to stderr. The tokens are exactly those of decoding
+    without speculation: greedy decoding, or, with --temperature, sampling with the same seed.
     """
     sources = [each for each in (prompt, prompt_file, prompt_tokens, prompts) if each is not None]
     dialogue = chat and not sources
@@ -101,7 +101,7 @@ def main(
     if keep_going and prompts is None:
         raise click.UsageError("--keep-going is for the prompts of a file: give them by --prompts")
     if given["logprobs"] is not None and prompts is None and not (as_json and sources):
-        raise click.UsageError("--logprobs are shown in --json alone: type --json as well")
+        raise click.UsageError("--logprobs are shown with --json only: type --json as well")
     options = options_from(given)  # logprobs among them
     if dialogue:
         from eagle3.runner.run.dialogue import check_terminal, run_dialogue
@@ -153,7 +153,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, Any]) -> "Result":
-    """Run to the end, printing as it goes unless ``as_json``. An interruption keeps what there is."""
+    """Generate, printing the text on the way unless ``as_json``. An interruption keeps the tokens so far."""
     from eagle3.runner.printing import print_pieces
 
     def written(piece: "Piece") -> str:

@@ -1,4 +1,4 @@
-"""A conversation on a terminal."""
+"""Runs a conversation on a terminal."""
 
 import codecs
 import io
@@ -13,22 +13,22 @@ from eagle3.runner.model import Model
 from eagle3.runner.printing import print_pieces
 from eagle3.runner.summary import summary, table
 
-HELP = "/reset forgets what was said, /exit or Ctrl-D leaves; Ctrl-C ends an answer."
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends a reply."
 
 
 def check_terminal() -> None:
-    """Raise UsageError where nobody can answer."""
+    """Raise UsageError if stdin or stdout is not a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError(
-            "--chat without a prompt is a dialogue and wants a terminal: give --prompt TEXT (or --prompt - for stdin)"
+            "--chat without a prompt is a dialogue and needs a terminal: give --prompt TEXT (or --prompt - for stdin)"
         )
 
 
 def run_dialogue(model: Model, system: str | None, show_stats: bool, options: dict[str, Any]) -> None:
-    """Turn by turn until the input ends."""
+    """Run turns until the input ends."""
     take_utf8()
     conversation = Conversation(model, system, **options)
-    model.encode([{"role": "user", "content": "."}])  # a first answer's imports: none interrupted can be had again
+    model.encode([{"role": "user", "content": "."}])  # imports now: an interrupted import cannot be repeated
     tell(HELP)
     while True:
         try:
@@ -37,16 +37,16 @@ def run_dialogue(model: Model, system: str | None, show_stats: bool, options: di
         except EOFError:
             click.echo()
             return
-        except KeyboardInterrupt:  # at the prompt, or where an answer is about to begin or has just ended
+        except KeyboardInterrupt:  # at the prompt, or just before or after a reply
             click.echo()
 
 
 def take_utf8() -> None:
-    """Take what is typed as UTF-8 where the locale's encoding is ASCII: Python would keep the bytes of an "é" as
-    surrogates, or stop there, and readline would take them for keys held with Meta.
+    """Read typed text as UTF-8 if the locale's encoding is ASCII. Otherwise Python would keep the bytes of an "é" as
+    surrogates or stop there, and readline would take them for keys held with Meta.
 
-    Bytes that the encoding lacks become surrogates, of which ``check_unicode`` tells in a line. Lines are edited, and
-    those before come back.
+    Bytes that cannot be decoded become surrogates, which ``check_unicode`` reports in one line. Importing readline
+    gives line editing and history.
     """
     import readline
 
@@ -58,26 +58,26 @@ def take_utf8() -> None:
 
 
 def _turn(conversation: Conversation, line: str, show_stats: bool) -> bool:
-    """Do what a line asks for. Returns whether the dialogue goes on."""
+    """Execute a line of input. Returns False if the dialogue is to end."""
     if line.strip() == "/exit":
         return False
     if line.strip() == "/reset":
         conversation.reset()
     elif line.startswith("/"):
-        tell(f"{line.strip()} is no command. {HELP}")
+        tell(f"{line.strip()} is not a command. {HELP}")
     elif line.strip():
-        _answer(conversation, line, show_stats)
+        _reply(conversation, line, show_stats)
     return True
 
 
-def _answer(conversation: Conversation, line: str, show_stats: bool) -> None:
-    """One answer, as it comes. What cannot be answered is told, and the dialogue goes on."""
+def _reply(conversation: Conversation, line: str, show_stats: bool) -> None:
+    """Print the reply to a line while it is generated. After an error the dialogue goes on."""
     try:
         print_pieces(conversation.say(line), lambda piece: piece.text)
     except KeyboardInterrupt:
         pass
     except (ValueError, RuntimeError) as error:
-        tell(f"Error: {one_line(error)} (/reset forgets what was said)")
+        tell(f"Error: {one_line(error)} (/reset forgets the conversation)")
         return
     click.echo()
     if show_stats and conversation.result is not None:

@@ -1,8 +1,8 @@
 """Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "by_whole_rounds"}, ...]}``, the last the token ids by ``speculate``, where the artifact has it; or fails as
-every command does. Whatever happens to this process, the caller is told.
+"stats", "by_whole_rounds"}, ...]}``. ``by_whole_rounds`` has the token ids of fused rounds (``speculate``), if the
+artifact has that method. Errors are reported as by every command. A crash of this process does not end the caller.
 """
 
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command(cls=OneLineFailures)
 @click.argument("artifact", type=click.Path(path_type=Path))
 def main(artifact: Path) -> None:
-    """Generate greedily from prompts of token ids; every feature must be a finite number."""
+    """Generate greedily from prompts of token ids; all features must be finite."""
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact.opening import open_artifact
@@ -38,13 +38,14 @@ def main(artifact: Path) -> None:
         result = complete(FiniteSession(session), prompt, max_new_tokens=asked["max_new_tokens"])
         generations.append({"token_ids": result.token_ids, "stats": result.stats.as_json()})
         if session.has_speculate:
-            whole = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
-            generations[-1]["by_whole_rounds"] = whole.token_ids
+            fused = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
+            generations[-1]["by_whole_rounds"] = fused.token_ids
     click.echo(json.dumps({"generations": generations}))
 
 
 class FiniteSession:
-    """A session that refuses features which are no finite numbers, and plays no whole rounds, which keep theirs."""
+    """A session that raises ValueError for NaN or infinite features. It has no fused rounds, because those return no
+    feature."""
 
     has_speculate = False
 
@@ -53,14 +54,14 @@ class FiniteSession:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the session has
         value = getattr(self._session, name)
-        return self._watched(name, value) if name in ("prefill", "target_verify", "draft_decode") else value
+        return self._checked(name, value) if name in ("prefill", "target_verify", "draft_decode") else value
 
     @staticmethod
-    def _watched(name: str, method: "Callable[..., Step]") -> "Callable[..., Step]":
+    def _checked(name: str, method: "Callable[..., Step]") -> "Callable[..., Step]":
         def call(*inputs: "Tensor") -> "Step":
             step = method(*inputs)
             if not step.own_feature().isfinite().all():
-                raise ValueError(f"{name} gives NaN or infinite features")
+                raise ValueError(f"{name} returns NaN or infinite features")
             return step
 
         return call
