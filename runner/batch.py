@@ -31,8 +31,8 @@ KEEP_GOING = "--keep-going runs the other prompts"
 
 @dataclass(frozen=True)
 class Batch:
-    """Checks and runs the prompts of a file. ``options`` (``eagle3.runner.options``) apply to all prompts that do not set
-    their own. ``chat``: texts are turns of a conversation that begins with the system prompt ``system``."""
+    """Checks and runs the prompts of a file. ``options`` (``eagle3.runner.options``) apply to all prompts that do not
+    set their own. ``chat``: texts are turns of a conversation that begins with the system prompt ``system``."""
 
     model: Model
     chat: bool

@@ -98,8 +98,8 @@ def test_a_way_that_parts_is_told(report):
     where = {"line": 3, "turn": 0, "position": 7, "token": 5, "other_token": None, "differing": 1, "answers": 4}
     parting["ways"][2]["divergence_from_no_speculation"] = where
     assert as_text(parting).splitlines()[-1] == (
-        "chain length 3: parts from greedy decoding without speculation (line 3, turn 0, position 7: token 5, there "
-        "None); 1 of 4 answers differ"
+        "chain length 3: differs from greedy decoding without speculation (line 3, turn 0, position 7: token 5, there "
+        "None); 1 of 4 completions differ"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_token_that_rounding_does_not_explain_is_told(session):
     ours, theirs = (Outcome(way, [[Answer(Prompt(1, tokens=[2]), 0, each)]]) for each in (wrong, result))
     found = against(ours, theirs, "other")["divergence_from_other"]
     assert (found["position"], found["near_tie"]) == (5, False) and found["top2_margin"] > 0
-    assert "no near-tie: please report it" in identity_text(found, "other")
+    assert "not a near-tie: please report it" in identity_text(found, "other")
 
 
 def test_an_artifact_without_decode_goes_alone_by_verify_windows(session, prompts):
@@ -191,8 +191,8 @@ def test_the_first_divergence_is_found(ours, theirs, where):
         (("--chain-len", "3,4"), "line 1: chain length 4, but the artifact verifies at most 3"),
         (("--temperature", "-1"), "temperature"),
         (("--markdown", "--json"), "give one of --markdown and --json"),
-        (("--checkpoint", "nowhere"), "config.json is missing: --checkpoint wants a Hugging Face folder"),
-        (("--plot", "out.txt"), "out.txt: no picture is written as .txt"),
+        (("--checkpoint", "nowhere"), "config.json is missing: --checkpoint needs a Hugging Face folder"),
+        (("--plot", "out.txt"), "out.txt: pictures cannot be written as .txt"),
         (("--plot", "nowhere/out.png"), "nowhere/out.png cannot be written"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``eagle3-bench``: acceptance, speed and where the time goes, over a file of prompts."""
+"""``eagle3-bench``: measures acceptance, speed and where the time goes, over a file of prompts."""
 
 import json
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ Examples:
 
 
 def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int | str] | None:
-    """Each once, in their order."""
+    """Parse a list of chain lengths: each once, in the order given."""
     if text is None:
         return None
     return list(dict.fromkeys(chain_length(part.strip()) for part in (text.split(",") if text else ())))
@@ -40,33 +40,33 @@ def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.jsonl",
-    help="As eagle3-run takes it; MT-Bench's, GSM8K's and HumanEval's too. - reads stdin.",
+    help="A file as for eagle3-run, also those of MT-Bench, GSM8K and HumanEval. - reads stdin.",
 )
-@click.option("--chat", is_flag=True, help="Put texts into the model's chat template.")
+@click.option("--chat", is_flag=True, help="Put the prompts into the model's chat template.")
 @click.option(
     "--chain-len",
     "lengths",
     callback=chain_lengths,
     metavar=f"1,2,{AUTO}",
-    help=f"Draft tokens a round, each a way to be measured; {AUTO}: as many as pay. Default: the artifact's.",
+    help=f"Draft tokens per round, each measured in turn; {AUTO}: the number that is fastest. Default: the artifact's.",
 )
 @text_flags
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all prompts.")
 @click.option(
-    "--compare", type=click.Path(path_type=Path), metavar="ARTIFACT", help="Another artifact, in turns with the first."
+    "--compare", type=click.Path(path_type=Path), metavar="ARTIFACT", help="Another artifact to measure in turn."
 )
 @click.option(
-    "--checkpoint", type=click.Path(path_type=Path), help="The target's folder: compare with transformers too."
+    "--checkpoint", type=click.Path(path_type=Path), help="The target's folder, to compare with transformers too."
 )
 @click.option(
     "--profile",
     is_flag=True,
-    help="Instead of prompts: where a step of each method spends its time, and what reading its weights once takes.",
+    help="Instead of prompts: show where each method spends its time, and how long reading its weights once takes.",
 )
 @runtime_option
 @cuda_graph_option
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Acceptance and speed as a picture.")
-@click.option("--markdown", is_flag=True, help="Print tables to paste.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Plot acceptance and speed.")
+@click.option("--markdown", is_flag=True, help="Print Markdown tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
 def main(
@@ -87,9 +87,9 @@ def main(
 ) -> None:
     """Measure an artifact of eagle3-export.
 
-    Every prompt is answered without speculation and with each chain length in turn, all prompts several times: tokens
-    per second and their ratios as medians with the least and the most, acceptance under vLLM's names, and whether the
-    tokens are the same.
+    Each prompt is run without speculation and with each chain length in turn; all prompts are run several times. The
+    report has tokens per second and their ratios (median, minimum and maximum over the passes), acceptance under vLLM's
+    names, and whether the tokens are the same.
     """
     if markdown and as_json:
         raise click.UsageError("give one of --markdown and --json")
@@ -104,7 +104,7 @@ def main(
 
         check_plot(plot)
     if checkpoint and not (checkpoint / "config.json").is_file():
-        raise FileNotFoundError(f"{checkpoint / 'config.json'} is missing: --checkpoint wants a Hugging Face folder")
+        raise FileNotFoundError(f"{checkpoint / 'config.json'} is missing: --checkpoint needs a Hugging Face folder")
 
     from eagle3.runner import load
 
@@ -144,7 +144,7 @@ def measured(
     repeats: int,
     checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """Check all that can be checked, then measure."""
+    """Check all inputs, then measure. Returns the report."""
     from eagle3.runner.batch import progress
     from eagle3.runner.bench.figures import make_report
     from eagle3.runner.bench.measure import measure

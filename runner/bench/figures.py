@@ -1,7 +1,7 @@
-"""From what the ways gave to figures, as ``--json`` has them and tables and pictures show them.
+"""Computes the figures of the report from the measured results: ``--json`` prints them, tables and plots show them.
 
-A figure of speed is taken pass by pass: the median of the passes, the least and the most. A ratio is formed within a
-pass. Counts are over all passes.
+A speed is computed for each pass and reported as median, minimum and maximum over the passes. A ratio is computed
+within a pass. Counts are over all passes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,17 +27,18 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def tokens_per_second(stats: GenerationStats) -> float:
-    """All new tokens by the whole time, the prompts' included."""
+    """Return the new tokens divided by the whole time, including the time of the prompts."""
     return stats.generation_tokens / stats.seconds
 
 
 def ratio(ours: Sequence[GenerationStats], theirs: Sequence[GenerationStats]) -> Spread:
-    """Of tokens per second, pass by pass."""
+    """Return the ratio of tokens per second, computed pass by pass."""
     return spread(tokens_per_second(one) / tokens_per_second(other) for one, other in zip(ours, theirs, strict=True))
 
 
 def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]], workload: Workload) -> dict[str, Any]:
-    """``outcomes``: of the ways of one artifact or two, each time without speculation first; ``step_ms`` a pass."""
+    """Return the report. ``outcomes``: those of one or two artifacts, for each artifact without speculation first.
+    ``step_ms``: an entry per pass."""
     artifacts: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         artifacts.setdefault(outcome.way.artifact, []).append(outcome)
@@ -63,8 +64,8 @@ def artifact_facts(way: Way) -> dict[str, Any]:
 
 
 def artifact_figures(outcomes: Sequence[Outcome], first: Sequence[Outcome] | None = None) -> list[dict[str, Any]]:
-    """The ways of an artifact, that without speculation before the others; ``first``: those of the artifact which it is
-    compared with, way by way."""
+    """Return the figures of each configuration of an artifact, the one without speculation first. ``first``: the
+    outcomes of the first artifact, which they are compared with one by one."""
     ways = [way_figures(outcome, outcomes[0]) for outcome in outcomes]
     for figures, ours, theirs in zip(ways, outcomes, first or (), strict=first is not None):
         figures |= against(ours, theirs, "first_artifact")
@@ -81,7 +82,7 @@ def way_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
 
 
 def against(ours: Outcome, theirs: Outcome, name: str) -> dict[str, Any]:
-    """Speed and tokens held against another way's."""
+    """Return the ratio of speeds and the divergence of tokens between two configurations."""
     others = [answer.result.token_ids for answer in theirs.answers]
     explain = partial(replayed, ours.way.model) if ours.way.model is theirs.way.model else None
     return {
@@ -102,7 +103,8 @@ def speeds(passes: Sequence[GenerationStats]) -> dict[str, Spread]:
 
 
 def round_figures(stats: GenerationStats) -> dict[str, Any]:
-    """What a round takes, the time of the prompts spread over all rounds: calls and milliseconds of each method."""
+    """Return the time of a round, and the calls and milliseconds of each method per round. The time of the prompts is
+    spread over all rounds."""
     rounds = max(1, stats.num_drafts + stats.num_undrafted)
     methods = {
         name: {
@@ -116,7 +118,7 @@ def round_figures(stats: GenerationStats) -> dict[str, Any]:
 
 
 def categories(outcome: Outcome) -> list[str]:
-    """In the order of the prompts."""
+    """Return the categories in the order of the prompts."""
     return list(dict.fromkeys(a.prompt.category for a in outcome.passes[0] if a.prompt.category is not None))
 
 
@@ -134,10 +136,11 @@ def divergence(
     others: Iterable[Sequence[int]],
     explain: Callable[[Result, int], dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
-    """None: identical. Otherwise the first token that differs (its prompt's line; turn and position count from 0), what
-    both said there (None: it had ended), and how many of all answers differ.
+    """Return None if all tokens are identical, otherwise the first token that differs.
 
-    ``explain`` adds what can be said of a result whose token at a position differs.
+    The result has the prompt's line, the turn and the position (both from 0), both tokens (None if a completion had
+    ended), and how many of all completions differ. ``explain`` adds facts about a result whose token at a position
+    differs.
     """
     pairs = list(zip(answers, others, strict=True))
     differing = [(answer, list(other)) for answer, other in pairs if answer.result.token_ids != list(other)]
@@ -153,13 +156,13 @@ def divergence(
 
 
 def replayed(model: Model, result: Result, _position: int) -> dict[str, Any]:
-    """Whether rounding explains what differs (``eagle3.runner.lossless``); nothing where it does not show again."""
+    """Return whether rounding explains the difference (``eagle3.runner.lossless``), {} if a replay does not differ."""
     found = model.replay(result).divergence
     return {"top2_margin": found.margin, "near_tie": found.near_tie} if found else {}
 
 
 def step_ratio(step_ms: Sequence[dict[str, float]]) -> dict[str, Spread]:
-    """A window against a token alone, where there is ``decode``."""
+    """Return the time of a verify window divided by the time of a single token, {} without ``decode``."""
     if DECODE not in step_ms[0]:
         return {}
     return {f"{TARGET_VERIFY} / {DECODE}": spread(ms[TARGET_VERIFY] / ms[DECODE] for ms in step_ms)}

@@ -1,4 +1,4 @@
-"""What was measured on: the processor or the GPU, and the versions of what ran."""
+"""Describes the machine of a measurement: the processor or GPU, and the versions of the packages."""
 
 import os
 import platform
@@ -10,7 +10,8 @@ PACKAGES = "eagle3-export", "executorch", "torch"
 
 
 def machine(backend: str | None) -> str:
-    """The GPU of a CUDA artifact, the processor and its cores that this process may use, the system."""
+    """Return a line with the GPU (for CUDA artifacts), the processor, the cores that this process may use, and the
+    system."""
     parts = [f"{processor()}, {cores()} cores", f"{platform.system()} {platform.machine()}"]
     return ", ".join(([gpu()] if backend == "cuda" else []) + parts)
 

@@ -1,4 +1,4 @@
-"""Several ways through the same prompts, taking turns: every claim of speed is a ratio within such a run."""
+"""Runs the same prompts through several configurations in turn. Every reported speedup is a ratio within such a run."""
 
 import time
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from eagle3.runner.statistics import GenerationStats
 
 @dataclass(frozen=True)
 class Answer:
-    """A generation: ``turn`` counts from 0."""
+    """A completion. ``turn`` counts from 0."""
 
     prompt: Prompt
     turn: int
@@ -27,18 +27,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a way gave: the answers of each pass over all prompts, in their order."""
+    """The completions of a configuration: for each pass those of all prompts, in the order of the prompts."""
 
     way: Way
     passes: list[list[Answer]] = field(default_factory=list)
 
     @property
     def answers(self) -> list[Answer]:
-        """Of all passes."""
+        """The completions of all passes."""
         return sum(self.passes, [])
 
     def stats(self, category: str | None = None) -> list[GenerationStats]:
-        """Of each pass; of the prompts of one category, where it is named."""
+        """Return the statistics of each pass, over all prompts or those of one category."""
         return [
             total(a.result.stats for a in answers if category in (None, a.prompt.category)) for answers in self.passes
         ]
@@ -54,9 +54,9 @@ def total(stats: Iterable[GenerationStats]) -> GenerationStats:
 def measure(
     ways: Sequence[Way], workload: Workload, repeats: int, advance: Callable[[], None]
 ) -> tuple[list[Outcome], list[dict[str, float]]]:
-    """All prompts ``repeats`` times, each prompt every way in turn, after a prompt to warm up.
+    """Run all prompts ``repeats`` times, each prompt through every configuration in turn, after a warm-up prompt.
 
-    Returns what each way gave, and for each pass ``step_milliseconds`` of the first way's session.
+    Returns the outcome of each configuration, and for each pass ``step_milliseconds`` of the first one's session.
     """
     session = ways[0].model.session
     steps, step_ms = session_steps(session), []
@@ -72,13 +72,14 @@ def measure(
                 results = outcome.way.answer(workload, prompt)
                 outcome.passes[-1] += [Answer(prompt, turn, result) for turn, result in enumerate(results)]
                 advance()
-        session.seconds, session.calls = defaultdict(float), Counter()  # those of the last result are no steps'
+        session.seconds, session.calls = defaultdict(float), Counter()  # the last result keeps its own
         step_ms.append(step_milliseconds(steps))
     return outcomes, step_ms
 
 
 def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
-    """Median milliseconds of each call. They take turns, so that a machine's moods fall on all alike."""
+    """Return the median milliseconds of each call. The calls take turns, so changes of the machine's speed affect all
+    of them alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -89,12 +90,13 @@ def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100
 
 
 def step_position(max_seq_len: int) -> int:
-    """Where a step is timed."""
+    """Return the position at which steps are timed."""
     return min(128, max_seq_len // 2)
 
 
 def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
-    """A step: ``target_verify`` of a whole window, ``decode`` and ``speculate`` where they are there."""
+    """Return a call of each method to time: ``target_verify`` of a whole verify window, and ``decode`` and
+    ``speculate`` if the artifact has them."""
     position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
     steps: dict[str, Callable[[], Any]] = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}

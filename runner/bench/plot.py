@@ -1,4 +1,4 @@
-"""The figures as a picture: acceptance by position, and speed against the chain length."""
+"""Plots the figures: acceptance by position, and speed over chain length."""
 
 import os
 from importlib.util import find_spec
@@ -19,11 +19,11 @@ BESIDE: dict[str, Any] = {
     "annotation_clip": False,
 }
 LEVELS = {AUTO: ("--", "bottom", f"chain length {AUTO}"), 0: (":", "top", "no speculation")}
-"""The ways that have no place among the chain lengths: their lines' style, what of a ratio is at the line, and name."""
+"""Configurations without a place on the axis of chain lengths: line style, vertical alignment of the label, name."""
 
 
 def check_plot(file: Path) -> None:
-    """Raise ValueError where ``draw`` could not write such a file, or matplotlib is missing."""
+    """Raise ValueError if ``draw`` could not write ``file``, or if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: type pip install 'eagle3-export[plot]'")
     from matplotlib.figure import Figure
@@ -31,20 +31,20 @@ def check_plot(file: Path) -> None:
     known = Figure().canvas.get_supported_filetypes()
     if file.suffix[1:].lower() not in known:
         raise ValueError(
-            f"{file}: no picture is written as {file.suffix or 'a file without a suffix'}, but as png or svg"
+            f"{file}: pictures cannot be written as {file.suffix or 'a file without a suffix'}: type .png or .svg"
         )
     folder = file.parent
     if not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK) or file.is_dir():
-        raise ValueError(f"{file} cannot be written: give a file in a folder that is there and yours to write in")
+        raise ValueError(f"{file} cannot be written: give a file in an existing folder that you may write to")
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
-    """Write the picture, of the format that its suffix names."""
+    """Write the plot in the format that the suffix of ``file`` names."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     acceptance, speed = figure.subplots(1, 2)
-    several = len(report["artifacts"]) > 1  # figures beside the points would lie over each other
+    several = len(report["artifacts"]) > 1  # then numbers beside the points would overlap
     for index, artifact in enumerate(report["artifacts"]):
         ways = [way for way in report["ways"] if way["artifact"] == artifact["artifact"]]
         label = f"{artifact['artifact']}, " if several else ""
@@ -65,7 +65,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
 
 
 def draw_acceptance(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
-    """Of the longest chain; of one that chooses itself where there is no other."""
+    """Plot the acceptance of the longest fixed chain length, or of the adaptive one if there is no other."""
     for way in fixed_lengths(ways)[-1:] or [way for way in ways if way["chain_len"] == AUTO]:
         rates = way["stats"]["acceptance_rate_per_position"]
         places = range(1, len(rates) + 1)
@@ -75,8 +75,8 @@ def draw_acceptance(axes: "Axes", ways: list[dict[str, Any]], label: str, color:
 
 
 def draw_speed(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
-    """Median, spread and ratio to no speculation: of each chain length at its place; of one that chooses itself and of
-    no speculation as a line over a band."""
+    """Plot median, spread and the ratio to no speculation. A fixed chain length is a point; the adaptive one and no
+    speculation are a line over a band."""
     fixed = fixed_lengths(ways)
     lengths, rates = [way["chain_len"] for way in fixed], [way["tokens_per_second"] for way in fixed]
     medians = [rate["median"] for rate in rates]
@@ -98,10 +98,10 @@ def draw_speed(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str)
 
 
 def ratio_text(way: dict[str, Any]) -> str:
-    """To no speculation: 1 for that itself."""
+    """Return the ratio to no speculation as text."""
     return f"x {way.get('ratio_to_no_speculation', {'median': 1})['median']:.2f}"
 
 
 def fixed_lengths(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ways with a chain length of their own, from the shortest to the longest."""
+    """Return the configurations with a fixed chain length above 0, in ascending order."""
     return sorted((way for way in ways if way["chain_len"] not in (0, AUTO)), key=lambda way: way["chain_len"])

@@ -1,8 +1,8 @@
-"""Where a step's time goes: ExecuTorch's own trace of it, held against what the machine reads and multiplies.
+"""Profiles the methods: ExecuTorch's own trace of a call, beside the time to read its weights and multiply.
 
-A method is loaded once more with ExecuTorch's event tracer (ETDump), which XNNPACK tells of its nodes too. Times are
-means over the middle half of the calls by their length, the same calls for every part, so that parts add up. The tracer
-takes time of its own: what a call takes without it stands beside.
+A method is loaded once more with ExecuTorch's event tracer (ETDump), which XNNPACK reports its nodes to. Times are
+means over the middle half of the calls, sorted by duration. Every part uses the same calls, so the parts add up. The
+tracer takes time itself; the time of a call without it is reported as well.
 """
 
 from collections import Counter, defaultdict
@@ -31,7 +31,7 @@ from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 
 CALLS, WARMUP = 60, 20
 EXECUTE, DELEGATES, OPERATORS = "Method::execute", "DELEGATE_CALL", "OPERATOR_CALL"
-"""ExecuTorch's events around others: a call, what of it is delegates, what is operators."""
+"""ExecuTorch's events that contain others: a whole call, its delegates, its operators."""
 BETWEEN_NODES, BETWEEN_OPERATORS, BETWEEN = "around XNNPACK's nodes", "around operators", "around both"
 
 
@@ -41,13 +41,14 @@ class Call(NamedTuple):
 
 
 def profile(path: Path) -> dict[str, Any]:
-    """Of each method the parts of a step, in milliseconds, and what reading and multiplying alone would take.
+    """Return for each method the parts of a call in milliseconds, and the time that reading its weights alone and its
+    multiplications alone would take.
 
-    Raises ValueError for a CUDA artifact, and what opening an artifact raises.
+    Raises ValueError for a CUDA artifact, and as opening an artifact does.
     """
     artifact = open_artifact(path)
     if artifact.is_cuda:
-        advice = "of a CUDA artifact eagle3-inspect --cost counts what a call takes"
+        advice = "for a CUDA artifact type eagle3-inspect --cost"
         raise ValueError(f"--profile takes ExecuTorch's trace of XNNPACK, {artifact.model} has none: {advice}")
     session, pte = open_session(artifact), read_pte(artifact.model)
     multiply_adds_a_ms = multiply_rate()
@@ -55,7 +56,7 @@ def profile(path: Path) -> dict[str, Any]:
     for name, call in calls(session).items():
         delegates = pte.plan(name).delegates
         graph = read_graphs(map(pte.delegate_blob, delegates))
-        # a whole round is products of a window's rows, of all its heads' and of single ones
+        # the linears of a fused round have different numbers of rows
         multiply_adds = graph.multiply_adds_of_all_rows if name == SPECULATE else call.rows * graph.multiply_adds
         methods[name] = {
             "rows": call.rows,
@@ -72,8 +73,8 @@ def profile(path: Path) -> dict[str, Any]:
 
 
 def calls(session: Session) -> dict[str, Call]:
-    """A call of each method as generation makes it: the longest chunk, a window, a token. The chunk begins earlier
-    where the context would end in it."""
+    """Return a call of each method as generation makes it: the longest prefill chunk, a verify window, a token. The
+    chunk begins earlier if it would exceed the context."""
     metadata = session.metadata
     at, window, chunk = step_position(metadata.max_seq_len), metadata.chain_len + 1, metadata.max_prefill
     first = min(at, metadata.max_seq_len - chunk)
@@ -93,9 +94,10 @@ def calls(session: Session) -> dict[str, Call]:
 
 
 def traced(artifact: Artifact, name: str, call: Call) -> dict[str, Any]:
-    """``traced_ms`` and ``parts``, the longest first: ``name``, ``count`` and ``ms`` a call."""
+    """Trace the calls of a method. Returns ``traced_ms`` and ``parts``, the longest first: ``name``, ``count`` and
+    ``ms`` per call."""
     with calm_stderr():
-        from executorch.devtools import Inspector  # seconds: it imports ExecuTorch's compiler
+        from executorch.devtools import Inspector  # takes seconds: it imports ExecuTorch's compiler
 
         program = load_runtime().load_program(artifact.model, enable_etdump=True)
         with packed_weights_shared():
@@ -111,7 +113,8 @@ def traced(artifact: Artifact, name: str, call: Call) -> dict[str, Any]:
 
 
 def parts(events: list[tuple[str, bool, list[float]]]) -> dict[str, Any]:
-    """``events``: name, whether a delegate told of it, milliseconds of each call. XNNPACK numbers nodes of a kind."""
+    """Sum up ``events`` by kind. An event is a name, whether a delegate reported it, and the milliseconds in each call.
+    XNNPACK numbers the nodes of a kind."""
     whole = next(taken for name, _, taken in events if name == EXECUTE)
     order = sorted(range(len(whole)), key=whole.__getitem__)
     typical = order[len(order) // 4 : -(len(order) // 4) or None]
@@ -138,15 +141,15 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 
 def read_rate(size: int) -> float:
-    """Bytes a millisecond that a sum over ``size`` bytes of float32 reads: from the caches, where they fit there. No
-    other operation of torch reads faster, products with a vector least."""
+    """Return the bytes per millisecond that a sum over ``size`` bytes of float32 reads; from the processor's caches, if
+    they fit. No other operation of torch that was tried reads faster; matrix-vector products are the slowest."""
     values = torch.ones(max(1, size // 4))
     with all_cores():
         return 4 * values.numel() / milliseconds(values.sum)
 
 
 def multiply_rate(side: int = 1024) -> float:
-    """Multiply-adds a millisecond of a float32 product of square matrices."""
+    """Return the multiply-adds per millisecond of a float32 matmul of square matrices."""
     matrix = torch.ones(side, side)
     with all_cores():
         return side**3 / milliseconds(lambda: torch.mm(matrix, matrix))
@@ -154,7 +157,7 @@ def multiply_rate(side: int = 1024) -> float:
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Within it torch has a thread a core."""
+    """Give torch one thread per core within this context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())
     try:

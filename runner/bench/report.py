@@ -1,4 +1,4 @@
-"""The figures for people: text for a terminal, tables to paste as markdown."""
+"""Formats the figures for people: as text for a terminal, and as Markdown tables."""
 
 import io
 from typing import Any
@@ -10,13 +10,13 @@ from rich.table import Table
 from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
 
 Cells = list[dict[str, str]]
-"""Rows: column name to cell, the same columns in each."""
+"""The rows of a table: each maps column names to cells, with the same columns."""
 
-VERDICT = {True: ", a near-tie", False: ", no near-tie: please report it as a bug", None: ""}
+VERDICT = {True: ", a near-tie", False: ", not a near-tie: please report it as a bug", None: ""}
 
 
 NOISE = 0.01
-"""Of a ratio: a median of ratios and the ratio of the medians differ by no more on a quiet machine."""
+"""The most that a median of ratios and the ratio of the medians differ, relatively, on a quiet machine."""
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -27,7 +27,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """What was measured, and on what."""
+    """Return Markdown tables of the figures, and lines about prompts, artifacts and machine."""
     ways = [row | first for row, first in zip(ways_cells(report), first_token_cells(report), strict=True)]
     shown = [rendered(cells, box.MARKDOWN) for cells in (ways, category_cells(report)) if cells]
     lines = [asked_line(report), *map(artifact_line, report["artifacts"]), machine_line(report)]
@@ -36,7 +36,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def profile_text(profile: dict[str, Any]) -> str:
-    """What ``profile.py`` found: a table a method, of the parts that take a hundredth of it or more."""
+    """Return the result of ``profile.py``: a table per method, with the parts that take at least 1 % of it."""
     lines = [f"{profile['machine']}; at position {profile['position']}"]
     return "\n\n".join(lines + [method_text(name, method) for name, method in profile["methods"].items()])
 
@@ -65,7 +65,7 @@ def method_text(name: str, method: dict[str, Any]) -> str:
 
 
 def rendered(cells: Cells, style: box.Box | None = None) -> str:
-    """A table, columns of text unless ``style`` says more."""
+    """Return a table as text: plain columns, or in the given box style."""
     table = Table(*cells[0], box=style, pad_edge=style is not None, padding=(0, 1) if style else (0, 3, 0, 0))
     for row in cells:
         table.add_row(*row.values())
@@ -75,7 +75,7 @@ def rendered(cells: Cells, style: box.Box | None = None) -> str:
 
 
 def ways_cells(report: dict[str, Any]) -> Cells:
-    """A way a row: what speculation gives."""
+    """Return a row per configuration: speed and acceptance."""
     rows, first = [], report["artifacts"][0]["artifact"]
     for way in report["ways"]:
         row = name_cells(report, way) | speculation_cells(way)
@@ -91,7 +91,7 @@ def first_token_cells(report: dict[str, Any]) -> Cells:
 
 
 def time_cells(report: dict[str, Any]) -> Cells:
-    """A way a row: before and after the first token, a round and the loop's share of it."""
+    """Return a row per configuration: the first token, prefill, decode, a round, and the loop's share of it."""
     rows = []
     for way, first in zip(report["ways"], first_token_cells(report), strict=True):
         row = name_cells(report, way) | first
@@ -102,7 +102,7 @@ def time_cells(report: dict[str, Any]) -> Cells:
 
 
 def round_cells(report: dict[str, Any]) -> Cells:
-    """A way a row: calls of each method a round, and what a call takes."""
+    """Return a row per configuration: calls per round and milliseconds per call of each method."""
     methods = dict.fromkeys(name for way in report["ways"] for name in way["round"]["methods"])
     rows = []
     for way in report["ways"]:
@@ -115,7 +115,7 @@ def round_cells(report: dict[str, Any]) -> Cells:
 
 
 def category_cells(report: dict[str, Any]) -> Cells:
-    """A category and way a row, where the prompts have categories."""
+    """Return a row per category and configuration; none if the prompts have no categories."""
     names = dict.fromkeys(name for way in report["ways"] for name in way["categories"])
     return [
         {"category": name} | name_cells(report, way) | speculation_cells(way["categories"][name])
@@ -125,13 +125,13 @@ def category_cells(report: dict[str, Any]) -> Cells:
 
 
 def name_cells(report: dict[str, Any], way: dict[str, Any]) -> dict[str, str]:
-    """The artifact is named where there are two."""
+    """Return the cells that name a configuration. The artifact is named only if there are two."""
     artifact = {"artifact": way["artifact"]} if len(report["artifacts"]) > 1 else {}
     return artifact | {"chain length": str(way["chain_len"])}
 
 
 def speculation_cells(figures: dict[str, Any]) -> dict[str, str]:
-    """Speed and acceptance, of a way or a category of it."""
+    """Return speed and acceptance of a configuration, or of one category of it."""
     stats, ratio = figures["stats"], figures.get("ratio_to_no_speculation")
     drafted = stats["num_drafts"] > 0
     rates = " ".join(f"{rate:.3f}" for rate in stats["acceptance_rate_per_position"])
@@ -144,13 +144,13 @@ def speculation_cells(figures: dict[str, Any]) -> dict[str, str]:
 
 
 def spread_text(spread: dict[str, float], digits: int) -> str:
-    """1.75 (1.71..1.78)"""
+    """Format a median with minimum and maximum: 1.75 (1.71..1.78)."""
     median, least, most = (f"{spread[name]:.{digits}f}" for name in ("median", "min", "max"))
     return median if least == most else f"{median} ({least}..{most})"
 
 
 def rate_text(spread: dict[str, float]) -> str:
-    """Tokens per second, of a slow model with a decimal."""
+    """Format tokens per second, with one decimal below 100."""
     return spread_text(spread, 0 if spread["median"] >= 100 else 1)
 
 
@@ -161,7 +161,7 @@ def asked_line(report: dict[str, Any]) -> str:
         f"{report['options']['max_new_tokens']} new tokens each",
         report["decoding"],
         *given,
-        "1 pass" if report["repeats"] == 1 else f"{report['repeats']} passes: median (least..most)",
+        "1 pass" if report["repeats"] == 1 else f"{report['repeats']} passes: median (min..max)",
     ]
     return ", ".join(parts)
 
@@ -187,8 +187,8 @@ def step_lines(report: dict[str, Any]) -> list[str]:
 
 
 def noise_lines(report: dict[str, Any]) -> list[str]:
-    """A line where a ratio, formed within each pass, is not that of the medians beside it: speed changed from pass to
-    pass."""
+    """Return a warning if a ratio, computed within each pass, differs from the ratio of the medians. The speed then
+    changed between passes."""
     by_artifact = [
         [way for way in report["ways"] if way["artifact"] == each["artifact"]] for each in report["artifacts"]
     ]
@@ -202,13 +202,14 @@ def noise_lines(report: dict[str, Any]) -> list[str]:
     if furthest <= NOISE:
         return []
     return [
-        f"the machine was noisy: ratios, medians over the passes, and quotients of the median speeds differ by up to "
+        f"the machine was noisy: the medians of the ratios and the ratios of the median speeds differ by up to "
         f"{furthest:.1%}; more --repeats help"
     ]
 
 
 def result_lines(report: dict[str, Any]) -> list[str]:
-    """Whose tokens are the same; decoding without speculation is the last to be named."""
+    """Return lines about which tokens are identical: between artifacts, with transformers, and last with decoding
+    without speculation."""
     decoding, first = report["decoding"], report["artifacts"][0]["artifact"]
     lines = []
     for way in report["ways"]:
@@ -234,6 +235,6 @@ def identity_text(divergence: dict[str, Any] | None, other: str) -> str:
         "" if margin is None else f", the two best logits there {margin:.2g} apart{VERDICT[divergence.get('near_tie')]}"
     )
     return (
-        f"parts from {other} ({where}: token {divergence['token']}, there {divergence['other_token']}{why}); "
-        f"{divergence['differing']} of {divergence['answers']} answers differ"
+        f"differs from {other} ({where}: token {divergence['token']}, there {divergence['other_token']}{why}); "
+        f"{divergence['differing']} of {divergence['answers']} completions differ"
     )

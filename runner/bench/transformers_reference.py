@@ -1,4 +1,4 @@
-"""The same target in transformers, in float32, to hold an artifact against."""
+"""Runs the same target in transformers, in float32, as the reference for an artifact."""
 
 import copy
 import os
@@ -18,9 +18,10 @@ from eagle3.runner.model import Result
 def add_transformers(
     report: dict[str, Any], checkpoint: Path, outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
 ) -> None:
-    """Let transformers answer what the first way was asked, once, and add to ``report`` what came of it. Greedy.
+    """Run the prompts of the first configuration through transformers once, greedily, and add the results to
+    ``report``.
 
-    To be run after all else: transformers takes a thread a core, and those keep spinning for a while.
+    Call it after all other measurements: transformers uses a thread per core, and these keep spinning for a while.
     """
     metadata, answers = outcomes[0].way.model.metadata, outcomes[0].passes[0]
     reference = TransformersReference(checkpoint)
@@ -45,12 +46,12 @@ class TransformersReference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        torch.set_num_threads(os.cpu_count() or 1)  # a thread a core, as torch has it by itself
+        torch.set_num_threads(os.cpu_count() or 1)  # a thread per core, torch's own default
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         self.model.eval().requires_grad_(False)
 
     def answer(self, answer: Answer, metadata: Metadata) -> tuple[list[int], float]:
-        """The greedy continuation of the same prompt, and the seconds it took."""
+        """Return the greedy completion of the same prompt, and the seconds it took."""
         prompt, options = answer.result.prompt_token_ids, answer.result.options
         self.model.generation_config.eos_token_id = options.stop_ids(metadata) or None
         given = torch.tensor([prompt])
@@ -65,7 +66,8 @@ class TransformersReference:
         return out[0, len(prompt) :].tolist(), time.perf_counter() - start
 
     def step(self, rows: int, position: int) -> Callable[[], Any]:
-        """A forward of ``rows`` rows behind a cache of ``position``, which it takes back."""
+        """Return a call that runs a forward of ``rows`` rows after ``position`` cached tokens; it leaves the cache
+        unchanged."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
@@ -74,7 +76,7 @@ class TransformersReference:
         return lambda: self.model(tokens, past_key_values=copy.deepcopy(cache))
 
     def margin(self, result: Result, position: int) -> dict[str, float]:
-        """Difference of the two largest logits where the token at ``position`` was chosen."""
+        """Return the difference of the two largest logits where the token at ``position`` was chosen."""
         tokens = result.prompt_token_ids + result.token_ids[:position]
         top = self.model(torch.tensor([tokens])).logits[0, -1].topk(2).values
         return {"top2_margin": float(top[0] - top[1])}

@@ -1,4 +1,4 @@
-"""What is measured: the ways through the prompts, checked before the first of them is taken."""
+"""The measured configurations and their prompts, which are checked before the first one runs."""
 
 import secrets
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from eagle3.runner.prompts import Prompt, read_prompts
 
 @dataclass(frozen=True)
 class Workload:
-    """What every way is asked: the prompts of ``file``, with ``options`` (``eagle3.runner.options``) and their own.
-    ``chat``: texts go into the chat template."""
+    """The input of every configuration: the prompts of ``file``, and ``options`` (``eagle3.runner.options``) for all
+    prompts that do not set their own. ``chat``: texts are put into the chat template."""
 
     file: Path
     prompts: Sequence[Prompt]
@@ -24,7 +24,7 @@ class Workload:
 
     @property
     def all_options(self) -> list[Options]:
-        """A prompt's each. Raises ValueError for those that make no sense."""
+        """The options of each prompt. Raises ValueError for invalid ones."""
         return [self._checked(prompt) for prompt in self.prompts]
 
     @property
@@ -40,14 +40,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Way:
-    """An artifact, as the user named it, and how many draft tokens a round has."""
+    """A configuration: an artifact, under the name that the user gave, and the number of draft tokens per round."""
 
     artifact: str
     model: Model
     chain_len: int | str
 
     def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
-        """A result a turn; nothing of an earlier prompt is reused."""
+        """Run a prompt and return the result of each turn. Nothing of an earlier prompt is reused."""
         self.model.forget()
         return list(generate_turns(self.model, prompt, workload.chat, None, self.options(workload, prompt)))
 
@@ -56,8 +56,10 @@ class Way:
 
 
 def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
-    """What is sampled without a seed gets one, the same for all ways. Raises ValueError for a line that is no prompt,
-    and for options of its own that make no sense."""
+    """Read the prompts. If anything is sampled and no seed is given, a seed is drawn for all configurations.
+
+    Raises ValueError for a line that is not a prompt, and for invalid options of a prompt.
+    """
     prompts = read_prompts(None if str(file) == "-" else file)
     workload = Workload(file, prompts, options, chat)
     if all(asked.plain for asked in workload.all_options):
@@ -66,13 +68,14 @@ def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
 
 
 def ways_of(artifact: str, model: Model, lengths: Sequence[int | str] | None) -> list[Way]:
-    """Without speculation first, then each chain length; None: the artifact's own."""
+    """Return the configurations of an artifact: without speculation first, then each chain length (None: the
+    artifact's own)."""
     lengths = [model.metadata.chain_len] if lengths is None else lengths
     return [Way(artifact, model, length) for length in dict.fromkeys((0, *lengths))]
 
 
 def check_ways(ways: Sequence[Way], workload: Workload) -> None:
-    """Raise ValueError for the first prompt that a way cannot take."""
+    """Raise ValueError for the first prompt that a configuration cannot run."""
     for prompt in workload.prompts:
         for way in ways:
             try:
@@ -82,7 +85,7 @@ def check_ways(ways: Sequence[Way], workload: Workload) -> None:
 
 
 def check_greedy(workload: Workload) -> None:
-    """Raise ValueError where transformers would not be asked the same."""
+    """Raise ValueError if transformers' greedy decoding is not the same computation."""
     if not all(options.plain and not options.stop for options in workload.all_options):
         raise ValueError(
             "--checkpoint compares with transformers' greedy decoding: leave --temperature, --repetition-penalty, "
@@ -91,8 +94,8 @@ def check_greedy(workload: Workload) -> None:
 
 
 def check_same_tokens(one: Way, other: Way) -> None:
-    """Raise ValueError where the same ids do not mean the same."""
-    advice = "--compare takes artifacts of one target, quantized or drafted for differently"
+    """Raise ValueError if the same token ids have different meanings in the two artifacts."""
+    advice = "--compare takes artifacts of one target with different quantization or draft heads"
     sizes = [way.model.metadata.vocab_size for way in (one, other)]
     if sizes[0] != sizes[1]:
         raise ValueError(
