@@ -1,9 +1,9 @@
-"""Attention over a KV cache, the one thing that every target and draft head leaves to the backend.
+"""Attention over a KV cache, which every target and draft head leaves to the backend.
 
-A layer projects, norms and rotates; what follows (write keys and values at their positions, attend to the cache) is a
-module made by an ``AttentionFactory``. ``EagerAttention`` here is the reference; each backend in
-``eagle3.export.lowering`` brings its own. A position written again is replaced, and no query attends past its own
-position, so nothing else is needed to take rejected tokens back.
+A layer computes projections, norms and RoPE. The rest (write keys and values at their positions, attend to the cache)
+is a module made by an ``AttentionFactory``. ``EagerAttention`` here is the reference; each backend in
+``eagle3.export.lowering`` has its own. Writing a position again replaces it, and no query attends past its own
+position, so rejected tokens need no other rollback.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from eagle3.targets.spec import Window
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """Of one layer. ``window`` is the sliding window or the chunk in tokens, 0 for full attention; ``sinks``: each head
-    has a logit that is no position's; ``chunked``: the window is a chunk."""
+    """The shape of one layer's KV cache. ``window`` is the sliding window or the attention chunk in tokens, 0 for full
+    attention; ``chunked``: it is a chunk; ``sinks``: each head has an attention sink."""
 
     kv_heads: int
     head_dim: int
@@ -35,21 +35,24 @@ class KVCacheShape:
 
     @property
     def slots(self) -> int:
-        """A ring of two windows for a sliding layer (a chunk of up to a window overwrites nothing it attends to)."""
+        """The slots of the cache. A sliding layer has a ring of two windows, so that a forward of up to one window does
+        not overwrite positions that it attends to."""
         return 2 * self.window if self.window else self.max_seq_len
 
     @property
     def bytes(self) -> int:
-        """Of keys and values; at the most with sinks, for which a backend may make heads twice as wide."""
+        """The bytes of keys and values. With sinks this is an upper bound, because a backend may make heads twice as
+        wide."""
         return (4 if self.sinks else 2) * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
 
 
 AttentionFactory = Callable[[KVCacheShape], nn.Module]
-"""Makes a module with the two methods of ``EagerAttention``: ``rows`` once a forward, ``forward`` once a layer."""
+"""Returns a module with the two methods of ``EagerAttention``: ``rows``, called once per forward, and ``forward``,
+called once per layer."""
 
 
 class EagerAttention(nn.Module):
-    """Plain PyTorch over ExecuTorch's own caches."""
+    """The reference attention: plain PyTorch over ExecuTorch's own caches."""
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
@@ -62,10 +65,11 @@ class EagerAttention(nn.Module):
             )
 
     def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layers of one kind (sliding or full) share in a forward: opaque to all but ``forward``.
+        """Return the values that the layers of one kind (sliding or full) share in a forward. Only ``forward`` reads
+        them.
 
         Args:
-            input_pos: int64 [T], consecutive: each row attends to the positions up to its own, as far as a window goes
+            input_pos: int64 [T], consecutive. Each row attends to the positions up to its own, within its window
         """
         return input_pos, attention_mask(input_pos, self.shape)
 
@@ -84,10 +88,10 @@ class EagerAttention(nn.Module):
         Args:
             query: [1, T, heads, head_dim]
             key, value: [1, T, kv_heads, head_dim]
-            rows: what ``rows`` returned in this forward
-            scale: factor on the products of query and key
-            softcap: the scaled products x become softcap * tanh(x / softcap)
-            sinks: [heads], a logit that each softmax has besides, with a value of zero; given where the shape says so
+            rows: the result of ``rows`` in this forward
+            scale: factor on the dot products of query and key
+            softcap: a scaled dot product x becomes softcap * tanh(x / softcap)
+            sinks: [heads], an additional logit of each softmax, whose value is zero; given if the shape has ``sinks``
 
         Returns:
             [1, T, heads, head_dim]
@@ -111,7 +115,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention written out, as transformers' eager one of Gemma 2 (softcap) and gpt-oss (sinks).
+    """Compute attention step by step, as transformers' eager attention of Gemma 2 (softcap) and gpt-oss (sinks) does.
 
     Args:
         query: [1, heads, T, head_dim]
@@ -124,7 +128,7 @@ def attend(
     """
     _, kv_heads, slots, head_dim = keys.shape
     heads, length = query.shape[1:3]
-    groups = heads // kv_heads  # the heads that share keys are one product, their rows below each other
+    groups = heads // kv_heads  # the heads that share keys are stacked and computed by one matmul
     packed = query.contiguous().view(kv_heads, groups * length, head_dim)
     scores = torch.bmm(packed * scale, keys[0].transpose(1, 2)).float()
     if softcap is not None:
@@ -135,34 +139,35 @@ def attend(
         column = sinks.float().view(kv_heads, groups, 1).expand(kv_heads, groups, length)
         scores = torch.cat((scores, column.reshape(kv_heads, groups * length, 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :slots].to(values.dtype)
-    # Split, never merged: the strides of a product are not known to be contiguous in a trace of many lengths.
+    # Split dimensions only: with dynamic lengths a trace does not know that the result of bmm is contiguous.
     out = torch.bmm(weights, values[0]).unflatten(1, (groups, length))
     return out.permute(2, 0, 1, 3).contiguous().view(1, length, heads, head_dim).transpose(1, 2)
 
 
 def ring_window(window: int, max_seq_len: int) -> int:
-    """The window that a layer needs a ring for: 0 where it has none, or one that holds the whole context."""
+    """Return the window that a layer needs a ring for: 0 without a window, or if it covers the whole context."""
     return window if window < max_seq_len else 0
 
 
 def attention_mask(input_pos: Tensor, shape: KVCacheShape) -> Tensor:
-    """Where rows at ``input_pos`` [T] attend: bool [1, 1, T, slots]."""
+    """Return the mask of rows at ``input_pos`` [T]: bool [1, 1, T, slots]."""
     if not shape.window:
         return causal_mask(input_pos, shape.slots)
     return ring_mask(input_pos, shape.window, shape.chunked)
 
 
 def causal_mask(input_pos: Tensor, slots: int) -> Tensor:
-    """Rows at ``input_pos`` [T] attend to every slot up to their own: bool [1, 1, T, slots]."""
+    """Return a mask by which rows at ``input_pos`` [T] attend to every slot up to their own: bool [1, 1, T, slots]."""
     columns = torch.arange(slots, device=input_pos.device)
     return (columns[None, :] <= input_pos[:, None])[None, None]
 
 
 def ring_mask(input_pos: Tensor, window: int, chunked: bool = False) -> Tensor:
-    """Rows at ``input_pos`` [T] attend to the ``window`` positions up to their own: bool [1, 1, T, 2 * window].
+    """Return a mask by which rows at ``input_pos`` [T] attend to the ``window`` positions up to their own: bool
+    [1, 1, T, 2 * window].
 
-    ``chunked``: to those of their own chunk alone, which begins at a multiple of ``window``. Slot j of the ring holds
-    the last position written that is j modulo its length, T of them by this forward.
+    ``chunked``: they attend only to positions of their own chunk, which begins at a multiple of ``window``. Slot j of
+    the ring holds the last written position that is j modulo its length, including the T positions of this forward.
     """
     slots = 2 * window
     columns, last = torch.arange(slots, device=input_pos.device), input_pos[-1]
@@ -179,13 +184,13 @@ _NEUTRAL = {
     "output_attentions": (False,),
     "output_router_logits": (False,),
 }
-"""Arguments of transformers' attention functions at the values that change nothing; None changes nothing anywhere, nor
-does ``position_ids``, which is there for kernels that find packed sequences in it."""
+"""Arguments of transformers' attention functions, with the values that have no effect. None never has an effect, nor
+has ``position_ids``, which kernels use to find packed sequences."""
 
 
 class ForwardRows:
-    """What the layers of each window share in a forward, by window, for layers that are called by transformers' own
-    code: not every family hands keyword arguments down to its attention."""
+    """Passes the ``rows`` of a forward, by window, to layers that transformers' own code calls. Not every family passes
+    keyword arguments on to its attention."""
 
     def __init__(self) -> None:
         self.by_window: dict[Window, Any] = {}
@@ -206,17 +211,17 @@ def _attend(
 ) -> tuple[Tensor, None]:
     shared = getattr(module, "forward_rows", None)  # a draft head gives its rows as the mask
     if shared is not None and attention_mask is not None:
-        raise ValueError("its attention takes an attention_mask of its own making, which ours does not compute")
+        raise ValueError("its attention takes an attention_mask of its own, which ours does not compute")
     rows = attention_mask if shared is None else shared.by_window[module.kv_window]
     if sliding_window and sliding_window != module.kv_window.tokens:
         raise ValueError(f"its attention takes a window of {sliding_window}, its layer has {module.kv_window.tokens}")
     if (s_aux is not None) != has_sinks(module):
-        raise ValueError("its attention takes sinks that are no parameter of its layer's")
+        raise ValueError("its attention takes sinks that are not a parameter of its layer")
     for name, argument in given.items():
         plain = isinstance(argument, bool | float)
         if argument is not None and not (plain and argument in _NEUTRAL.get(name, ())):
             raise ValueError(f"its attention takes {name}, which ours does not compute")
-    narrower = key.shape[-1] - value.shape[-1]  # attention to latents: keys have a rotary part besides
+    narrower = key.shape[-1] - value.shape[-1]  # multi-head latent attention: keys have an additional rotary part
     value = F.pad(value, (0, narrower)) if narrower else value
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
     extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
@@ -225,7 +230,7 @@ def _attend(
 
 
 def has_sinks(module: nn.Module) -> bool:
-    """Whether an attention layer of transformers has a logit a head that is no position's."""
+    """Return True if an attention layer of transformers has attention sinks."""
     return isinstance(getattr(module, "sinks", None), Tensor)
 
 

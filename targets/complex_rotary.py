@@ -1,8 +1,8 @@
-"""Rotary embeddings that a family of transformers computes on complex numbers (Llama 4), in real ones.
+"""Computes in real numbers the rotary embeddings that transformers computes in complex numbers (Llama 4).
 
-Neither backend lowers complex tensors. Within ``RealRotary`` the unit numbers that ``torch.polar`` makes and the pairs
-that ``torch.view_as_complex`` makes stay real, interleaved: (a + ib)(c + is) = (ac - bs) + i(bc + as), the same
-products and sums. Anything else that is done to them is an error.
+Neither backend lowers complex tensors. Within ``RealRotary``, the results of ``torch.polar`` and of
+``torch.view_as_complex`` are real tensors of interleaved pairs. The products and sums are the same:
+(a + ib)(c + is) = (ac - bs) + i(bc + as). Any other operation on them is an error.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """i times the complex numbers that are the pairs of neighbours: [..., n] -> [..., n]."""
+    """Multiply by i the complex numbers that are pairs of adjacent elements: [..., n] -> [..., n]."""
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 class _Rotation:
-    """Complex numbers by which pairs are multiplied: real and imaginary parts, each twice over, [..., n]."""
+    """The complex numbers that pairs are multiplied by: real and imaginary parts [..., n], each repeated twice."""
 
     def __init__(self, real: Tensor, imaginary: Tensor):
         self.real, self.imaginary = real, imaginary
@@ -35,7 +35,7 @@ class _Rotation:
 
 
 class _Pairs:
-    """Complex numbers as pairs of neighbours, [..., n]."""
+    """Complex numbers as pairs of adjacent elements, [..., n]."""
 
     def __init__(self, pairs: Tensor):
         self.pairs = pairs
@@ -45,12 +45,12 @@ class _Pairs:
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], *_given: object) -> NoReturn:
-        """Lets ``torch.view_as_real`` take one, which is then handed to the mode."""
+        """Make ``torch.view_as_real`` dispatch to the mode. Raises TypeError for any other function."""
         raise TypeError(f"{func.__name__} of complex numbers is not known here")
 
 
 class RealRotary(TorchFunctionMode):
-    """See this module's docstring."""
+    """Computes rotary embeddings on complex numbers as real ones while it is active (see the module's docstring)."""
 
     def __torch_function__(
         self,

@@ -1,7 +1,8 @@
-"""Checkpoints whose tensors are not a model's own one for one: experts, single on disk and stacked in the module.
+"""Converts checkpoints whose tensors do not correspond one to one to a model's, such as single experts on disk that are
+stacked in the module.
 
-Which become which, and how, is transformers' own mapping (``conversion_mapping.py`` there); what it does when it saves
-says which tensors, of which shapes, a checkpoint must have.
+The conversion is transformers' own mapping (``conversion_mapping.py`` there). Reverting it, as transformers does when
+it saves, gives the names and shapes of the tensors that a checkpoint must have.
 """
 
 from collections import Counter
@@ -28,8 +29,8 @@ from eagle3.targets.text_part import TextPart
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a checkpoint that makes ``target`` of the model together with others. ``pattern``: transformers' own
-    name of its role."""
+    """A tensor of a checkpoint that is merged with others into the model's tensor ``target``. ``pattern`` is
+    transformers' name of its role in the merge."""
 
     target: str
     pattern: str
@@ -38,7 +39,8 @@ class Part:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What a conversion asks a model for, which has our ``Experts`` by then: its tensors, on the meta device."""
+    """Stands in for the model in transformers' converters, because the model has our ``Experts`` by then. It holds the
+    original tensors, on the meta device."""
 
     tensors: dict[str, Tensor]
 
@@ -47,10 +49,11 @@ class _Shapes:
 
 
 class Conversion:
-    """Of one model of transformers on the meta device, which gets our ``Experts``.
+    """Converts the checkpoints of one model of transformers on the meta device. The model's experts are replaced by our
+    ``Experts``.
 
-    Names are those of transformers' own text model, and for a part what transformers renames it to. A wrapper's
-    ``TextPart`` is converted as the wrapper is, whose names are then brought to the text model's.
+    Names are those of transformers' text model. A part has the name that transformers renames it to. A ``TextPart`` is
+    converted as its wrapper is, and the wrapper's names are then mapped to the text model's.
     """
 
     def __init__(self, model: nn.Module):
@@ -65,7 +68,7 @@ class Conversion:
         self.replaced = use_experts(model)
 
     def name(self, name: str) -> str | None:
-        """Of a checkpoint's tensor, None for one that is no part of the model."""
+        """Return the model's name of a checkpoint's tensor, None for a tensor that is not part of the model."""
         renamed = self._text(apply_renamings(name, self.renamings))
         for own in (renamed, name):  # the second: a text model's names in a wrapper's checkpoint
             if own in self.own or own in self.parts:
@@ -73,7 +76,7 @@ class Conversion:
         return None
 
     def _text(self, name: str) -> str:
-        """The text model's name of a tensor of the wrapper."""
+        """Return the text model's name of a tensor of the wrapper."""
         return (self.part.text_name(name) or name) if self.part else name
 
     def _whole(self, name: str) -> str:
@@ -81,11 +84,11 @@ class Conversion:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """By name. Empty where the model's own tensors are on disk."""
+        """The parts by name; empty if checkpoints hold the model's own tensors."""
         return {name: part for name, part in self._saved.items() if isinstance(part, Part)}
 
     def _as_saved(self) -> dict[str, Part | tuple[int, ...]]:
-        """What a checkpoint holds, by name: a part, or the shape of what is a tensor of the model itself."""
+        """Map each tensor of a checkpoint to its ``Part``, or to its shape if it is one of the model's own tensors."""
         if not self.converters:
             return {name: tuple(value.shape) for name, value in self.own.items()}
         saved = {}
@@ -96,17 +99,17 @@ class Conversion:
         return saved
 
     def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Name to shape of what a checkpoint with tensors ``names`` must hold: the parts of what it does not have
-        whole."""
+        """Map names to shapes of the tensors that a checkpoint with the tensors ``names`` must hold. Of a target that
+        it does not hold as one tensor, it must hold the parts."""
         own = {name: tuple(value.shape) for name, value in self.own.items()}
         whole = {name for name in names if name in own and name not in self._saved}
         parts = {name: part.shape for name, part in self.parts.items() if part.target not in whole}
         return {name: shape for name, shape in own.items() if name in self._saved or name in whole} | parts
 
     def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of a checkpoint by name -> of the model with our ``Experts``.
+        """Convert (name, tensor) pairs of a checkpoint to those of the model with our ``Experts``.
 
-        Parts are kept as they come, mapped where the checkpoint is, and joined once the last of a target's is there.
+        Parts are kept (memory-mapped if the checkpoint is) and merged when the last part of a target has been read.
         """
         missing = Counter(part.target for part in self.parts.values())
         waiting: dict[str, dict[str, Tensor]] = {}
@@ -118,14 +121,14 @@ class Conversion:
             waiting.setdefault(part.target, {})[name] = tensor
             missing[part.target] -= 1
             if not missing[part.target]:
-                for own, joined in self._join(part.target, waiting.pop(part.target)):
-                    yield self._flat(own, joined)
+                for own, merged in self._merge(part.target, waiting.pop(part.target)):
+                    yield self._flat(own, merged)
 
     def _flat(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         own, flatten = self.replaced.get(name, (name, None))
         return own, tensor if flatten is None else flatten(tensor).contiguous()
 
-    def _join(self, target: str, given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _merge(self, target: str, given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         patterns = {self.parts[name].pattern for name in given}
         converter = deepcopy(next(each for each in self.converters if patterns <= set(each.source_patterns)))
         for name in sorted(given, key=dot_natural_key):  # experts in their order

@@ -1,10 +1,10 @@
-"""Any decoder-only family of transformers: its own model, unmodified, with taps and with attention left to the backend.
+"""Any decoder-only family of transformers: its own model, unmodified, with taps; the backend computes attention.
 
-transformers' own forward runs, with whatever it multiplies, norms and rotates. Its layers call attention by name
-(``config._attn_implementation``); ours hands queries, keys and values to the ``kv_attention`` submodule that the
-backend made, with the rows of this forward. A name without a mask function of its own gets no mask from transformers.
+transformers' own forward runs. Its layers call attention by name (``config._attn_implementation``). The function
+registered here passes queries, keys and values to the ``kv_attention`` submodule that the backend made, with the rows
+of this forward. transformers makes no mask for a name that has no mask function.
 
-Whether a family fits is not asked here: the twin check computes it both ways.
+This module does not check that a family is computed correctly. The twin check compares it with transformers.
 """
 
 from collections.abc import Iterator
@@ -100,23 +100,24 @@ class DecoderLayersTarget(nn.Module):
             for hook in hooks:
                 hook.remove()
         for index in reversed(range(count)):
-            states.setdefault(index, states[index + 1])  # before a layer that a text passes by
+            states.setdefault(index, states[index + 1])  # before a layer that is skipped for text
         return out.last_hidden_state, tuple(states[tap] for tap in taps)
 
     def scores(self, state: Tensor) -> Tensor:
-        """By transformers' own forward from the final state on: some scale what ``lm_head`` gives."""
+        """Compute the scores by transformers' own forward after the final state, because some families scale the output
+        of ``lm_head``."""
         tail = _Tail(self.causal_lm, state, self.causal_lm.lm_head)
         return type(tail.owner).forward(tail, inputs_embeds=state).logits
 
     def capped(self, scores: Tensor) -> Tensor:
-        """As transformers does, in the dtype of ``scores``."""
+        """Apply the softcap as transformers does, in the dtype of ``scores``. Returns float32."""
         return (scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap).float()
 
     def logits(self, state: Tensor) -> Tensor:
         return self.capped(self.scores(state))
 
     def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
-        """By window, what the attention modules of its layers want of a forward."""
+        """Return the ``rows`` of the attention modules, by window."""
         rows: dict[Window, Any] = {}
         attending: Iterator[Any] = (layer.self_attn for layer in self.layers if attends_to_text(layer))
         for attn in attending:
@@ -127,15 +128,16 @@ class DecoderLayersTarget(nn.Module):
 
 
 def attends_to_text(layer: nn.Module) -> bool:
-    """False of Mllama's layers that attend to an image alone, which a text passes by."""
+    """Return False for Mllama's layers that attend only to an image; they are skipped for text."""
     return hasattr(layer, "self_attn") or not hasattr(layer, "cross_attn")
 
 
 class _Past:
-    """transformers' cache as far as a layer asks it for positions (Llama 4): ``kv_attention`` holds what is in it."""
+    """Stands in for transformers' cache, which Llama 4's layers ask for positions. ``kv_attention`` holds the keys and
+    values."""
 
     layers = ()
-    """No layer of it holds states of an image (Mllama asks)."""
+    """Mllama asks which layers hold states of an image: none."""
 
     def __init__(self, seen: Tensor):
         self._seen = seen
@@ -148,7 +150,8 @@ class _Past:
 
 
 class _Tail:
-    """The model that makes logits, whose decoder has run already: it gives ``state``. It caps nothing."""
+    """The model that computes logits, with a decoder that only returns ``state``. Unless ``capped``, it applies no
+    softcap."""
 
     def __init__(self, causal_lm: PreTrainedModel | TextPart, state: Tensor, lm_head: nn.Module, capped: bool = False):
         self.owner = causal_lm.owner if isinstance(causal_lm, TextPart) else causal_lm
@@ -163,7 +166,7 @@ class _Tail:
 
 
 class _Output:
-    """Of a decoder; whatever else a wrapper takes from it for its own output is None."""
+    """The output of a decoder. All other fields that a wrapper copies from it are None."""
 
     def __init__(self, state: Tensor):
         self.last_hidden_state = state
@@ -177,7 +180,7 @@ class _Output:
 
 
 def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration, copied where it or its text part has a softcap, without it."""
+    """Return the configuration without a softcap. It is copied if it or its text part has one."""
     text = config.get_text_config()
     if getattr(text, SOFTCAP, None) is None:
         return config
@@ -193,7 +196,8 @@ def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _softcap(causal_lm: PreTrainedModel | TextPart) -> float | None:
-    """Of the class that makes logits: a wrapper may leave out what its text model's class does."""
+    """Return the softcap that the class with the logits applies, None without one. A wrapper may leave out the softcap
+    of its text model's class."""
     cap = getattr(causal_lm.config, SOFTCAP, None)
     if cap is None:
         return None
@@ -208,7 +212,7 @@ Target = DecoderLayersTarget
 
 
 def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:  # noqa: ARG001 - as every family's
-    """Raises ValueError for a kind of layer without attention to all or a window of the positions before."""
+    """Return the model without weights. Raises ValueError for layers with neither full nor windowed attention."""
     layer_windows(config)
     with torch.device("meta"):
         model = build(config)
@@ -220,7 +224,7 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:  # noqa: A
 
 
 def _check_parts(model: PreTrainedModel | TextPart) -> None:
-    """Raise ValueError for a model that has not what ``DecoderLayersTarget`` looks for, by name."""
+    """Raise ValueError for a model that lacks a submodule ``DecoderLayersTarget`` needs; the message names it."""
     kind = type(model.wrapper if isinstance(model, TextPart) else model).__name__
     decoder: Any = getattr(model, "model", None)
     missing = [name for name in ("layers", "embed_tokens") if not hasattr(decoder, name)]
@@ -241,7 +245,7 @@ def _check_parts(model: PreTrainedModel | TextPart) -> None:
 
 
 def text_name(name: str) -> str:
-    """A checkpoint's tensor by the text model's own name: multimodal ones have it one level down."""
+    """Return the text model's name of a checkpoint's tensor. In multimodal checkpoints it has a longer prefix."""
     for prefix, own in (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
             name = own + name.removeprefix(prefix)
@@ -256,18 +260,18 @@ def load(
     attention: AttentionFactory,
     convert: Convert | None = None,
 ) -> DecoderLayersTarget:
-    bones = skeleton(config, max_seq_len)
-    bones.fill(weights, dtype, convert)
-    make_buffers(bones.model)
-    return Target(bones.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
+    unfilled = skeleton(config, max_seq_len)
+    unfilled.fill(weights, dtype, convert)
+    make_buffers(unfilled.model)
+    return Target(unfilled.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
 
 
 def make_buffers(model: PreTrainedModel | TextPart) -> None:
-    """What no checkpoint holds (rotary tables, scales of embeddings), in float32, by transformers' own initialization;
-    what has been loaded stays."""
+    """Initialize the buffers that no checkpoint holds (rotary tables, scales of embeddings) by transformers' own code,
+    in float32. Loaded tensors are not changed."""
     for module in model.modules():
         if any(isinstance(child, Experts) for child in module.children()):
-            _mark_initialized(module)  # its class would look for the tensors of transformers' own experts
+            _mark_initialized(module)  # otherwise its class looks for the tensors of transformers' own experts
         for parameter in module._parameters.values():
             if parameter is not None:
                 _mark_initialized(parameter)
@@ -280,5 +284,5 @@ def make_buffers(model: PreTrainedModel | TextPart) -> None:
 
 
 def _mark_initialized(loaded: Any) -> None:  # noqa: ANN401 - a tensor or a module
-    """As transformers' ``from_pretrained`` marks what it has loaded."""
+    """Mark a tensor or module as loaded, as transformers' ``from_pretrained`` does."""
     loaded._is_hf_initialized = True

@@ -1,12 +1,12 @@
-"""Experts in shapes that do not depend on what is routed where: all of them as two linear layers.
+"""Mixture of experts as two linear layers over all experts, with shapes that do not depend on the routing.
 
-transformers loops over the experts that were chosen, which no trace can follow. Here every row goes through every
-expert and is weighted with zero where it was not sent. A backend may do better: it finds the ``Experts`` of a model,
-whose inputs say what was chosen (``eagle3.export.lowering.cuda.weights.experts``).
+transformers loops over the chosen experts, which a trace cannot follow. Here every row goes through every expert, and
+its output has weight zero if the router did not choose the expert. A backend may do better: it finds the ``Experts`` of
+a model, whose inputs include the choice (``eagle3.export.lowering.cuda.weights.experts``).
 
-On the CPU this is what to do. A verify window alone sends its rows to most of 8 or 16 experts, and to 32 of 128;
-gathering the matrices that were chosen would read, write and read them again, hold gigabytes for a chunk of prefill,
-and want a copy of the weights beside the one that XNNPACK packs for prefill.
+On the CPU this is the best way. The rows of one verify window use most of 8 or 16 experts, and 32 of 128. Gathering the
+chosen matrices would read, write and read them again, hold gigabytes for a chunk of prefill, and need a second copy of
+the weights beside the one that XNNPACK packs for prefill.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +22,16 @@ Flatten = Callable[[Tensor], Tensor]
 
 
 class Experts(nn.Module):
-    """``gate_up`` of all experts below each other, ``down`` of all beside each other, in place of ``stacked``.
+    """Replaces ``stacked``: one linear ``gate_up`` with the rows of all experts, one linear ``down`` with their
+    columns.
 
     Args:
         stacked: a module of transformers with ``gate_up_proj`` [experts, 2 * width, hidden], ``down_proj``
-            [experts, hidden, width], and perhaps ``gate_up_proj_bias`` [experts, 2 * width], ``down_proj_bias``
-            [experts, hidden]; it loses them
-        transposed: the last two dimensions of its weights are the other way round
-        gate: [..., 2 * width] -> [..., width]
-        weighs_inputs: a row is multiplied with its weight before the expert and not after it
+            [experts, hidden, width], and possibly ``gate_up_proj_bias`` [experts, 2 * width] and ``down_proj_bias``
+            [experts, hidden]; these are deleted from it
+        transposed: the last two dimensions of its weights are swapped
+        gate: the gated activation, [..., 2 * width] -> [..., width]
+        weighs_inputs: a row is multiplied by its routing weight before the expert, not after it
     """
 
     def __init__(self, stacked: nn.Module, transposed: bool, gate: Callable[[Tensor], Tensor], weighs_inputs: bool):
@@ -44,10 +45,10 @@ class Experts(nn.Module):
             self.down_bias = nn.Parameter(torch.empty(self.count, hidden))
         self.transposed, self.gate, self.weighs_inputs = transposed, gate, weighs_inputs
         for name in list(stacked._parameters):
-            delattr(stacked, name)  # the gate is a method of it
+            delattr(stacked, name)  # the module itself stays, because the gate is a method of it
 
     def sources(self) -> Iterator[tuple[str, str, Flatten]]:
-        """Name of each tensor of transformers' module, the own one, and how one becomes the other."""
+        """Yield for each tensor: its name in transformers' module, its name here, and the function that converts it."""
 
         def gate_up(stacked: Tensor) -> Tensor:
             return (stacked.transpose(1, 2) if self.transposed else stacked).flatten(0, 1)
@@ -67,23 +68,23 @@ class Experts(nn.Module):
         each = each.scatter(1, chosen, weights.to(x.dtype))
         by_expert = each[..., None]
         inner = self.gate_up(x).unflatten(-1, (self.count, -1))  # [T, experts, 2 * width]
-        # Without a bias it is one whether inputs or products are weighted.
+        # Without a bias, weighting the input is the same as weighting the output of gate_up.
         inner = self.gate(inner * by_expert) if self.weighs_inputs else self.gate(inner) * by_expert
         out = self.down(inner.flatten(1))
         return out if self.gate_up.bias is None else out + each @ self.down_bias
 
 
 def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
-    """Put ``Experts`` in the place of transformers' own, on the meta device.
+    """Replace transformers' own experts by ``Experts``, on the meta device.
 
-    Returns what becomes of each tensor that they held: name to name and function. Raises ValueError for a kind that is
-    not known.
+    Returns for each tensor that they held its new name and the function that converts it. Raises ValueError for an
+    unknown kind of experts.
     """
     replaced: dict[str, tuple[str, Flatten]] = {}
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             with torch.device("meta"):
-                experts = _made_of(child)
+                experts = _experts_for(child)
             if experts is None:
                 continue
             setattr(parent, name, experts)
@@ -94,10 +95,11 @@ def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
     return replaced
 
 
-def _made_of(module: nn.Module) -> Experts | None:
+def _experts_for(module: nn.Module) -> Experts | None:
+    """Return the replacement for a module of experts, None for any other module."""
     if isinstance(module, Llama4TextExperts):
         return Experts(module, True, MethodType(_llama4_gate, module), weighs_inputs=True)
-    if not hasattr(type(module), "_apply_gate"):  # what transformers gives every class of stacked experts
+    if not hasattr(type(module), "_apply_gate"):  # every class of stacked experts in transformers has it
         return None
     stacked: Any = module
     if not stacked.has_gate or stacked.has_post_expert_norm:
@@ -111,7 +113,8 @@ def _llama4_gate(experts: Llama4TextExperts, gate_up: Tensor) -> Tensor:
 
 
 def _llama4_forward(self: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' own gives each expert every row, with those that were not sent to it multiplied by zero."""
+    """Replaces ``Llama4TextMoe.forward``, which gives every row to every expert and multiplies by zero the rows that
+    were not routed to it."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     logits = F.linear(x, self.router.weight)
     best, chosen = torch.topk(logits, self.top_k, dim=1)

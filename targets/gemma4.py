@@ -1,7 +1,7 @@
-"""Gemma 4, text only: ExecuTorch's own ``Gemma4_31B`` with taps, and attention left to the backend.
+"""Gemma 4, text only: ExecuTorch's own ``Gemma4_31B`` with taps; the backend computes attention.
 
-Everything numerical is ExecuTorch's (norms, MLP, ring caches, masks). Two things change: an attention layer ends in its
-``kv_attention`` submodule, and rotary tables are transformers', made once a forward instead of once a layer.
+Norms, MLP, ring caches and masks are ExecuTorch's. Two things differ: an attention layer calls its ``kv_attention``
+submodule, and the rotary tables are those of transformers, computed once per forward instead of once per layer.
 """
 
 from types import MethodType
@@ -24,8 +24,9 @@ from eagle3.targets.attention import AttentionFactory, KVCacheShape
 from eagle3.targets.spec import Convert, Skeleton, Weights
 
 
-class Rows(NamedTuple):
-    """What the layers of one kind share in a forward: what attention wants of it, cos and sin [1, T, head_dim]."""
+class SharedInputs(NamedTuple):
+    """The inputs that all layers of one kind share in a forward: the ``rows`` of its attention modules, and cos and sin
+    [1, T, head_dim]."""
 
     attention: Any
     cos: Tensor
@@ -36,7 +37,7 @@ def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BC
     """ExecuTorch's configuration from transformers'.
 
     Its own ``from_hf_config`` reads ``global_head_dim``, which transformers 5.23 no longer writes (the sizes of full
-    layers are in ``per_layer_config``), and falls back to the 31B's without a word.
+    layers are in ``per_layer_config``), and silently falls back to the 31B's.
     """
     sliding, full = (
         config.per_layer_config[config.layer_types.index(kind)] for kind in ("sliding_attention", "full_attention")
@@ -67,7 +68,7 @@ def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BC
 
 
 def refuse_variants(config: Gemma4TextConfig) -> None:
-    """Raise ValueError for what other Gemma 4 sizes have and ``Gemma4_31B`` does not."""
+    """Raise ValueError for features of other Gemma 4 sizes that ``Gemma4_31B`` does not have."""
     for name in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block", "use_double_wide_mlp"):
         if getattr(config, name):
             raise ValueError(
@@ -80,8 +81,8 @@ def refuse_variants(config: Gemma4TextConfig) -> None:
         raise ValueError("final_logit_softcapping is null in config.json, but Gemma 4 31B has one")
 
 
-def _attend(self: Gemma4Attention, x: Tensor, _input_pos: Tensor, rows: Rows) -> Tensor:
-    """``Gemma4Attention.forward`` up to the cache, which belongs to ``kv_attention``. x [1, T, H] -> [1, T, H]."""
+def _attend(self: Gemma4Attention, x: Tensor, _input_pos: Tensor, rows: SharedInputs) -> Tensor:
+    """Replaces ``Gemma4Attention.forward``; ``kv_attention`` has the cache. x [1, T, H] -> [1, T, H]."""
     query = self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim))
     raw_key = self.k_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
     raw_value = raw_key if self.k_eq_v else self.v_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
@@ -131,20 +132,20 @@ class Gemma4TapTarget(nn.Module):
         return self.capped(self.scores(state))
 
     @staticmethod
-    def _rows(attn: Gemma4Attention, input_pos: Tensor, x: Tensor) -> Rows:
+    def _rows(attn: Gemma4Attention, input_pos: Tensor, x: Tensor) -> SharedInputs:
         angles = torch.outer(input_pos.float(), attn.inv_freq)
         angles = torch.cat((angles, angles), dim=-1)[None]
         cos, sin = angles.cos(), angles.sin()
         if attn.rope_scale != 1:
             cos, sin = cos * attn.rope_scale, sin * attn.rope_scale
-        return Rows(attn.kv_attention.rows(input_pos), cos.to(x.dtype), sin.to(x.dtype))
+        return SharedInputs(attn.kv_attention.rows(input_pos), cos.to(x.dtype), sin.to(x.dtype))
 
 
 Target = Gemma4TapTarget
 
 
 def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
-    """Raises ValueError for a Gemma 4 that is not dense."""
+    """Return the model without weights. Raises ValueError for a Gemma 4 that is not dense."""
     refuse_variants(config)
     with torch.device("meta"):
         model = Gemma4_31B(executorch_config(config, max_seq_len))
@@ -154,7 +155,7 @@ def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
 
 
 def use_rotary_tables(model: Gemma4_31B, config: Gemma4TextConfig) -> None:
-    """Rotate as transformers does, by its own tables: ExecuTorch's know the 31B's two kinds of rope alone."""
+    """Use transformers' own rotary tables. ExecuTorch's cover only the two kinds of RoPE of the 31B."""
     rotary = Gemma4TextRotaryEmbedding(config)
     for layer in model.layers:
         kind = "sliding_attention" if layer.self_attn.is_sliding else "full_attention"
@@ -170,9 +171,9 @@ def load(
     attention: AttentionFactory,
     convert: Convert | None = None,
 ) -> Gemma4TapTarget:
-    bones = skeleton(config, max_seq_len)
-    model = bones.model
-    bones.fill(weights, dtype, convert)
+    unfilled = skeleton(config, max_seq_len)
+    model = unfilled.model
+    unfilled.fill(weights, dtype, convert)
     target = Target(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     use_rotary_tables(model, config)

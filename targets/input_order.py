@@ -1,7 +1,7 @@
-"""Linears whose weights have their columns in an order of their own: the input is brought into it.
+"""Permutes the inputs of linears whose weight columns are stored in another order.
 
-Weights that were quantized in the order of activations share scales between columns that are no neighbours; sorted by
-groups they are like any other. Permuting what is added up changes nothing but the order of the sum.
+Weights that were quantized in activation order share scales between columns that are not adjacent. Sorted by group,
+they have the usual layout. Permuting the input changes only the order of the sum.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,26 +10,27 @@ from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
 INPUT_ORDER = "input_order"
-"""A tensor of this name, int64 [K], comes before the weight that it is for: column j of the weight multiplies column
+"""The name of an order, int64 [K]. It precedes its weight in a checkpoint. Column j of the weight multiplies column
 ``input_order[j]`` of the input."""
 
 
 class InputOrders:
-    """Those met while a checkpoint is read; ``key_map`` gives a tensor's name in the model."""
+    """The orders found while a checkpoint is read. ``key_map`` returns a tensor's name in the model."""
 
     def __init__(self, key_map: Callable[[str], str | None]):
         self.key_map = key_map
         self.waiting: dict[str | None, Tensor] = {}
 
     def takes(self, name: str, value: Tensor) -> bool:
-        """Whether the tensor is an order, which is then kept for its weight."""
+        """Return True if the tensor is an order, which is then kept for its weight."""
         linear, _, part = name.rpartition(".")
         if part == INPUT_ORDER:
             self.waiting[self.key_map(f"{linear}.weight")] = value
         return part == INPUT_ORDER
 
     def settled(self, own: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What the model holds of a weight: a dense one has its columns in the input's order, and no other."""
+        """Yield the tensors that the model holds for a weight. The columns of a dense weight are put into the input's
+        order; a quantized weight is preceded by its order."""
         order = self.waiting.pop(own, None)
         if order is not None and isinstance(value, TorchAOBaseTensor):
             yield own.removesuffix("weight") + INPUT_ORDER, order
@@ -39,7 +40,7 @@ class InputOrders:
 
 
 def use_input_orders(model: nn.Module) -> None:
-    """Bring the inputs of the linears that hold an order into it."""
+    """Make the linears that hold an order permute their inputs."""
     for module in model.modules():
         if INPUT_ORDER in module._buffers:
             module.register_forward_pre_hook(_permute)

@@ -1,7 +1,7 @@
-"""Which class of transformers computes a configuration, and of a multimodal one the part that reads text.
+"""Chooses the transformers class for a configuration, and builds the part of a multimodal model that reads text.
 
-A multimodal class (a wrapper) has a text decoder and a head, and makes logits by a forward of its own: what the text
-model's class does to them (scales, softcap) it may leave out. Towers of images and sound stay on the meta device.
+A multimodal class (a wrapper) has a text decoder and a head, and its own forward computes the logits. That forward may
+leave out scales or a softcap of the text model's class. Image and audio towers stay on the meta device.
 """
 
 from collections.abc import Iterator
@@ -21,37 +21,39 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 _WHOLE = "whole_config"
-"""Attribute of a text configuration: the one that it is a part of, and the names of the fields that lead to it."""
+"""Attribute of a text configuration: the configuration that contains it, and the path of field names that leads to
+it."""
 
 
 def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The text configuration in ``config``, which remembers ``config`` where that is more.
+    """Return the text configuration in ``config``. If ``config`` is larger, the text configuration keeps a reference to
+    it.
 
-    Raises ValueError, as transformers does, for a configuration with several.
+    Raises ValueError, as transformers does, for a configuration with several text configurations.
     """
     text = config.get_text_config()
     if text is not config:
         path = next(_paths(config, text), None)
-        if path is None:  # made from the fields of the whole
+        if path is None:  # transformers built it from the fields of the whole
             return text
         text.__dict__[_WHOLE] = (config, path)
     return text
 
 
 def is_part(config: PreTrainedConfig) -> bool:
-    """Whether a text configuration is a part of a larger one."""
+    """Return True if a text configuration is a part of a larger configuration."""
     return _WHOLE in config.__dict__
 
 
 def like(config: PreTrainedConfig, other: PreTrainedConfig) -> PreTrainedConfig:
-    """``config``, as the text part of what ``other`` is the text part of."""
+    """Make ``config`` the text part of the same larger configuration as ``other``, and return it."""
     if is_part(other):
         config.__dict__[_WHOLE] = other.__dict__[_WHOLE]
     return config
 
 
 def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of what a text configuration is a part of, with it in its place."""
+    """Return a copy of the configuration that contains a text configuration, with that text configuration in it."""
     config = deepcopy(config)
     whole, path = config.__dict__.pop(_WHOLE, (config, ()))
     owner = whole
@@ -63,7 +65,7 @@ def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The text configuration's own fields."""
+    """Return the text configuration's own fields."""
     fields = config.to_dict()
     fields.pop(_WHOLE, None)
     return fields
@@ -79,10 +81,10 @@ def _paths(config: PreTrainedConfig, part: PreTrainedConfig) -> Iterator[tuple[s
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class for a text configuration, or for the whole that it is a part of: the first of ``architectures`` that
-    takes one of the two and generates text, else what transformers has for it.
+    """Return the class for a text configuration, or for the larger configuration that contains it.
 
-    Raises ValueError where there is none.
+    This is the first of ``architectures`` that takes one of the two and generates text, otherwise the class in
+    transformers' mappings. Raises ValueError if there is none.
     """
     whole, _ = config.__dict__.get(_WHOLE, (config, ()))
     for name in whole.architectures or ():
@@ -110,9 +112,9 @@ def _is_model(found: object) -> bool:
 
 
 def wrapper_model(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The multimodal model that a text configuration is a part of, on the meta device; None for a text model.
+    """Return the multimodal model that a text configuration belongs to, on the meta device; None for a text model.
 
-    Raises ValueError where transformers has no class for it, and whatever that class raises.
+    Raises ValueError if transformers has no class for it, and whatever that class raises.
     """
     kind, whole = model_class(config), whole_config(config)
     if type(whole) is type(config) or isinstance(config, kind.config_class):
@@ -122,15 +124,15 @@ def wrapper_model(config: PreTrainedConfig) -> PreTrainedModel | None:
 
 
 def build(config: PreTrainedConfig, real: bool = False) -> "PreTrainedModel | TextPart":
-    """The model of a text configuration, which is not changed: transformers' own, or the ``TextPart`` of a wrapper.
+    """Build the model of a text configuration: transformers' own model, or the ``TextPart`` of a wrapper.
 
-    ``real``: its text part has initial weights, even where the current device is the meta device for the rest. Raises
-    ValueError for a wrapper whose parts are not found, and whatever transformers raises.
+    The configuration is not changed. ``real``: the text part gets initial weights, even if the current device is the
+    meta device. Raises ValueError for a wrapper whose parts are not found, and whatever transformers raises.
     """
     kind, text = model_class(config), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     try:
         wrapper = wrapper_model(config)
-    except RuntimeError:  # a tower that reads its values while it is made (Idefics 3): the text class then
+    except RuntimeError:  # a tower reads its values while it is built (Idefics 3): use the text class
         if text is None:
             raise
         wrapper, kind = None, text
@@ -143,9 +145,9 @@ def build(config: PreTrainedConfig, real: bool = False) -> "PreTrainedModel | Te
 
 
 class TextPart(nn.Module):
-    """The text decoder and the head of a ``wrapper`` on the meta device, under the names that a text model has them by.
+    """The text decoder and the head of a ``wrapper`` on the meta device, under the names that a text model uses.
 
-    The wrapper is no submodule: nothing but its own forward sees its other parts.
+    The wrapper is not a submodule, so its other parts are visible to its own forward alone.
     """
 
     base_model_prefix = "model"
@@ -166,17 +168,17 @@ class TextPart(nn.Module):
 
     @property
     def owner(self) -> PreTrainedModel:
-        """Whose forward makes logits: the wrapper, or a text model that is whole within it."""
+        """The model whose forward computes the logits: the wrapper, or a complete text model within it."""
         return self.wrapper.get_submodule(self.paths["lm_head"].rpartition(".")[0])
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
-        """As transformers' models have it, of the text part."""
+        """The tied weights of the text part, in the form of transformers' attribute of this name."""
         tied = {self.text_name(to): self.text_name(by) for to, by in self.wrapper.all_tied_weights_keys.items()}
         return {to: by for to, by in tied.items() if to and by}
 
     def text_name(self, name: str) -> str | None:
-        """Of a tensor of the wrapper, None where it is not in the text part."""
+        """Return the text model's name of a tensor of the wrapper, None if it is not in the text part."""
         for own, path in self.paths.items():
             if name.startswith(f"{path}."):
                 return own + name.removeprefix(path)
@@ -193,7 +195,7 @@ class TextPart(nn.Module):
         self.model.initialize_weights()
 
     def initialize(self) -> None:
-        """Make the text part anew, with weights on the CPU."""
+        """Build the text part again, with initial weights on the CPU."""
         self.model = type(self.model)._from_config(self.config, attn_implementation="eager")
         head = nn.Linear(self.lm_head.in_features, self.lm_head.out_features, self.lm_head.bias is not None)
         self.lm_head, self.config = head, self.model.config
@@ -206,7 +208,8 @@ class TextPart(nn.Module):
         return self.wrapper(*args, **given)
 
     def saved(self) -> dict[str, Tensor]:
-        """The text part's tensors as transformers saves the wrapper's."""
+        """Return the text part's tensors under the names and in the shapes in which transformers saves the
+        wrapper's."""
         own = {self.wrapped_name(name): value for name, value in self.state_dict().items()}
         tied = set(map(self.wrapped_name, self.all_tied_weights_keys))
         own = {name: value for name, value in own.items() if name not in tied}

@@ -1,5 +1,6 @@
-"""A multimodal model of transformers, as far as the text model in it is to be found: what of its tensors belongs to the
-text model, and whether its head is tied. All of it is read from transformers' own class, on the meta device.
+"""Finds the text model in a multimodal model of transformers: which tensors belong to it, and whether its head is tied.
+
+All of this is read from transformers' own class, on the meta device.
 """
 
 from torch import nn
@@ -11,7 +12,7 @@ from eagle3.targets.text_part import text_config_of, wrapper_model
 
 
 class Wrapper:
-    """``model`` is on the meta device."""
+    """A multimodal ``model`` on the meta device, with the names of its text decoder and head."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.own = model, model.state_dict()
@@ -21,8 +22,8 @@ class Wrapper:
         self.text, self.head = (self._name(part) for part in (model.get_decoder(), model.get_output_embeddings()))
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a checkpoint's tensor of this name belongs to a part of the model that reads no text: a tower of
-        images or sound, or what projects its states."""
+        """Return True if a checkpoint's tensor of this name belongs to a part of the model that does not read text: an
+        image or audio tower, or the projection of its states."""
         own, _ = rename_source_key(
             name, self.renamings, self.converters, self.model.base_model_prefix, dict.fromkeys(self.own, True)
         )
@@ -31,18 +32,18 @@ class Wrapper:
 
     @property
     def ties(self) -> bool | None:
-        """Whether the head is the embedding, as transformers' class ties them; None where there is no head to find."""
+        """True if transformers' class ties the head to the embedding; None if no head is found."""
         return None if self.head is None else f"{self.head}.weight" in self.model.all_tied_weights_keys
 
     def _name(self, part: nn.Module | None) -> str | None:
-        """Of a module within the model, None for the model itself and for none."""
+        """Return the name of a module within the model; None for the model itself and for None."""
         return next((name for name, module in self.model.named_modules() if name and module is part), None)
 
 
 def wrapper_of(config: PreTrainedConfig) -> Wrapper | None:
-    """The wrapper of a checkpoint's whole configuration; None where it is a text model's, or none can be made of it."""
+    """Return the wrapper for a checkpoint's whole configuration; None for a text model, or if none can be built."""
     try:
         model = wrapper_model(text_config_of(config))
-    except Exception:  # some want packages that are not here; a tensor of theirs is then refused by name
+    except Exception:  # some need packages that are not installed; their tensors are then refused by name
         return None
     return None if model is None else Wrapper(model)
