@@ -1,13 +1,13 @@
-"""Times what a CPU artifact is made of, by the number of rows: products of XNNPACK's, ExecuTorch's attention.
+"""Times the operations of a CPU artifact by the number of rows: XNNPACK's matmuls, ExecuTorch's attention.
 
     python scripts/bench_cpu_kernels.py                             # qwen3-4B's MLP, llama3.1-8B's attention; 2 minutes
     python scripts/bench_cpu_kernels.py --keys 4000 --json > kernels.json
 
-A verify window of four rows costs little more than one where the last column is near 1. Times rise in steps, as
-XNNPACK's kernels take 5, 7 or other numbers of rows by the processor: a chain that fills one costs least a token.
-4 bits are split along K for windows of four rows, as an export does it, but where it says unsplit.
-float16 is measured and not offered: eight linears alone, without the conversions to and from float32 that a model would
-need around each.
+If the last column is near 1, a verify window of four rows costs little more than one row. Times rise in steps, because
+XNNPACK's kernels process 5, 7 or another number of rows at a time, depending on the processor. A chain length that
+fills such a tile has the lowest cost per token. 4-bit linears are split along K for verify windows of four rows, as an
+export does it, except in the rows named "unsplit". float16 is measured but not offered: it is eight linears alone,
+without the conversions to and from float32 that a model would need around each.
 """
 
 import os
@@ -33,7 +33,7 @@ from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
 
-LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # more than a cache holds
+LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # larger than the processor's caches
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RECIPES = {
     "float32": None,
@@ -62,7 +62,7 @@ class Mlps(nn.Module):
 
 
 def product(name: str) -> Callable[[int], Callable[[], object]]:
-    """The linears by a recipe: what takes rows and gives a call."""
+    """Lower the linears by a recipe. Returns a function that makes a call for a number of rows."""
     dtype = torch.float16 if name == "float16" else torch.float32
     model, recipe = Mlps().eval().requires_grad_(False).to(dtype), RECIPES[name]
     if recipe:
@@ -79,13 +79,13 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
 
     def call(rows: int) -> Callable[[], object]:
         x = torch.randn(1, rows, HIDDEN, dtype=dtype)
-        return lambda: (method.execute([x]), len(buffer))  # a method does not keep the bytes that it reads
+        return lambda: (method.execute([x]), len(buffer))  # refers to buffer, which the method does not keep alive
 
     return call
 
 
 def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
-    """One layer's behind ``keys`` positions."""
+    """Return a function that makes a call of one layer's attention after ``keys`` positions."""
     cache = [torch.randn(1, keys + max(ROWS), KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2)]
 
     def call(rows: int) -> Callable[[], object]:
@@ -96,7 +96,8 @@ def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], obj
 
 
 def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[], object]]:
-    """One sliding layer's, whose ring has ``keys`` slots and is attended to by a mask, so many heads as rows of one."""
+    """Return the same for a sliding layer, whose ring has ``keys`` slots and a mask. ``together`` heads are computed as
+    rows of one head."""
     cache = [torch.randn(1, keys, KV_HEADS, HEAD_DIM) for _ in range(2)]
 
     def call(rows: int) -> Callable[[], object]:
@@ -112,11 +113,11 @@ def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[],
 
 
 def measured(make: Callable[[int], Callable[[], object]], repeats: int) -> Times:
-    """Medians, the numbers of rows in turns."""
+    """Return the median times; the numbers of rows take turns."""
     calls, times = {rows: make(rows) for rows in ROWS}, {rows: [] for rows in ROWS}
     for _ in range(repeats):
         for rows, call in calls.items():
-            call()  # the first of a shape plans, which step_milliseconds would time
+            call()  # the first call with a shape plans memory, so step_milliseconds cannot be used
             start = time.perf_counter()
             call()
             times[rows].append(1000 * (time.perf_counter() - start))

@@ -1,14 +1,14 @@
-"""What an export costs, of Gemma 4 31B or of a model for the CPU: seconds per stage and peak memory, at any number of
-full-width layers.
+"""Measures an export of Gemma 4 31B, or of a model for the CPU, with any number of full-width layers: seconds per stage
+and peak memory.
 
     python scripts/bench_export.py --layers 12 --cuda-arch sm_90
 
 writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's quantize_and_save, a
 random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a process of its own
-and watches that process: RssAnon is the memory that it, and what it starts, hold beyond files mapped into them. Weights
-are random, so the artifact is good for its size and speed alone. With --cost it says what ``eagle3-inspect --cost``
-counts of a round, and of two numbers of layers what 60 come to: each has the same share of layers that attend fully, if
-both are sixes.
+and samples that process's memory. RssAnon is the memory that the process and its children hold, without files mapped
+into them. Weights are random, so only the artifact's size and speed are meaningful. With --cost it prints the bounds
+that ``eagle3-inspect --cost`` computes for a round. For two numbers of layers it extrapolates them to 60; if both are
+multiples of six, they have the same share of full-attention layers.
 """
 
 import json
@@ -42,7 +42,7 @@ KINDS = ("target", "draft")
 
 
 def gemma4_config(layers: int) -> Gemma4TextConfig:
-    """Gemma 4 31B's widths: every sixth layer attends fully."""
+    """Return a configuration with Gemma 4 31B's widths. Every sixth layer has full attention."""
     return Gemma4TextConfig(
         vocab_size=262144,
         hidden_size=5376,
@@ -68,7 +68,7 @@ def gemma4_config(layers: int) -> Gemma4TextConfig:
 
 
 def random_weight(shape: torch.Size, quantization: QuantConfig | None) -> torch.Tensor:
-    """A weight of the statistics of a trained one, made in the form that it is stored in."""
+    """Return a random weight with the statistics of a trained one, in its stored form."""
     if quantization is None:
         return torch.randn(shape).mul_(0.02).add_(1.0 if len(shape) == 1 else 0.0).to(torch.bfloat16)
     rows, columns = shape
@@ -85,7 +85,7 @@ def random_weight(shape: torch.Size, quantization: QuantConfig | None) -> torch.
 
 
 def save_target(folder: Path, config: Gemma4TextConfig, unquantized: bool = False) -> None:
-    """A shard a layer, so that no more than one is in memory."""
+    """Write the target with one shard per layer, so that only one shard is in memory."""
     recipe = QuantRecipe([]) if unquantized else fitted_recipe("default", config)
     shards: dict[str, dict[str, torch.Size]] = {}
     for name, value in gemma4.skeleton(config, max_seq_len=1024).model.state_dict().items():
@@ -106,9 +106,9 @@ def save_target(folder: Path, config: Gemma4TextConfig, unquantized: bool = Fals
 
 
 def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) -> None:
-    """Of the target's widths; for Gemma 4 31B the shape of RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B
-    parameters."""
-    width, inner, known = config.hidden_size, config.intermediate_size, config.to_dict()  # whose layers may differ
+    """Write a draft head with the target's widths. For Gemma 4 31B it has the shape of
+    RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B parameters."""
+    width, inner, known = config.hidden_size, config.intermediate_size, config.to_dict()  # attributes vary by layer
     counts = {name: known[name] for name in ("num_attention_heads", "num_key_value_heads")}
     heads, kv_heads = (count * known["head_dim"] for count in counts.values())
     shapes = {
@@ -163,8 +163,11 @@ def children(process: int) -> list[int]:
 
 
 def watched(command: list[str]) -> tuple[dict[str, float], float]:
-    """Run a command to success; peak RssAnon, with that of the processes that it starts (what they share is counted in
-    each), and VmHWM of its process in GiB, and its seconds."""
+    """Run a command. Returns peak memory in GiB and the seconds that it took.
+
+    RssAnon includes the processes that it starts; memory that they share is counted in each. VmHWM is that of its own
+    process. Raises ClickException if the command fails.
+    """
     peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
     start = time.monotonic()
     process = subprocess.Popen(command)
@@ -190,15 +193,15 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 @click.command()
 @click.option("--backend", type=click.Choice(["cuda", "xnnpack"]), default="cuda", show_default=True)
 @click.option(
-    "--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True, help="On xnnpack."
+    "--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True, help="For xnnpack."
 )
-@click.option("--layers", help="Numbers of layers, each an export of its own. Default: 6,12; on xnnpack all.")
-@click.option("--cuda-arch", help="As eagle3-export's.")
-@click.option("--qlinear", default="8da4w", show_default=True, help="Of target and draft, on xnnpack.")
-@click.option("--acceptance", default=3.0, show_default=True, help="Acceptance length to reckon with, on xnnpack.")
-@click.option("--unquantized", is_flag=True, help="A checkpoint in bfloat16, quantized by the export, on cuda.")
+@click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
+@click.option("--cuda-arch", help="As for eagle3-export.")
+@click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
+@click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
+@click.option("--unquantized", is_flag=True, help="Write a bfloat16 checkpoint, which the export quantizes, for cuda.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
-@click.option("--cost", "with_cost", is_flag=True, help="Count what a round takes on the GPUs of the architecture.")
+@click.option("--cost", "with_cost", is_flag=True, help="Compute lower bounds of a round on the architecture's GPUs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     backend: str,
@@ -212,8 +215,8 @@ def main(
     with_cost: bool,
     as_json: bool,
 ) -> None:
-    """Export synthetic checkpoints of a few full-width layers and report what it took: of Gemma 4 31B for a GPU, of
-    models that people run on a CPU for it; those run too.
+    """Export synthetic checkpoints of a few full-width layers and report time and memory: Gemma 4 31B for a GPU,
+    smaller models for a CPU. The CPU artifacts are also run.
 
     \b
     Examples:
@@ -254,7 +257,7 @@ def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool =
 
 
 def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: float, place: Path) -> dict:
-    """With what a run takes, in a process of its own."""
+    """Export a model for the CPU, then measure a run of it in a process of its own."""
     config = CPU_MODELS[target](*([layers] if layers else []))
     save_for_cpu(place, target, config)
     result = exported_for_cpu(place, target, config.num_hidden_layers, qlinear, max_seq_len=1024)
@@ -262,7 +265,7 @@ def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: fl
 
 
 def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
-    """Target and draft in ``place``, where they are not there yet."""
+    """Write target and draft into ``place`` unless they are already there."""
     if not (place / "draft" / "config.json").is_file():
         make_folders(place)
         save_cpu_target(place / "target", target, config, random_weight)
@@ -276,7 +279,7 @@ def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_se
 
 
 def run_on_cpu(artifact: Path, *flags: str) -> dict[str, float]:
-    """What ``cpu_models.measure`` finds, in a process of its own."""
+    """Return the result of ``cpu_models.measure``, run in a process of its own."""
     command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact), *flags]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
@@ -287,7 +290,7 @@ def make_folders(place: Path) -> None:
 
 
 def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:
-    """What the export of the target and draft in ``place`` took."""
+    """Export the target and draft in ``place`` and return sizes, seconds and peak memory."""
     output = place / "artifact"
     command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", target, "--overwrite"]
     command += ["--checkpoint", str(place / "target"), "--draft", str(place / "draft"), "--output-dir", str(output)]
@@ -310,7 +313,8 @@ def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:
 
 
 def cost_of_a_round(artifact: Path) -> dict:
-    """Launches; by GPU the limit and the bounds of a round in seconds; the worst of its kernels."""
+    """Return the launches of a round, its memory limit and bounds in seconds by GPU, the kernels that spill, and the
+    most instructions per weight."""
     model = find_model(artifact)
     found = cost_of(model, load_artifact(model, True).metadata, ())
     methods = {name: found["methods"][name] for name in found["round"]["calls"]}
@@ -328,7 +332,7 @@ def cost_of_a_round(artifact: Path) -> dict:
 
 
 def at_full_depth(fewer: dict, more: dict) -> dict:
-    """Launches and bounds of all layers, each layer beyond ``fewer`` taking what it does in ``more``."""
+    """Extrapolate launches and bounds to all layers, linearly in the number of layers."""
 
     def extended(few: float, many: float) -> float:
         return few + (many - few) * (FULL_LAYERS - fewer["layers"]) / (more["layers"] - fewer["layers"])

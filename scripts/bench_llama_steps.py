@@ -1,11 +1,11 @@
-"""Steps of a model of published widths and random weights: an artifact for the CPU against llama.cpp's llama-bench.
+"""Compares steps of a CPU artifact with llama.cpp's llama-bench, at published widths with random weights.
 
     python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 8
     python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 4 --target llama3.1-8B --layers 4
 
-``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more target of CMake's. A decode is a token; a
-window is as many rows as a verify of three draft tokens has. llama-bench computes ids for the last row of a window
-alone, an artifact for all.
+``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more CMake target. A decode computes one token. A
+verify window has the rows of three draft tokens. llama-bench computes ids for the last row of a window only, an
+artifact for all rows.
 """
 
 import json
@@ -29,8 +29,8 @@ from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.report import rendered
 from eagle3.runner.console.command import OneLineFailures
 
-WAYS = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
-"""By bits of a weight: ours, as --qlinear and what follows it, and llama.cpp's."""
+RECIPES = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
+"""By bits per weight: our recipes (the value of --qlinear and further flags), and llama.cpp's types."""
 ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
 WINDOW, PREFILL, STEPS = 4, 64, 32
 NAMES = {"decode": "a decode", "window": f"a window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
@@ -39,8 +39,8 @@ Steps = dict[str, float]
 
 
 def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
-    """The checkpoint in bfloat16, without a tokenizer. (llama.cpp has the rows of Llama's queries and keys in another
-    order, which random ones may leave as it is.)"""
+    """Write the checkpoint as a GGUF file in bfloat16, without a tokenizer. llama.cpp stores the rows of Llama's
+    queries and keys in another order, which does not matter for random weights."""
     architecture = ARCHITECTURES[config.model_type]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
@@ -99,15 +99,15 @@ def text(report: dict) -> str:
 @click.argument("llama_cpp", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True)
 @click.option("--layers", type=click.IntRange(4), default=9, show_default=True)
-@click.option("--bits", type=click.Choice(list(WAYS)), default="8", show_default=True, help="Of a weight.")
-@click.option("--prompt", type=click.IntRange(PREFILL, 1900), default=PREFILL, show_default=True, help="Tokens before.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes, the ways in turn.")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Keeps checkpoint, artifacts and GGUFs.")
+@click.option("--bits", type=click.Choice(list(RECIPES)), default="8", show_default=True, help="Bits per weight.")
+@click.option("--prompt", type=click.IntRange(PREFILL, 1900), default=PREFILL, show_default=True, help="Cached tokens.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all recipes.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="For checkpoint, artifacts and GGUFs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     llama_cpp: Path, target: str, layers: int, bits: str, prompt: int, repeats: int, folder: Path, as_json: bool
 ) -> None:
-    build, (recipes, types) = Build.found(llama_cpp), WAYS[bits]
+    build, (recipes, types) = Build.found(llama_cpp), RECIPES[bits]
     if not Path(build.tool("llama-bench")).is_file():
         raise FileNotFoundError(f"{llama_cpp} has no llama-bench: type cmake --build {llama_cpp} --target llama-bench")
     folder = folder / f"{target}-{layers}"

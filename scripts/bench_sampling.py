@@ -1,8 +1,9 @@
-"""What sampling costs: its share of a round of an artifact, and microseconds a round over a large vocabulary.
+"""Measures the cost of sampling: its share of an artifact's round, and microseconds per round over a large vocabulary.
 
     python scripts/bench_sampling.py out [--prompts scripts/prompts.jsonl] [--json]
 
-A round is a window of the artifact's chain length + 1 over the target's ids, and as many proposals over the draft's.
+A round chooses tokens for a verify window of the artifact's chain length + 1 rows over the target's ids, and as many
+proposals as the chain length over the draft's ids.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.statistics import GenerationStats
 
-WAYS = {
+SAMPLINGS = {
     "greedy": Sampling(),
     "temperature 0.7": Sampling(temperature=0.7, seed=1),
     "temperature 1.0": Sampling(temperature=1.0, seed=1),
@@ -35,7 +36,7 @@ VOCABULARY, DRAFT_VOCABULARY, ROUNDS, REPEATS = 262_144, 32_000, 50, 3
 
 
 class Timed:
-    """A ``Choice``, and the seconds that it took."""
+    """Wraps a ``Choice`` and sums up the seconds that it takes."""
 
     def __init__(self, choice: Choice):
         self._choice, self.seconds = choice, 0.0
@@ -56,13 +57,14 @@ class Timed:
 
 
 def in_an_artifact(folder: str, prompts: str) -> dict[str, dict[str, float]]:
-    """Acceptance, and the share of the rounds' time that choosing took, medians of ``REPEATS`` passes in turn."""
+    """Return the acceptance length, and the share of the rounds' time spent on choosing tokens: the median of
+    ``REPEATS`` passes, with the samplings in turn."""
     model = load(folder)
     with open(prompts, encoding="utf-8") as file:
         ids = [model.encode(json.loads(line)["prompt"]) for line in file]
-    shares, lengths = {name: [] for name in WAYS}, {}
+    shares, lengths = {name: [] for name in SAMPLINGS}, {}
     for _ in range(REPEATS):
-        for name, sampling in WAYS.items():
+        for name, sampling in SAMPLINGS.items():
             stats, seconds = GenerationStats(), 0.0
             for prompt in ids:
                 timed = Timed(Greedy() if sampling.plain else Sampler(sampling, model.metadata, prompt))
@@ -77,7 +79,8 @@ def in_an_artifact(folder: str, prompts: str) -> dict[str, dict[str, float]]:
 
 
 def at_a_large_vocabulary(metadata: Metadata) -> dict[str, float]:
-    """Microseconds a round: 4 rows of 262,144 logits and 3 of 32,000, normal with a spread of 3 and some peaks."""
+    """Return the microseconds per round of each sampling: 4 rows of 262,144 logits and 3 rows of 32,000, normally
+    distributed with a standard deviation of 3 and some peaks."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(VOCABULARY, generator=generator)[:DRAFT_VOCABULARY].sort().values
     metadata = replace(metadata, vocab_size=VOCABULARY, draft_vocab_size=DRAFT_VOCABULARY, draft_ids=ids, proposals=1)
@@ -89,7 +92,7 @@ def at_a_large_vocabulary(metadata: Metadata) -> dict[str, float]:
 
     target, draft = Step(None, None, logits(4, VOCABULARY)), Step(None, None, logits(1, DRAFT_VOCABULARY))
     taken = {}
-    for name, sampling in WAYS.items():
+    for name, sampling in SAMPLINGS.items():
         if sampling.plain:
             continue
         sampler, times = Sampler(sampling, metadata, [1, 2, 3]), []

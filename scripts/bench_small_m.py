@@ -1,12 +1,12 @@
-"""Times the kernels of few rows (export/lowering/cuda/kernels) on a CUDA GPU, on the linears of Gemma 4 31B.
+"""Times the small-M kernels (export/lowering/cuda/kernels) on a CUDA GPU, on the linears of Gemma 4 31B.
 
     python scripts/bench_small_m.py                            # checks, then every linear at 1 to 16 rows: minutes
     python scripts/bench_small_m.py --linear down --sweep      # other block sizes on one linear
     python scripts/bench_small_m.py --json small_m.json
 
-Without a CUDA GPU it says so, runs nothing and exits with 0. It needs torch, triton and click, and ExecuTorch only for
-the column of its dequantization. Owed: no table from a GPU has been recorded yet; the block sizes are chosen from the
-machine code (registers, shared memory, instructions a weight) and the two goals below are not known to be met.
+Without a CUDA GPU it prints that, runs nothing and exits with 0. It needs torch, triton and click, and ExecuTorch only
+for the time of its dequantization. No table from a GPU has been recorded yet. The block sizes were chosen from the
+machine code (registers, shared memory, instructions per weight), and it is not known if the two goals below are met.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m, sums
 
-LINEARS = {  # N, K; INT4 where the name says nothing else
+LINEARS = {  # N, K; INT4 unless the name has another type
     "sliding_q": (8192, 5376),
     "sliding_kv": (4096, 5376),
     "sliding_o": (5376, 8192),
@@ -43,17 +43,17 @@ LINEARS = {  # N, K; INT4 where the name says nothing else
     "draft_down_bf16": (5376, 21504),
 }
 Weight = tuple[Tensor | None, ...]
-"""The arguments of a small-M op between x and its counters: 3 of INT4 and of INT8, 4 of a K-quant, 1 of bfloat16."""
+"""The arguments of a small-M op between x and its counters: 3 for INT4 and INT8, 4 for a K-quant, 1 for bfloat16."""
 GOAL_LINEAR = "down"
 GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
 INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
-"""ms on an A100, quoted from pytorch/executorch PR 21456: not measured here, and for another GPU than yours."""
-ROTATED = 512 << 20  # bytes of weights that calls go through in turn, so that no L2 holds them
+"""ms on an A100, quoted from pytorch/executorch PR 21456; not measured here."""
+CYCLED = 512 << 20  # bytes of weights that calls use in turn, more than any L2 holds
 
 
 @dataclass
 class Timing:
-    """One linear: microseconds by rows, and what they come to."""
+    """The times of one linear in microseconds by rows, and their shares of copy bandwidth."""
 
     linear: str
     n: int
@@ -97,7 +97,7 @@ def k_quant_weight(bits: int, n: int, k: int) -> Weight:
 
 
 def made(name: str) -> Weight:
-    """A random weight of a line of ``LINEARS``."""
+    """Return a random weight for an entry of ``LINEARS``."""
     n, k = LINEARS[name]
     if name.endswith("bf16"):
         return (torch.randn(n, k, device="cuda", dtype=torch.bfloat16),)
@@ -139,10 +139,10 @@ def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tens
 
 
 def reference(x: Tensor, weight: Weight, outputs: slice) -> Tensor:
-    """Of some tiles of outputs."""
+    """Compute some tiles of the outputs by the plain PyTorch reference."""
 
     def part(tensor: Tensor | None, share: int = 1) -> Tensor | None:
-        """Its rows, of ``share`` outputs each."""
+        """Return the rows of a tensor that belong to the outputs; a row covers ``share`` outputs."""
         ends = (None if end is None else end // share for end in (outputs.start, outputs.stop))
         return tensor if tensor is None else tensor[slice(*ends)]
 
@@ -157,7 +157,8 @@ def reference(x: Tensor, weight: Weight, outputs: slice) -> Tensor:
 
 
 def check(name: str, weight: Weight, k: int, choice: small_m.Blocks | None = None) -> None:
-    """Right on the first outputs and the last, each row the same bits in every call, counters left at zero."""
+    """Check the first and the last outputs against the reference, that each row has the same bits in every call, and
+    that the counters are left at zero."""
     x = torch.randn(17, k, device="cuda").bfloat16()
     found = run(x, weight, choice)
     for some in (slice(0, 1024), slice(-1024, None)):
@@ -173,7 +174,8 @@ def check(name: str, weight: Weight, k: int, choice: small_m.Blocks | None = Non
 
 
 def microseconds(calls: list[Callable[[], object]], repeats: int = 30) -> float:
-    """Median of a call, the calls made in turn from a CUDA graph (which leaves out the host's time to launch)."""
+    """Return the median time of a call. The calls run in turn from a CUDA graph, which leaves out the launch time of
+    the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -196,14 +198,14 @@ def microseconds(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 1 GiB."""
+    """Return the bytes per second, read and written, of a copy of 1 GiB."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (1e-6 * microseconds([lambda: target.copy_(source)]))
 
 
 def copies(weight: Weight) -> list[Weight]:
-    count = max(1, -(-ROTATED // nbytes(weight)))
+    count = max(1, -(-CYCLED // nbytes(weight)))
     clones = (tuple(tensor if tensor is None else tensor.clone() for tensor in weight) for _ in range(count - 1))
     return [weight, *clones]
 
@@ -213,7 +215,7 @@ def time_rows(x: Tensor, weights: list[Weight], choice: small_m.Blocks | None = 
 
 
 def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
-    """ExecuTorch's form for more than 4 rows, and ours for K-quants: the weight in bf16, then a matrix product."""
+    """Time dequantization to bf16 followed by a matmul: ExecuTorch's code for more than 4 rows, ours for K-quants."""
     if len(weights[0]) == 1:
         return microseconds([lambda weight=weight: x @ weight[0].T for weight in weights[:4]])
     if len(weights[0]) == 4:
@@ -273,7 +275,7 @@ def show_goals(timing: Timing) -> None:
 
 
 def sweep(name: str, bandwidth: float) -> None:
-    """Other choices of ``Blocks`` on one linear, at 1, 8 and 16 rows."""
+    """Time other choices of ``Blocks`` on one linear, at 1, 8 and 16 rows."""
     n, k = LINEARS[name]
     weight = made(name)
     weights = copies(weight)
@@ -284,7 +286,7 @@ def sweep(name: str, bandwidth: float) -> None:
         try:
             check(name, weight, k, choice)
             us = {m: time_rows(x, weights, choice) for m, x in inputs.items()}
-        except Exception as error:  # more shared memory than there is, mostly: Triton has no one class for it
+        except Exception as error:  # mostly too much shared memory, for which Triton has no exception class of its own
             click.echo(f"  {choice.n:4} {choice.stages} {choice.parts}: {str(error).splitlines()[0][:80]}")
             continue
         share = nbytes(weight) / (1e-6 * us[8]) / bandwidth
@@ -297,7 +299,7 @@ def sweep(name: str, bandwidth: float) -> None:
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the times here too.")
 @click.option("--sweep", "sweeping", is_flag=True, help=f"Try block sizes, on one --linear ({GOAL_LINEAR}).")
 def main(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None:
-    """Time the kernels of few rows on this machine's CUDA GPU, after checking that they are right."""
+    """Check the small-M kernels on this machine's CUDA GPU, then time them."""
     if not torch.cuda.is_available():
         click.echo("This needs a CUDA GPU and found none; nothing was run.")
         return

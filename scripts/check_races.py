@@ -1,8 +1,9 @@
-"""Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, with no GPU.
+"""Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, without a GPU.
 
 ARTIFACT is one that tests/cuda_artifact.py made. Every method is called with several numbers of rows, at positions
-where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and what they leave is compared
-bit for bit. Prints what meets by design, with the reason, and what is found; exits with 1 if anything is.
+where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and the results are compared
+bit for bit. Prints the accesses that overlap by design, with the reason, and the races found; exits with 1 if there are
+any.
 
     python tests/cuda_artifact.py /tmp/artifact
     python scripts/check_races.py /tmp/artifact
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, and what has kernels
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton and any module with kernels is imported
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import click
@@ -30,18 +31,18 @@ CALLS = {
     PREFILL: (9, 33),
     TARGET_VERIFY: (2, 16),
     SPECULATE: (2, 16),
-    DRAFT_DECODE: (1, 4, 17),  # after a round, and after a prompt: in one part
+    DRAFT_DECODE: (1, 4, 17),  # after a round, and after a prompt
     DECODE: (1,),
     FORWARD: (1, 17, 40),
 }
-"""Numbers of rows by method, cut to what the method takes; first one that gives features."""
+"""Numbers of rows by method, clamped to the method's bounds. The first method returns features for the draft."""
 FAST = {TARGET_VERIFY: (16,), DRAFT_DECODE: (4, 17)}
 RING = 128
-"""Slots of a ring of gemma4-tiny, and positions of a part of its attention."""
+"""Slots of a ring of gemma4-tiny, and positions of one part of its split attention."""
 
 
 def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Makes each call, half of its rows before a ring's end; yields what was called."""
+    """Make each call with half of its rows before a ring's end, and yield a description of it."""
     torch.manual_seed(1)
     feature = None
     for name, counts in wanted.items():
@@ -63,7 +64,7 @@ def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    "))
 @click.argument("artifact", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("orders", nargs=-1, type=click.Choice(ORDERS))
-@click.option("--fast", is_flag=True, help="A verify and two draft steps only.")
+@click.option("--fast", is_flag=True, help="Run one verify and two draft steps only.")
 def main(artifact: Path, orders: tuple[str, ...], fast: bool) -> None:
     torch.set_num_threads(1)
     machine = Machine(sources_of(artifact))

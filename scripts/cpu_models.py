@@ -1,8 +1,8 @@
-"""Synthetic checkpoints of models that people run on a CPU, and what an artifact of one takes here.
+"""Writes synthetic checkpoints of models for the CPU, and measures an artifact of one.
 
-Widths are those of the published models and of published EAGLE-3 heads for them, weights are random: good for size and
-speed alone. ``python scripts/cpu_models.py ARTIFACT --acceptance 3.3`` runs an artifact: memory, milliseconds a call,
-the speed-up that the acceptance length makes of them. ``bench_export.py --backend xnnpack`` does all of it.
+Widths are those of the published models and of published EAGLE-3 heads for them. Weights are random, so only size and
+speed are meaningful. ``python scripts/cpu_models.py ARTIFACT --acceptance 3.3`` runs an artifact and prints memory,
+milliseconds per call, and the speedup for that acceptance length. ``bench_export.py --backend xnnpack`` does all of it.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-if __name__ == "__main__":  # as eagle3-run does; an export, which imports this too, multiplies on every core
+if __name__ == "__main__":  # as in eagle3-run; an export imports this module too and uses all cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -53,15 +53,15 @@ CPU_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
         dtype="bfloat16",
     ),
 }
-"""By target; called with a number of layers, or without for all."""
+"""Configurations by target. Called with a number of layers, or without arguments for all layers."""
 PROMPT = 64
-"""Tokens in the cache when a call is timed, unless said; ``prefill_ms`` is of the last so many."""
+"""Default number of tokens in the cache when a call is timed; ``prefill_ms`` is the time of a chunk of this size."""
 
 
 def save_cpu_target(
     folder: Path, target: str, config: PreTrainedConfig, make: Callable[[torch.Size, None], torch.Tensor]
 ) -> None:
-    """A shard a layer, so that no more than one is in memory; ``make`` makes a weight."""
+    """Write the target with one shard per layer, so that only one shard is in memory. ``make`` makes a weight."""
     shapes: dict[str, dict[str, torch.Size]] = {}
     for name, value in TARGETS[target].module().skeleton(config, max_seq_len=1024).model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -78,8 +78,8 @@ def save_cpu_target(
 
 
 class Timed:
-    """Calls of a session over random tokens, each at the first free position: behind chunks of ``PROMPT``, as many as
-    ``prompt`` has at least."""
+    """Times calls of a session over random tokens, each at the first free position. Before that, chunks of ``PROMPT``
+    tokens are prefilled, at least ``prompt`` tokens in all."""
 
     def __init__(self, session: Session, prompt: int = PROMPT):
         self.session, metadata = session, session.metadata
@@ -107,20 +107,23 @@ class Timed:
         return self._timed(self.session.draft_decode, tokens, self.feature.repeat(1, rows, 1), positions)
 
     def _rows(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions."""
+        """Return tokens and positions."""
         rows = slice(start, start + count)
         return self.tokens[:, rows].contiguous(), self.session.positions[rows]
 
     def _timed(self, method: Callable, *given: torch.Tensor) -> float:
-        """Milliseconds of a call."""
+        """Return the milliseconds of a call."""
         start = time.perf_counter()
         method(*given)
         return 1e3 * (time.perf_counter() - start)
 
 
 def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dict[str, float]:
-    """Milliseconds are medians of calls in turn. A round is a verify, the draft's rows of the tokens that it accepted,
-    and a row for each further proposal."""
+    """Measure memory and times of an artifact. Milliseconds are medians; the calls take turns.
+
+    A round is a verify, a draft call over the rows of the accepted tokens, and a draft call of one row for each further
+    proposal.
+    """
     before = held_by("self", "RssAnon", "RssFile")
     start = time.perf_counter()
     session = open_session(open_artifact(artifact))
@@ -136,7 +139,7 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
         "draft_row": lambda: timed.draft(1),
         "prefill": timed.prefill,
     }
-    took = {name: [call() for _ in range(repeats)] for name, call in calls.items()}  # the first of each warms up
+    took = {name: [call() for _ in range(repeats)] for name, call in calls.items()}  # warm-up
     for _ in range(repeats):
         for name, call in calls.items():
             took[name].append(call())
@@ -155,7 +158,7 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
 
 
 def run_text(run: dict[str, float]) -> str:
-    """What ``measure`` found, for a person."""
+    """Format the result of ``measure`` for a person."""
     return (
         f"  loads in {run['load_seconds']:.1f} s, {run['private_mib']:,.0f} MiB private, {run['mapped_mib']:,.0f} MiB "
         f"mapped\n  decode {run['decode_ms']:.1f} ms, a verify {run['verify_ms']:.1f} ms "
@@ -165,17 +168,17 @@ def run_text(run: dict[str, float]) -> str:
 
 
 def held_by(process: int | str, *keys: str) -> dict[str, float]:
-    """A process's memory in GiB by Linux's names of it, 0 of one that has ended."""
+    """Return a process's memory in GiB under Linux's names for it, 0 if the process has ended."""
     return {key: (linux_bytes(f"/proc/{process}/status", key) or 0) / GIB for key in keys}
 
 
 @click.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--acceptance", default=3.0, show_default=True, help="Acceptance length to reckon the speed-up with.")
+@click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for the speedup.")
 @click.option("--repeats", default=15, show_default=True)
-@click.option("--prompt", default=PROMPT, show_default=True, help="Tokens in the cache: what a longer context takes.")
+@click.option("--prompt", default=PROMPT, show_default=True, help="Tokens in the cache when a call is timed.")
 def main(artifact: Path, acceptance: float, repeats: int, prompt: int) -> None:
-    """Run an artifact that has decode, and print one JSON object."""
+    """Measure an artifact that has the method decode, and print one JSON object."""
     click.echo(json.dumps(measure(artifact, acceptance, repeats, prompt)))
 
 

@@ -1,21 +1,22 @@
-"""Checks on an NVIDIA GPU what cannot be seen without one, and measures it, in stages of 8 minutes at most.
+"""Checks and measures on an NVIDIA GPU what cannot be seen without one, in stages of at most 8 minutes.
 
-    python scripts/gpu_check.py                                # all of them
-    python scripts/gpu_check.py --only wide --only round       # what round and prefill run on is made by wide
+    python scripts/gpu_check.py                                # all stages
+    python scripts/gpu_check.py --only wide --only round       # wide makes the artifact for round and prefill
     python scripts/gpu_check.py --only tiny --elsewhere out    # with gemma4-tiny's artifact made on another machine
 
-tiny      gemma4-tiny against eager greedy decoding by the same weights, token for token, with the first divergence and
-          the margin of the two best logits there: made elsewhere, or here without using the GPU, and made with the GPU;
-          each by CUDA graphs and without
-wide      a few full-width layers of Gemma 4 31B with synthetic INT4 weights, exported with this GPU
-kernels   the kernels of few rows, right and at 1 to 16 rows against copy bandwidth, on every linear of that model
-round     a round of the full-width layers, by CUDA graphs and without, against the memory's limit and against what
-          ``eagle3-inspect --cost`` counts
-prefill   chunks of several lengths through those layers
+tiny      compares gemma4-tiny with eager greedy decoding by the same weights, token for token, and reports the first
+          divergence and the margin of the two best logits there. The artifact is made elsewhere (or here without using
+          the GPU) and with the GPU; each runs with CUDA graphs and without
+wide      exports a few full-width layers of Gemma 4 31B with synthetic INT4 weights, using this GPU
+kernels   checks the small-M kernels, and compares them with copy bandwidth at 1 to 16 rows, on every linear of that
+          model
+round     times a round of the full-width layers, with CUDA graphs and without, beside the memory limit and the bounds
+          of ``eagle3-inspect --cost``
+prefill   times chunks of several lengths through those layers
 
-Steps end as ok, failed, or not run with the reason: no GPU, no time left, what this PyTorch or this machine lacks. The
-JSON is written after each, so that a run that is cut off loses nothing; the log of every export lies beside it. The
-exit code is 1 if a step failed. Owed: its tables from a real GPU; it has run on none so far.
+Steps end as ok, failed, or not run with the reason: no GPU, no time left, or a feature that this PyTorch or this
+machine lacks. The JSON is written after each step, so an interrupted run loses nothing; the log of every export is
+beside it. The exit code is 1 if a step failed. It has not run on a real GPU yet.
 """
 
 import json
@@ -44,7 +45,7 @@ GRAPHS = {"auto": "by CUDA graphs", "off": "without graphs"}
 
 @dataclass(frozen=True)
 class Check:
-    """``work``: of checkpoints and artifacts, which later stages find there."""
+    """The settings of a check. ``work`` is the folder for checkpoints and artifacts, which later stages read."""
 
     report: Report
     work: Path
@@ -53,7 +54,7 @@ class Check:
 
     @cached_property
     def copied(self) -> float:
-        """Bytes a second that a copy reads and writes."""
+        """The bytes per second that a copy reads and writes."""
         import bench_small_m
 
         return bench_small_m.copy_bandwidth()
@@ -182,16 +183,17 @@ def time_kernel(name: str, copied: float) -> Facts:
 # --- round
 
 
-def whole_round(check: Check) -> None:
+def measure_rounds(check: Check) -> None:
     check.report.step("counted", lambda facts: facts.update(counted_round(check)))
     for graphs, how in GRAPHS.items():
         check.report.step(how, lambda facts, graphs=graphs: measure_round(facts, check, graphs))
 
 
 def counted_round(check: Check) -> Facts:
-    """What no round can beat, in milliseconds: each weight read once; kernel after kernel, with and without launches.
+    """Return lower bounds of a round in milliseconds: each weight read once; all kernels in sequence, with and without
+    launch times.
 
-    Raises NotRun where the GPU is not in the table.
+    Raises NotRun if the GPU is not in the table.
     """
     from eagle3.runner.artifact.opening import find_model, load_artifact
     from eagle3.runner.cost.bound import cost_of
@@ -209,7 +211,7 @@ def counted_round(check: Check) -> Facts:
 
 
 def measure_round(facts: Facts, check: Check, graphs: str) -> None:
-    """Each method of a round at one place of the context, and its weights' share of copy bandwidth."""
+    """Time each method of a round at one position, and compute the round's share of copy bandwidth."""
     from eagle3.runner.bench.measure import session_steps, step_milliseconds
     from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
 
@@ -261,10 +263,10 @@ def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
 
 
 def export(check: Check, output: Path, *args: str, hidden: bool = False) -> Facts:
-    """Run eagle3-export in a process of its own, ``hidden`` from the GPU; the seconds of its stages.
+    """Run eagle3-export in a process of its own and return the seconds of its stages. ``hidden``: it sees no GPU.
 
-    Its log is ``<folder>-export.log`` beside the JSON. Raises NotRun for what this machine lacks to compile,
-    RuntimeError with the log's last line where the export fails or is not over in time.
+    Its log is ``<folder>-export.log`` beside the JSON. Raises NotRun if this machine lacks a compiler, RuntimeError
+    with the log's last line if the export fails or does not end in time.
     """
     from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home
 
@@ -290,7 +292,7 @@ def export(check: Check, output: Path, *args: str, hidden: bool = False) -> Fact
 
 
 def made(folder: Path) -> Path:
-    """Raises NotRun where nothing was exported."""
+    """Return ``folder``. Raises NotRun if it holds no artifact."""
     if not (folder / "model.pte").is_file():
         raise NotRun(f"there is no artifact in {folder}")
     return folder
@@ -298,7 +300,8 @@ def made(folder: Path) -> Path:
 
 @contextmanager
 def opened(folder: Path, graphs: str, facts: Facts) -> Iterator[Any]:
-    """A session by PyTorch, closed at the end; the facts say what was not captured as a graph, and why."""
+    """Open a session hosted by PyTorch, and close it at the end. The facts say which method was not captured as a
+    graph, and why."""
     folder = made(folder)
     from eagle3.runner.artifact.opening import open_artifact
     from eagle3.runner.hosts import cuda_graph
@@ -320,7 +323,7 @@ def opened(folder: Path, graphs: str, facts: Facts) -> Iterator[Any]:
 
 
 class _Lines(logging.Handler):
-    """What is logged while it is there."""
+    """Collects the lines that are logged while it is registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +334,7 @@ class _Lines(logging.Handler):
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """The launches of each method, as ``export.json`` has them."""
+    """Return the launches of each method, as recorded in ``export.json``."""
     from eagle3.runner.cost.bound import launches_of
 
     return launches_of(json.loads((folder / "export.json").read_text()), str(folder))
@@ -341,18 +344,18 @@ STAGES: dict[str, Callable[[Check], None]] = {
     "tiny": tiny,
     "wide": wide,
     "kernels": kernels,
-    "round": whole_round,
+    "round": measure_rounds,
     "prefill": prefill,
 }
 
 
 @click.command(epilog="Example: python scripts/gpu_check.py --only wide --only round --layers 6")
-@click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="This stage; may be repeated. [all]")
+@click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="Run this stage; may be repeated. [all]")
 @click.option("--layers", default=4, show_default=True, help="Full-width layers of Gemma 4 31B.")
 @click.option("--elsewhere", type=click.Path(path_type=Path, exists=True), help="gemma4-tiny exported without a GPU.")
 @click.option(
     "--output-dir", type=click.Path(path_type=Path, file_okay=False), default="gpu_check", show_default=True,
-    help="Of gpu_check.json and the exports' logs.",
+    help="For gpu_check.json and the exports' logs.",
 )  # fmt: skip
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Keep checkpoints and artifacts here.")
 def main(only: tuple[str, ...], layers: int, elsewhere: Path | None, output_dir: Path, work: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What a session on a GPU is held against: greedy decoding of gemma4-tiny by its packed weights in eager PyTorch."""
+"""The reference for a session on a GPU: greedy decoding of gemma4-tiny with its packed weights in eager PyTorch."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from eagle3.targets.attention import EagerAttention
 
 NEW_TOKENS = 64
 NEAR_TIE = 0.25
-"""A margin of two steps of bfloat16 at the size of the largest logits (16 to 30): kernels that round differently may
-choose either token."""
+"""Two steps of bfloat16 at the size of the largest logits (16 to 30). Within this margin, kernels that round
+differently may choose either token."""
 
 
 def placed(module: nn.Module, device: str) -> nn.Module:
-    """Move a module, the parts of its quantized weights one by one."""
+    """Move a module to a device. The parts of its quantized weights are moved one by one."""
 
     def moved(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, TorchAOBaseTensor):
@@ -40,7 +40,7 @@ def placed(module: nn.Module, device: str) -> nn.Module:
 
 
 class EagerGreedy:
-    """Greedy decoding, a token a forward."""
+    """Greedy decoding with one token per forward."""
 
     def __init__(self, device: str = "cuda", arch: str | None = None):
         self.device = device
@@ -51,7 +51,7 @@ class EagerGreedy:
 
     @torch.no_grad()
     def __call__(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        """The continuation, and at each token the margin by which it was the best."""
+        """Return the completion, and for each token the margin by which its logit was the largest."""
         ids, margins, fed, start = [], [], prompt, 0
         with small_m_dispatch(self.plan.small_m_limit):
             while len(ids) < count and not (ids and ids[-1] in self.plan.eos_ids):
@@ -65,14 +65,14 @@ class EagerGreedy:
 
 
 def first_difference(ours: list[int], theirs: list[int], margins: list[float]) -> tuple[int, float] | None:
-    """Its place, and the margin of ``theirs`` there."""
+    """Return the index of the first difference and the margin of ``theirs`` there, None if there is none."""
     places = (place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
     place = next(places, None)
     return None if place is None else (place, round(margins[place], 4))
 
 
 def compare(session: Session, greedy: EagerGreedy, prompts: list[list[int]]) -> dict[str, Any]:
-    """Raises RuntimeError where a token differs by more than a near-tie."""
+    """Compare a session with eager greedy decoding. Raises RuntimeError if a token differs by more than a near-tie."""
     rounds, tokens, divergences = 0, 0, []
     for number, prompt in enumerate(prompts):
         result = complete(session, prompt, max_new_tokens=NEW_TOKENS)
@@ -82,7 +82,7 @@ def compare(session: Session, greedy: EagerGreedy, prompts: list[list[int]]) -> 
             divergences.append((number, *parting))
     for prompt, place, margin in divergences:
         if margin > NEAR_TIE:
-            raise RuntimeError(f"prompt {prompt} parts from eager greedy at token {place}, by a margin of {margin}")
+            raise RuntimeError(f"prompt {prompt} differs from eager greedy at token {place}, by a margin of {margin}")
     same = f"{len(prompts) - len(divergences)} of {len(prompts)} prompts"
     return {
         "identical to eager greedy": same,

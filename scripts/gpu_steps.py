@@ -1,4 +1,4 @@
-"""Steps of a check on a GPU: each ends as ok, failed or not run, and the JSON has all of them after each."""
+"""The steps of a check on a GPU. Each ends as ok, failed or not run, and the JSON file is rewritten after each."""
 
 import json
 import time
@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 BUDGET = 8 * 60  # seconds of a stage
-LEAST = 20  # seconds that a step is begun with
+LEAST = 20  # seconds that must be left to begin a step
 REPORT = "gpu_check.json"
 Facts = dict[str, Any]
 
 
 class NotRun(Exception):
-    """Why a step was not run."""
+    """A step was not run; the message is the reason."""
 
 
 @dataclass
@@ -30,14 +30,14 @@ class Step:
 
 
 class Report:
-    """The steps so far, and the seconds that are left to the stage."""
+    """The steps so far, and the seconds left in the current stage."""
 
     def __init__(self, folder: Path, machine: Facts, unable: str | None = None):
         """
         Args:
-            folder: of the JSON and the logs; steps of the same machine that it has from before are kept
-            machine: what is measured on
-            unable: why no step can run here
+            folder: for the JSON and the logs; earlier steps of the same machine in it are kept
+            machine: a description of the machine
+            unable: the reason why no step can run here, None if steps can run
         """
         self.folder, self.machine, self.unable = folder, machine, unable
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ class Report:
         return [Step(**step) for step in found["steps"]] if found["machine"] == self.machine else []
 
     def stage(self, name: str, run: Callable[[], None]) -> None:
-        """``run`` takes the steps of a stage, which has its own time; those of before go."""
+        """Run a stage: ``run`` makes its steps. The stage gets a new time budget, and its earlier steps are dropped."""
         self.name, self._start = name, time.monotonic()
         self.earlier = [step for step in self.earlier if step.stage != name]
         try:
@@ -63,7 +63,7 @@ class Report:
         return BUDGET - (time.monotonic() - self._start)
 
     def step(self, name: str, run: Callable[[Facts], None]) -> None:
-        """Run a step, which fills in its facts, print what came of it, and write the JSON."""
+        """Run a step, which fills in its facts, print the outcome, and write the JSON."""
         step, start = Step(self.name, name), time.monotonic()
         try:
             if self.unable:
@@ -83,7 +83,7 @@ class Report:
         click.echo(f"{step.stage:<8} {name:<40} {step.seconds:>6.1f} s  {step.status}  {facts}")
 
     def write(self) -> None:
-        """Whole or not at all, whenever this process ends."""
+        """Write the JSON atomically, so that it stays complete if this process is killed."""
         found = {"machine": self.machine, "steps": [asdict(step) for step in self.earlier + self.steps]}
         fresh = self.folder / f"{REPORT}.new"
         fresh.write_text(json.dumps(found, indent=2) + "\n")
@@ -95,7 +95,7 @@ class Report:
 
 
 def _is_lacking(error: Exception) -> bool:
-    """Whether another package lacks what a step needs: none of ours, and nothing that went wrong."""
+    """Return True if the error is that another package, or a part of it, is not installed."""
     return isinstance(error, ImportError) and not (error.name or "").startswith("eagle3")
 
 
@@ -104,5 +104,5 @@ def _raise(error: Exception, _facts: Facts) -> None:
 
 
 def met(found: Iterable[tuple[str, bool]]) -> str:
-    """Goals in words."""
+    """Format goals as text: met or missed."""
     return ", ".join(f"{'met' if good else 'MISSED'}: {goal}" for goal, good in found)

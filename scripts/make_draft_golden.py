@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden/: tiny random EAGLE-3 draft heads and what they compute.
+"""Make the golden fixtures under tests/golden/: tiny random EAGLE-3 draft heads and their outputs.
 
 The numbers come from the reference drafter, speculators 0.9.0's `Eagle3DraftModel`, so that our own draft head
 can be compared with it without installing it. Each case is a folder with the checkpoint as speculators'
@@ -7,21 +7,22 @@ can be compared with it without installing it. Each case is a folder with the ch
     tokens          [1, T]      target-vocabulary ids embedded in each draft slot
     taps            [1, T, 3H]  the target's hidden states at the three aux layers, concatenated
     positions       [T]         rotary positions speculators uses: it counts slots from 1, and only differences matter
-    feature         [1, T, H]   what the layer takes beside the embedding in the first step (the output of fc)
+    feature         [1, T, H]   the layer's input beside the embedding in the first step (the output of fc)
     logits_0        [1, T, 48]  draft-vocabulary logits of the first step, every slot
-    recurrent_0     [1, T, H]   what the first step hands to the next one as its feature
+    recurrent_0     [1, T, H]   the feature that the first step passes to the next one
     chain_ids       [3]         a greedy chain from the last slot, as target-vocabulary ids
     chain_logits    [3, 48]     its logits; row 0 is logits_0's last row
     chain_recurrent [3, H]      its recurrent states; row 0 is recurrent_0's last row
 
-Chain row j > 0 is a slot of its own, j behind the last, that embeds chain_ids[j - 1], takes chain_recurrent[j - 1] as
-its feature and attends to every slot up to itself. Where the layer has a window of W slots, every slot, a chain's too,
-attends to the last W, itself among them: slot q to q - W + 1 .. q. That is speculators' mask in the first step and
-vLLM's in every one; speculators trains its later steps without moving the window's start (W + j slots in step j), so
-those are not the chain of a window's case: its proposals run as slots of a first step instead.
+Chain row j > 0 is a slot of its own, j after the last. It embeds chain_ids[j - 1], takes chain_recurrent[j - 1] as its
+feature and attends to every slot up to itself. If the layer has a sliding window of W slots, every slot, including
+those of a chain, attends to the last W slots including itself: slot q to q - W + 1 .. q. That is speculators' mask in
+the first step and vLLM's in every step. speculators trains its later steps without moving the window's start (W + j
+slots in step j), so they cannot be the chain of a case with a window; its proposals run as slots of a first step
+instead.
 
-speculators pins older versions than ours: give it its own venv. The last bit of what it computes is the processor's:
-the fixtures are what any x86 with AVX2 makes of them under ATEN_CPU_CAPABILITY=avx2.
+speculators pins older versions than ours, so it needs a venv of its own. The last bit of its results depends on the
+processor; with ATEN_CPU_CAPABILITY=avx2, any x86 with AVX2 gives these fixtures.
 
     python -m venv golden-env
     golden-env/bin/pip install torch==2.13.0 "transformers>=5.17,<=5.19" safetensors
@@ -47,7 +48,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 THREE_LAYERS = {"num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True}
-CASES = {  # the seeds are the first from 704 on whose chains repeat no token and come close to no tie
+CASES = {  # the seeds are the first from 704 on whose chains repeat no token and have no near-tie
     "llama_nbr_true": (LlamaConfig, {"norm_before_residual": True}, 704),
     "llama_nbr_false": (LlamaConfig, {"norm_before_residual": False}, 704),
     "qwen3_nbr_true": (Qwen3Config, {"norm_before_residual": True}, 704),
@@ -67,7 +68,7 @@ LAYER |= {"attn_implementation": "eager"}  # left out, speculators takes flex at
 
 
 def build_model(layer_class: type, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
-    """A draft head with random weights, none of them at a value that would hide a mistake."""
+    """Return a draft head with random weights, none of them at a value that would hide a mistake."""
     speculators_config = SpeculatorsConfig(
         algorithm="eagle3",
         proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=CHAIN)],
@@ -95,12 +96,12 @@ def build_model(layer_class: type, options: dict, generator: torch.Generator) ->
 def forward(
     model: Eagle3DraftModel, tokens: torch.Tensor, taps: torch.Tensor, recurrent: torch.Tensor
 ) -> dict[str, list[torch.Tensor]]:
-    """Run the public forward for CHAIN steps; per step, what its submodules were handed and what they returned.
+    """Run the public forward for CHAIN steps; return the inputs and outputs of its submodules in each step.
 
     Step j of slot p embeds tokens[p + j], takes the slot's state of step j - 1 and attends to the first step of the
-    slots up to p (to the last W of them) and to the slot's own later steps. Without a window that is the chain from
-    slot p, given the tokens that follow it. With one, the chain is the first step of the slots behind the last: they
-    have no taps, and their features are ``recurrent``.
+    slots up to p (to the last W of them) and to the slot's own later steps. Without a sliding window that is the chain
+    from slot p, given the tokens that follow it. With one, the chain is the first step of the slots after the last.
+    They have no taps, and their features are ``recurrent``.
     """
     seen = {"features": [], "positions": [], "logits": []}
     taps = torch.nn.functional.pad(taps, (0, 0, 0, len(recurrent)))
@@ -118,7 +119,8 @@ def forward(
 
 
 def one_pass(model: Eagle3DraftModel, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Logits of one causal pass through the model's own submodules, windowed or not, positions counted from 0."""
+    """Return the logits of one causal pass through the model's own submodules, with its sliding window if it has one.
+    Positions count from 0."""
     x = torch.cat([model.embed_tokens(tokens), features], dim=-1)
     length = tokens.shape[1]
     closed = torch.full((length, length), -torch.inf)
@@ -158,7 +160,8 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
 
 @torch.no_grad()
 def write_cases(cases: dict, build_model: Callable, golden: Callable, shown: str, of_what: str) -> None:
-    """The command: a folder for each case, with the checkpoint and the numbers of ``golden``, one of them ``shown``."""
+    """Run the command: write a folder for each case with the checkpoint and the numbers of ``golden``, and print the
+    one named ``shown``."""
     parser = argparse.ArgumentParser(description=f"Make the golden heads from speculators' {of_what}.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; a case's folder is replaced")
     out = parser.parse_args().out

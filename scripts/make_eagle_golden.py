@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_eagle/: tiny EAGLE 1, 2 and HASS heads and what speculators computes.
+"""Make the golden fixtures under tests/golden_eagle/: tiny EAGLE 1, 2 and HASS heads and the outputs of speculators.
 
 The numbers are those of speculators 0.3.0's `EagleSpeculator`, the last version that has it, attached to a tiny Llama
 whose embedding and lm_head it shares (verifier.safetensors). A case is a folder with the checkpoint as its
@@ -7,9 +7,9 @@ whose embedding and lm_head it shares (verifier.safetensors). A case is a folder
     tokens   [1, T]     target-vocabulary ids embedded in each draft slot
     states   [1, T, H]  the target's final states after its norm
     logits   [1, T, V]  of one pass over all slots
-    next     [1, T, H]  what the decoder layer gives: the next step's feature
+    next     [1, T, H]  the output of the decoder layer, which is the next step's feature
 
-Its own environment, since 0.9.0 has none of this:
+It needs an environment of its own, because speculators 0.9.0 no longer has this class:
 
     python -m venv eagle-env
     eagle-env/bin/pip install torch==2.13.0 transformers==4.57.6 safetensors loguru pydantic pydantic-settings

@@ -1,15 +1,16 @@
-"""Make the golden fixtures under tests/golden_peagle/: tiny random P-EAGLE heads and what speculators computes.
+"""Make the golden fixtures under tests/golden_peagle/: tiny random P-EAGLE heads and the outputs of speculators.
 
-The numbers are those of speculators 0.9.0's `PEagleDraftModel`. Its forward is for training alone: it draws at random
-which slots predict how many tokens ahead, and returns a loss. Here the last slot predicts DEPTHS ahead and the others
-one, and lm_head is listened to. A case is a folder as in make_draft_golden.py, whose environment this needs, too:
+The numbers are those of speculators 0.9.0's `PEagleDraftModel`. Its forward is for training only: it draws at random
+which slots predict how many tokens ahead, and returns a loss. Here the last slot predicts DEPTHS tokens ahead and the
+others one, and a hook reads the output of lm_head. A case is a folder as in make_draft_golden.py, whose environment
+this needs too:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
     golden-env/bin/python scripts/make_peagle_golden.py --out tests/golden_peagle
 
     tokens     [1, T]                   target-vocabulary ids embedded in each draft slot
     taps       [1, T, 3H]               the target's hidden states at the three aux layers, concatenated
-    logits     [T + DEPTHS - 1, 48]     of every slot, then of the mask rows behind the last one, depth by depth
+    logits     [T + DEPTHS - 1, 48]     of every slot, then of the mask rows after the last one, depth by depth
     proposals  [DEPTHS]                 the greedy tokens after the last slot, as target-vocabulary ids
 """
 
@@ -26,7 +27,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from transformers import LlamaConfig, Qwen3Config
 
 DEPTHS, MASK_TOKEN = 4, 95
-CASES = {  # the seeds are the first from 704 on that come close to no tie
+CASES = {  # the seeds are the first from 704 on without a near-tie
     "peagle_two_layers": (partial(LlamaConfig, num_hidden_layers=2), {"norm_before_residual": True}, 704),
     "peagle_fc_norm": (
         partial(Qwen3Config, num_hidden_layers=1),
@@ -68,7 +69,7 @@ def build_model(layer_class: type, options: dict, generator: torch.Generator) ->
 
 def golden(model: PEagleDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
     length, masks = SLOTS + DEPTHS - 1, DEPTHS - 1
-    tokens = torch.randint(VOCAB, (1, length), generator=generator)  # the last ones stand where no depth 0 looks
+    tokens = torch.randint(VOCAB, (1, length), generator=generator)  # the last DEPTHS - 1 are not read at depth 0
     taps = torch.randn(1, length, len(AUX_IDS) * HIDDEN, generator=generator)
     anchors = torch.cat([torch.arange(SLOTS), torch.full((masks,), SLOTS - 1)])
     depths = torch.cat([torch.zeros(SLOTS, dtype=torch.long), torch.arange(1, DEPTHS)])
@@ -76,7 +77,7 @@ def golden(model: PEagleDraftModel, generator: torch.Generator) -> dict[str, tor
     hook = model.lm_head.register_forward_hook(lambda _, _args, output: seen.append(output[0]))
     with patch.object(core, "generate_cod_sample_indices", lambda **_: (anchors, depths)):
         final = torch.randn(1, length, HIDDEN, generator=generator)
-        loss = resolve_loss_config("kl_div", "eager")  # wanted of it, and not looked at
+        loss = resolve_loss_config("kl_div", "eager")  # required, but its result is not used
         documents = torch.zeros_like(tokens)
         model(taps, tokens, documents, verifier_last_hidden_states=final, loss_config=loss, num_depths=DEPTHS)
     hook.remove()

@@ -1,9 +1,9 @@
-"""Make the golden fixtures under tests/golden_quantized/: linears as the tools of the hubs pack them.
+"""Make the golden fixtures under tests/golden_quantized/: linears as common quantization tools pack them.
 
-Each case is a folder as a checkpoint's (config.json, model.safetensors) of linears with random weights, and
-dense.safetensors, the weights that the tool itself makes of them: compressed-tensors' compressor, GPTQModel's
-TorchLinear, AutoAWQ's WQLinear_GEMM. They are wanted beside this project's environment, not in it, the last two as
-sources, nothing of them compiled:
+Each case is a folder with a checkpoint (config.json, model.safetensors) of linears with random weights, and
+dense.safetensors, the weights as the tool itself dequantizes them: compressed-tensors' compressor, GPTQModel's
+TorchLinear, AutoAWQ's WQLinear_GEMM. Install the tools beside this project's environment, not in it. The last two are
+used as sources; nothing of them is compiled:
 
     pip install --no-deps --target golden-packages compressed-tensors==0.20.0 loguru==0.7.3 psutil \\
         pypcre logbar accelerate device-smi tokenicer defuser pillow
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def by_compressed_tensors(args: QuantizationArgs, dtype: torch.dtype) -> tuple[dict, dict, torch.Tensor]:
-    """quantization_config, the parts of a linear, and its weight [ROWS, COLUMNS] by the tool's own decompression."""
+    """Return quantization_config, the parts of a linear, and its weight [ROWS, COLUMNS] as the tool decompresses it."""
     weight = torch.randn(ROWS, COLUMNS).mul_(0.02).add_(0.003).to(dtype)
     groups = weight.unflatten(1, (-1, args.group_size or COLUMNS))
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
@@ -88,7 +88,8 @@ def by_compressed_tensors(args: QuantizationArgs, dtype: torch.dtype) -> tuple[d
 
 
 def random_linear(bits: int, symmetric: bool, g_idx: Tensor) -> tuple[nn.Linear, Tensor, Tensor]:
-    """A linear whose weights are codes, its scales and zero points [rows, groups] in fp16; no zero point is 0."""
+    """Return a linear with weights that are exact codes, its scales (fp16) and its zero points, both [rows, groups]. No
+    zero point is 0."""
     rows, groups = 32, int(g_idx.max()) + 1
     scale = (0.002 * (0.5 + torch.rand(rows, groups))).half()
     zero = torch.full((rows, groups), 1 << (bits - 1)) if symmetric else torch.randint(1, 1 << bits, (rows, groups))
@@ -125,7 +126,7 @@ def by_autoawq(group: int) -> tuple[dict, dict, Tensor]:
 
 @cache
 def autoawq_gemm() -> ModuleType:
-    """AutoAWQ's module without its packages' own imports, which want an older transformers."""
+    """Import AutoAWQ's module without its packages' own imports, which need an older transformers."""
     (place,) = importlib.util.find_spec("awq").submodule_search_locations
     for name in ("awq", "awq.modules", "awq.modules.linear"):
         sys.modules[name] = ModuleType(name)

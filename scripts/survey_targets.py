@@ -1,9 +1,9 @@
-"""Every class of the installed transformers that reads text and images and writes text, through the plan and the twin.
+"""Runs every class of the installed transformers that generates text from text or images through the plan and the twin.
 
-``python scripts/survey_targets.py`` writes its table into ``targets/README.md``. Each class gets the configuration that
-it has by default with its text part cut to a twin's sizes, and a checkpoint of zeros that takes no space on disk. What
-comes out is right by the twin check, or a line that says why not; anything else is an error of ours, and the exit code
-is 1. ``--only NAME`` (any number of them) prints the outcome of single model types.
+``python scripts/survey_targets.py`` writes its table into ``targets/README.md``. Each class gets its default
+configuration, with the text part reduced to a twin's sizes, and a checkpoint of zeros that takes no space on disk. The
+outcome is a passed twin check, or a line that says why not. Anything else is a bug of ours, and the exit code is 1.
+``--only NAME`` (repeatable) prints the outcome of single model types.
 """
 
 import json
@@ -48,21 +48,21 @@ GIVEN = {
     **dict.fromkeys(("glm4v", "glm46v", "glmga"), GLM),
     "glm4v_moe": {"text_config": {"head_dim": 128, "rope_parameters": GLM_ROPE | {"mrope_section": [16, 8, 8]}}},
 }
-"""Fields where a class's defaults make no model."""
+"""Fields for classes whose defaults do not make a model."""
 CONTEXT = 128  # tokens
-MOST_BYTES = 16e9  # of a checkpoint: its file is mapped into memory
+MOST_BYTES = 16e9  # of a checkpoint, whose file is mapped into memory
 
 
 class Outcome(NamedTuple):
     model_type: str
     name: str
-    """Of transformers' class."""
+    """Name of transformers' class."""
     what: str
     line: str
 
 
 def classes() -> Iterator[tuple[str, str]]:
-    """Model type and class, each pair once."""
+    """Yield (model type, class name), each pair once."""
     pairs = {}
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
         for model_type, names in mapping.items():
@@ -72,11 +72,11 @@ def classes() -> Iterator[tuple[str, str]]:
 
 
 def tiny(model_type: str, name: str) -> PreTrainedConfig:
-    """The class's own configuration with a twin's sizes."""
+    """Return the class's default configuration with a twin's sizes."""
     config = CONFIG_MAPPING[model_type](**deepcopy(GIVEN.get(model_type, {})))
     config.architectures = [name]
     text = text_config_of(config)
-    with suppress(Exception):  # it stays as it is: the plan says why no twin can be made of it
+    with suppress(Exception):  # then it keeps its sizes, and the plan reports why no twin can be made
         text = shrink(text)
     config = whole_config(text)
     config.architectures = [name]
@@ -84,7 +84,7 @@ def tiny(model_type: str, name: str) -> PreTrainedConfig:
 
 
 def save_model(config: PreTrainedConfig, name: str, folder: Path) -> None:
-    """A checkpoint of zeros, with the names that transformers gives its tensors."""
+    """Write a checkpoint of zeros under the names that transformers gives its tensors."""
     with torch.device("meta"):
         model = getattr(transformers, name)._from_config(config)
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
@@ -94,13 +94,13 @@ def save_model(config: PreTrainedConfig, name: str, folder: Path) -> None:
 
 
 def save_zeros(shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """float32 in a file with a hole: it has its size and takes no space."""
+    """Write float32 zeros as a sparse file, which takes no space on disk."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 4 * torch.Size(shape).numel()
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     if end > MOST_BYTES:
-        raise ValueError(f"no twin of it could be cut, and its checkpoint has {end / 1e9:,.0f} GB")
+        raise ValueError(f"no twin of it could be made, and its checkpoint has {end / 1e9:,.0f} GB")
     written = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(written)) + written)
@@ -108,7 +108,7 @@ def save_zeros(shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
 
 
 def save_draft(config: PreTrainedConfig, folder: Path) -> None:
-    """A draft head in the layout of the first ones (SafeAILab's), for a text configuration."""
+    """Write a draft head in the layout of SafeAILab's original heads, for a text configuration."""
     hidden, vocabulary, heads = config.hidden_size, config.vocab_size, 4
     size = hidden // heads * heads
     shapes = {
@@ -156,7 +156,7 @@ def outcome(model_type: str, name: str) -> Outcome:
             config = tiny(model_type, name)
             save_model(config, name, target)
             save_draft(config.get_text_config(), draft)
-        except Exception as error:  # transformers' own
+        except Exception as error:  # raised by transformers itself
             return found(NO_MODEL, error)
         given = {"checkpoint": target, "draft": draft, "backend": "xnnpack", "aux_layers": (0, 1, 2)}
         try:
@@ -185,7 +185,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 def reason(found: Outcome) -> str:
-    """The fact of a refusal, the same for all classes that it stops."""
+    """Return the outcome with its reason, without the parts that differ between classes."""
     if found.what == RIGHT:
         return "**works**"
     line = re.sub(r"^target/config\.json( \([^)]*\))?: ", "", found.line).replace("|", "\\|")

@@ -1,7 +1,8 @@
-"""The text that gemma4-tiny learns from: the Python standard library's own source, which any machine with Python has.
+"""The text that gemma4-tiny is trained on: the source of the Python standard library, which any machine with Python
+has.
 
-Tests and generated tables are left out. A file is held out from training when the hash of its name says so, so that
-the split is the same on every machine; what the split holds depends on the Python version, which the model card names.
+Tests and generated tables are left out. The hash of a file's name decides whether it is held out, so the split is the
+same on every machine. Its content depends on the Python version, which the model card names.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 PAD, EOS, BOS, UNK = "<pad>", "<eos>", "<bos>", "<unk>"  # ids 0..3, as in Gemma's own vocabulary
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "__pycache__"}
-HELD_OUT_SHARE = 24  # one file in so many
+HELD_OUT_SHARE = 24  # one file in 24 is held out
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def standard_library() -> Corpus:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of ``vocab_size`` tokens that puts ``<bos>`` before every text, as Gemma's does."""
+    """Train a byte-level BPE of ``vocab_size`` tokens that puts ``<bos>`` before every text, as Gemma's does."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,6 +65,6 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: dict[str, str]) -> np.ndarray:
-    """All documents in one stream, int16 [tokens]: ``<bos>`` text ``<eos>``, document after document."""
+    """Return all documents as one stream, int16 [tokens]: ``<bos>`` text ``<eos>``, document after document."""
     eos = tokenizer.token_to_id(EOS)
     return np.concatenate([np.array(tokenizer.encode(text).ids + [eos], dtype=np.int16) for text in texts.values()])

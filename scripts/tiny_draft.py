@@ -1,9 +1,9 @@
 """Trains gemma4-tiny's EAGLE-3 draft head by training-time test, and measures its acceptance with the product's loop.
 
 Training-time test (EAGLE-3, arXiv 2503.01840): the head is unrolled over its own recurrent features, as in use. Step j
-at slot p embeds token p + 1 + j, takes step j - 1's feature, stands at position p + j, and attends to the first step's
-keys up to p and to its own slot's keys of the steps between. It learns the target's own distribution. As in the paper
-there are seven steps, and three of four pieces are what the target itself writes, whose tokens make the vocabulary too.
+at slot p embeds token p + 1 + j, takes step j - 1's feature, has position p + j, and attends to the first step's keys
+up to p and to its own slot's keys of the steps between. It learns the target's own distribution. As in the paper there
+are seven steps. Three of four pieces are completions by the target itself; their tokens also make the draft vocabulary.
 """
 
 import json
@@ -54,7 +54,7 @@ LAYER = {
 def greedy_continuations(
     target: Gemma4ForCausalLM, stream: np.ndarray, count: int, generator: torch.Generator, log: Callable[[str], None]
 ) -> torch.Tensor:
-    """``count`` pieces of text of 64 tokens with the target's own 193 after them: int64 [count, 257]."""
+    """Return ``count`` pieces of 64 tokens of text followed by the target's own 193 tokens: int64 [count, 257]."""
     pieces = []
     start = time.monotonic()
     while sum(map(len, pieces)) < count:
@@ -66,7 +66,7 @@ def greedy_continuations(
 
 
 def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter, seed: int) -> None:
-    """A speculators folder of an untrained head over the most frequent tokens; its embedding is the target's."""
+    """Write a speculators folder with an untrained head over the most frequent tokens and the target's embedding."""
     torch.manual_seed(seed)
     vocabulary, hidden = target.config.vocab_size, LAYER["hidden_size"]
     layer = {**LAYER, "vocab_size": vocabulary}
@@ -124,13 +124,13 @@ def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter,
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """bfloat16, as heads are published; one metadata key, so that the file is the same each time."""
+    """Write the tensors in bfloat16, as heads are published. With one metadata key the file is reproducible."""
     stored = {n: t.detach().to(torch.bfloat16).contiguous() if t.is_floating_point() else t for n, t in tensors.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 class Unroll:
-    """The head's layer over whole sequences for several steps; ``EagerAttention`` serves one sequence in use."""
+    """Runs the head's layer over whole sequences for several steps. ``EagerAttention`` runs one sequence at a time."""
 
     def __init__(self, head: DraftHead, length: int):
         self.head, self.attn = head, head.layers[0].self_attn
@@ -164,11 +164,11 @@ class Unroll:
 
 
 def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tensor) -> torch.Tensor:
-    """Cross entropy against the target's own distribution on the draft vocabulary, weighted 0.8^step."""
+    """Return the cross entropy against the target's own distribution on the draft vocabulary, weighted by 0.8^step."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         seen = target(piece, use_cache=False, output_hidden_states=True)
         ids = torch.arange(head.d2t.numel()) + head.d2t
-        wanted = seen.logits.float().softmax(-1)[..., ids]  # what is left out of it keeps its weight at zero
+        wanted = seen.logits.float().softmax(-1)[..., ids]  # not renormalized: other tokens count as zero
     length = piece.shape[1] - UNROLLED
     unroll = Unroll(head, length)
     feature = head.fuse(tuple(seen.hidden_states[tap][:, :length] for tap in TAPS))
@@ -184,7 +184,7 @@ def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tenso
 def train_draft(
     folder: Path, target_folder: Path, stream: np.ndarray, steps: int, continuations: int, seed: int, log: Callable
 ) -> dict:
-    """Train on the target's own greedy continuations and a quarter text; writes a speculators folder as it goes."""
+    """Train on the target's own greedy completions and a quarter of text. Writes a speculators folder at intervals."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
@@ -230,7 +230,7 @@ def train_draft(
 
 
 def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[list[int]], new_tokens: int) -> dict:
-    """Statistics of the product's own loop over the eager speculator, in float32."""
+    """Return the statistics of the product's own loop over the eager speculator, in float32."""
     spec = TARGETS["gemma4-tiny"]
     config = Gemma4ForCausalLM.config_class.from_pretrained(target_folder)
     target = spec.module().load(open_source(target_folder).tensors(), config, 1024, torch.float32, EagerAttention)

@@ -16,7 +16,8 @@ PEAK_RATE = 4e-3
 
 
 def tiny_config(vocab_size: int) -> Gemma4TextConfig:
-    """Five sliding layers and a full one; every linear's input width is a multiple of 256 (CUDA's INT4 packing)."""
+    """Return the configuration: five sliding layers and a full one. Every linear's input width is a multiple of 256,
+    for CUDA's INT4 packing."""
     return Gemma4TextConfig(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -42,16 +43,17 @@ def tiny_config(vocab_size: int) -> Gemma4TextConfig:
 
 
 def crops(stream: np.ndarray, length: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """``count`` random pieces of the stream, int64 [count, length + 1]."""
+    """Return ``count`` random pieces of the stream, int64 [count, length + 1]."""
     starts = torch.randint(0, len(stream) - length - 1, (count,), generator=generator).tolist()
     return torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal by Newton-Schulz (https://kellerjordan.github.io/posts/muon), scaled as AdamW's steps.
+    """Muon: momentum orthogonalized by Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon), scaled
+    like AdamW's steps.
 
-    ``torch.optim.Muon`` iterates in bfloat16, which takes 12 s a step here on a processor without bfloat16; this one
-    stays in float32 (0.1 s).
+    ``torch.optim.Muon`` iterates in bfloat16, which takes 12 s per step on a processor without bfloat16. This one
+    iterates in float32 (0.1 s).
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for the embedding and the vectors."""
+    """Return Muon for the hidden matrices, and AdamW for the embedding and the vectors."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen and p.requires_grad]
@@ -88,14 +90,15 @@ def optimizers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimize
 
 
 def schedule(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
-    """The learning rate's share at a point of training (both 0..1): a warm-up, a plateau, a linear decay to 2%."""
+    """Return the factor of the learning rate at ``progress`` (both 0..1): a warm-up, a plateau, a linear decay to
+    2%."""
     if progress < warmup:
         return (progress + 1e-3) / warmup
     return min(1.0, 0.02 + 0.98 * (1 - progress) / decay)
 
 
 def evaluate(model: torch.nn.Module, stream: np.ndarray, length: int = 512, pieces: int = 48) -> float:
-    """Mean cross entropy in nats per token over evenly spaced pieces of ``stream``."""
+    """Return the mean cross entropy in nats per token over evenly spaced pieces of ``stream``."""
     starts = np.linspace(0, len(stream) - length - 1, pieces).astype(int)
     losses = []
     with torch.no_grad():
@@ -114,7 +117,7 @@ def train_target(
     seed: int,
     log: Callable[[str], None],
 ) -> dict:
-    """Train on ``streams`` (train, held out) and write a Hugging Face folder; what is learned is saved as it goes.
+    """Train on ``streams`` (train, held out) and write a Hugging Face folder, also at intervals during training.
 
     Returns the figures of the model card.
     """
@@ -158,7 +161,7 @@ def train_target(
 
 
 def save_target(model: Gemma4ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """``config.json``, ``model.safetensors`` in bfloat16 and the tokenizer's files."""
+    """Write ``config.json``, ``model.safetensors`` in bfloat16 and the tokenizer's files."""
     copy = Gemma4ForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)

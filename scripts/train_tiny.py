@@ -1,7 +1,7 @@
 """Trains gemma4-tiny, the checkpoint that ships with the project, from Python's own standard library.
 
     python scripts/train_tiny.py                      # tokenizer, target, draft: two to three hours on 2 cores
-    python scripts/train_tiny.py --only draft         # the draft head again, on the target that is there
+    python scripts/train_tiny.py --only draft         # the draft head alone, on the existing target
 
 Writes ``targets/gemma4_tiny/{target,draft}`` and the figures that the model card quotes, ``training.json``. The same
 Python version and the same seed read the same text in the same order; floating-point sums differ between machines, so
@@ -27,11 +27,11 @@ def log(line: str) -> None:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), default=CHECKPOINT, help="Holds target/ and draft/.")
+@click.option("--output", type=click.Path(path_type=Path), default=CHECKPOINT, help="Folder for target/ and draft/.")
 @click.option("--only", type=click.Choice(["target", "draft"]), help="Train one of the two.")
 @click.option("--target-steps", default=1500, show_default=True, help="Steps of 4,096 tokens.")
 @click.option("--draft-steps", default=3000, show_default=True, help="Steps of 4,096 tokens.")
-@click.option("--continuations", default=12288, show_default=True, help="Greedy ones that the draft learns from.")
+@click.option("--continuations", default=12288, show_default=True, help="Greedy completions to train the draft on.")
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, only: str | None, target_steps: int, draft_steps: int, continuations: int, seed: int) -> None:
     corpus = standard_library()

@@ -107,7 +107,7 @@ def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_
         ["q4_0,", "draft", "q8_0,", "no", "backend", "sampling", "-", "-"],
     ]
     assert text[-1] == "left out: q4_0, draft q8_0, no backend sampling, chain length 6: gone"
-    assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: parts from out, ")
+    assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: differs from out, ")
 
 
 def test_the_converted_target_differs_in_its_tokenizer_alone(tmp_path):

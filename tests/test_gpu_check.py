@@ -49,7 +49,7 @@ def test_a_session_of_the_same_weights_is_identical_and_another_is_not(greedy, m
             0.1,
         )
         margin = 2.0
-        with pytest.raises(RuntimeError, match="prompt 0 parts from eager greedy at token 3, by a margin of 2.0"):
+        with pytest.raises(RuntimeError, match="prompt 0 differs from eager greedy at token 3, by a margin of 2.0"):
             gpu_greedy.compare(session, contrary, [PROMPT])
 
 
