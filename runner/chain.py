@@ -2,21 +2,20 @@
 
 from typing import Protocol
 
-from eagle3.runner.statistics import GenerationStats
-
 
 class ChainLength(Protocol):
     speculates: bool
     """False: no round proposes anything, so nothing is kept for the draft."""
 
-    def begin(self, stats: GenerationStats) -> None:
-        """Another generation, whose counts and seconds will be here."""
+    def begin(self) -> None:
+        """Another generation."""
 
     def next(self) -> int:
         """Draft tokens of the next round, 0 for a step without speculation."""
 
-    def record(self, proposed: int, accepted: int) -> None:
-        """What came of a round."""
+    def record(self, proposed: int, accepted: int, seconds: float) -> None:
+        """What came of a round. ``seconds``: its drafts and its verification took, what the caller does between two
+        rounds left out."""
 
 
 class FixedChain:
@@ -25,11 +24,11 @@ class FixedChain:
     def __init__(self, length: int):
         self.length, self.speculates = length, length > 0
 
-    def begin(self, stats: GenerationStats) -> None:
+    def begin(self) -> None:
         pass
 
     def next(self) -> int:
         return self.length
 
-    def record(self, proposed: int, accepted: int) -> None:
+    def record(self, proposed: int, accepted: int, seconds: float) -> None:
         pass

@@ -6,9 +6,9 @@ with the feature that proved it. Both caches roll back by writing positions agai
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from eagle3.runner.hosts.session import Session, Step
 from eagle3.runner.statistics import GenerationStats
 
 STOP, LENGTH = "stop", "length"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -129,17 +130,18 @@ class Rounds:
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
         """The first token, then what each round accepts, without end: at the context's last position it must not be
         asked for more."""
-        self._chain.begin(stats)
+        self._chain.begin()
         try:
             anchor = self._prefill(prompt, stats)
             yield [anchor]
-            window = self._propose()
+            window, drafting = timed(self._propose, write_slots=True)  # the next turn of a dialogue reuses the prompt
             while window is not None:
                 if self._fits_whole(window.shape[1]):
-                    window = yield from self._play_whole(window, stats)
+                    window, drafting = (yield from self._play_whole(window, stats)), 0.0
                 else:
-                    ids, proposed = self._play(window)
-                    window = self._propose()
+                    (ids, proposed), verifying = timed(self._play, window)
+                    self._chain.record(proposed, len(ids) - 1, drafting + verifying)
+                    window, drafting = timed(self._propose)
                     stats.record(proposed, len(ids) - 1)
                     yield ids
         except Exception:
@@ -158,7 +160,6 @@ class Rounds:
         ids = chosen.tolist()[0]
         rows = common_prefix(proposed, ids) + 1  # the corrected token is the target's own, as the accepted ones are
         self._accept(ids := ids[:rows])
-        self._chain.record(len(proposed), rows - 1)
         self._seed.add(chosen[:, :rows], step.own_feature()[:, :rows])
         return ids, len(proposed)
 
@@ -182,13 +183,14 @@ class Rounds:
         tokens, input_pos = window, session.positions[start : start + window.shape[1]]
         proposed, wanted = window.tolist()[0][1:], longest
         while self._fits_whole(1 + wanted):
+            began = time.perf_counter()
             cached.reach(self._anchor_pos + 2 * longest - 1)
             said, tokens, input_pos = session.speculate(tokens, input_pos)
             ids, following = chosen_by(Step(said, None), proposed).tolist()
             accepted = common_prefix(proposed, ids)
             self._accept(ids := ids[: accepted + 1])
             cached.draft_slots = self._anchor_pos
-            chain.record(longest, accepted)
+            chain.record(longest, accepted, time.perf_counter() - began)
             wanted = chain.next()
             stats.record(longest, accepted)
             yield ids
@@ -244,9 +246,10 @@ class Rounds:
         self._cached.tokens += ids
         self._choice.accept(ids)
 
-    def _propose(self) -> Tensor | None:
+    def _propose(self, write_slots: bool = False) -> Tensor | None:
         """Write the draft slots of ``_seed`` with the target's own features, then chain on the draft's, unless it
-        proposes all tokens of a round at once.
+        proposes all tokens of a round at once. Without a draft step the slots wait for a later one, as long as they
+        fit into its call; with ``write_slots`` a chain of length 0 writes them too.
 
         Returns the window [1, 1 + k]: the anchor and k proposals; None where the context ends at the anchor.
         """
@@ -261,7 +264,8 @@ class Rounds:
             return anchor
         wanted = min(self._chain.next(), room)
         forced = self._choice.forced([], wanted)
-        if len(forced) == wanted and seed.rows + wanted < session.metadata.max_prefill:  # the seed can wait
+        seed_can_wait = seed.rows + wanted < session.metadata.max_prefill and (wanted or not write_slots)
+        if len(forced) == wanted and seed_can_wait:
             return torch.cat([anchor, torch.tensor([forced])], dim=1) if forced else anchor
         cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
         tokens, feature = seed.all()
@@ -300,6 +304,13 @@ class Seed:
         if len(self.tokens) == 1:
             return self.tokens[0], self._features[0]
         return torch.cat(self.tokens, dim=1), torch.cat(self._features, dim=1)
+
+
+def timed(call: Callable[..., Result], *args: Any, **options: Any) -> tuple[Result, float]:
+    """What ``call`` returns, and the seconds it took."""
+    start = time.perf_counter()
+    returned = call(*args, **options)
+    return returned, time.perf_counter() - start
 
 
 def first_row(step: Step) -> Step:

@@ -55,7 +55,7 @@ class Model:
 
     @cached_property
     def chain(self) -> AdaptiveChain:
-        """The chain length by itself, which keeps what it learned."""
+        """The adaptive chain length, which keeps what it learned."""
         return AdaptiveChain(self.metadata.chain_len)
 
     @cached_property

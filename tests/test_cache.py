@@ -25,14 +25,14 @@ class InTurn:
     def __init__(self, lengths):
         self._lengths, self._rounds = lengths, 0
 
-    def begin(self, stats):
+    def begin(self):
         pass
 
     def next(self):
         self._rounds += 1
         return self._lengths[self._rounds % len(self._lengths)]
 
-    def record(self, proposed, accepted):
+    def record(self, proposed, accepted, seconds):
         pass
 
 

@@ -1,0 +1,46 @@
+"""How often the draft's proposals are accepted, position by position."""
+
+MEMORY, USUAL_MEMORY = 16, 1024
+"""Rounds until an outcome counts a third as much: in this text, and in what is usual."""
+PRIOR, PRIOR_WEIGHT = 0.8, 4
+"""The rate before any outcome, and the outcomes that an expected rate counts for."""
+
+Counts = list[tuple[float, float]]
+"""Accepted and observed proposals at each position."""
+
+
+class AcceptanceRates:
+    """What this text has not shown lately is expected to be as usual; what no text has, as at the position before."""
+
+    def __init__(self, longest: int):
+        self._usual: Counts = [(0.0, 0.0)] * longest
+        self.forget_text()
+
+    def forget_text(self) -> None:
+        """What follows may be another text."""
+        self._now: Counts = [(0.0, 0.0)] * len(self._usual)
+
+    def record(self, proposed: int, accepted: int) -> None:
+        """A round. One that proposed nothing says nothing."""
+        if proposed:
+            self._usual = counted(self._usual, proposed, accepted, 1 - 1 / USUAL_MEMORY)
+            self._now = counted(self._now, proposed, accepted, 1 - 1 / MEMORY)
+
+    def tokens(self) -> list[float]:
+        """The tokens that a round of each length is expected to yield, from length 0 on."""
+        tokens, reached, usual = [1.0], 1.0, PRIOR
+        for usual_counts, counts in zip(self._usual, self._now, strict=True):
+            usual = rate(usual_counts, usual)
+            reached *= rate(counts, usual)
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+
+def rate(counts: tuple[float, float], expected: float) -> float:
+    return (counts[0] + PRIOR_WEIGHT * expected) / (counts[1] + PRIOR_WEIGHT)
+
+
+def counted(counts: Counts, proposed: int, accepted: int, decay: float) -> Counts:
+    """``counts`` after another round. A proposal is observed where all before it were accepted."""
+    observed = min(accepted + 1, proposed)
+    return [(a * decay + (at < accepted), o * decay + (at < observed)) for at, (a, o) in enumerate(counts)]
