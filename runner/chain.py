@@ -14,8 +14,8 @@ class ChainLength(Protocol):
         """Draft tokens of the next round, 0 for a step without speculation."""
 
     def record(self, proposed: int, accepted: int, seconds: float) -> None:
-        """What came of a round. ``seconds``: its drafts and its verification took, what the caller does between two
-        rounds left out."""
+        """What came of a round, and the seconds that its drafts and its verification took. What the caller does between
+        two rounds is not among them."""
 
 
 class FixedChain:
