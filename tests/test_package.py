@@ -2,6 +2,7 @@
 
 import ast
 import os
+import resource
 import subprocess
 import sys
 import tomllib
@@ -69,6 +70,26 @@ def test_threads_are_settled_before_torch_comes_with_a_class_of_the_runner():
     bare = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=bare)
     assert done.stdout.split() == ["1"], done.stderr
+
+
+def test_a_run_answers_help_in_a_third_of_a_second():
+    """Of CPU time, the least of three: another process may take the core meanwhile."""
+    code = "from eagle3.runner.run.cli import main; main(['--help'], standalone_mode=False)"
+    measured = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        measured.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(measured) < 0.3, measured
+
+
+def test_a_dry_run_for_the_cpu_imports_no_compiler(tmp_path):
+    flags = ["--target-model", "gemma4-tiny", "--backend", "xnnpack", "--dry-run", "--output-dir", str(tmp_path)]
+    statement = f"from eagle3.export.cli import main; main({flags})"  # which exits
+    loaded = imported_modules(f"import atexit; atexit.register(lambda: print(*sys.modules)); {statement}")
+    assert "eagle3.export.lowering.xnnpack.backend" in loaded
+    assert not {"executorch.exir", "eagle3.export.lowering.xnnpack.lowering"} & loaded
 
 
 def test_the_runner_never_imports_the_exporter_nor_the_compiler():

@@ -9,7 +9,7 @@ from commands import fail_command
 from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import get_lowered_submodules
-from executorch.extension.llm.export.quantize import quantize_model_
+from executorch.extension.llm.export.quantize import _default_group_size, quantize_model_
 from executorch.runtime import Runtime
 from random_checkpoints import random_model
 from torch import nn
@@ -23,6 +23,7 @@ from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.export_memory import _model_bytes
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
+from eagle3.export.lowering.xnnpack.recipe import DEFAULT_GROUP
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.pipeline import stored_bytes
@@ -75,6 +76,10 @@ def lowered(model: nn.Module, ids: torch.Tensor):
     lowered, _ = backend.lower({"forward": program}, {}, None)
     left = {str(node.target) for node in lowered.exported_program().graph.nodes if node.op == "call_function"}
     return left, Runtime.get().load_program(lowered.buffer)
+
+
+def test_the_default_group_is_executorchs():
+    assert _default_group_size("8da4w") == DEFAULT_GROUP
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -4,45 +4,40 @@ Methods are one program whose caches are the same memory in each.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from executorch.exir import (
-    EdgeCompileConfig,
-    ExecutorchBackendConfig,
-    ExecutorchProgramManager,
-    to_edge_transform_and_lower,
-)
-from executorch.exir.passes import MemoryPlanningPass
-from torch import nn
-from torch.export import ExportedProgram
 
 from eagle3.export.backends import Backend
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
-from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
-from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
-from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
-from eagle3.export.lowering.xnnpack.quantization import recipes
-from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
-from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
-from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
-from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights, quantize
-from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
+from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.patches import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator
-from eagle3.targets.attention import AttentionFactory
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchProgramManager
+    from torch.export import ExportedProgram
+
+    from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+    from eagle3.export.speculator import Eagle3Speculator
+    from eagle3.targets.attention import AttentionFactory
 
 
 class XnnpackBackend:
-    """See ``eagle3.export.backends.Backend``."""
+    """See ``eagle3.export.backends.Backend``. What quantizes and lowers is imported when weights are there: a plan is
+    made, and refused, without."""
 
     dtype = torch.float32
-    attention: AttentionFactory = LlmOpsAttention
     eager_on_host = True
+
+    @property
+    def attention(self) -> "AttentionFactory":
+        from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
+
+        return LlmOpsAttention
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for groups that do not fit a linear, and for versions that were not tested."""
@@ -67,52 +62,36 @@ class XnnpackBackend:
     def export_bytes(self, plan: Plan) -> int:
         return export_bytes(plan)
 
-    def conversion(self, plan: Plan) -> XnnpackWeights:
+    def conversion(self, plan: Plan) -> "XnnpackWeights":
         """The target is quantized as it is read."""
+        from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+
         target, _ = recipes(plan)
         return XnnpackWeights(plan.skeleton.model, target)
 
-    def prepare(self, speculator: Eagle3Speculator, plan: Plan) -> None:
+    def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
         """Quantize the draft head as the plan says."""
+        from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+
         _, draft = recipes(plan)
         quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))
 
-    def describe(self, _programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
+    def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
         groups = target.group or draft.group
         return {"qembedding": target.embedding} | ({"group_size": groups} if groups else {})
 
-    @contextmanager
-    def tracing(self, speculator: nn.Module, plan: Plan) -> Iterator[None]:
-        """What a trace for this backend needs of the module: norms, rotary embeddings and GELUs in XNNPACK's form,
-        and products that suit a window's rows."""
-        use_product_norms(speculator)
-        split_wide_linears(speculator, plan.chain_len + 1)
-        head_dims = {module.shape.head_dim for module in speculator.modules() if isinstance(module, LlmOpsAttention)}
-        with product_rotary(speculator, head_dims), rows_before_heads(speculator), tanh_gelu(speculator):
-            yield
+    def tracing(self, speculator: "Eagle3Speculator", plan: Plan) -> AbstractContextManager[None]:
+        from eagle3.export.lowering.xnnpack.lowering import tracing
+
+        return tracing(speculator, plan.chain_len + 1)
 
     def lower(
-        self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], _plan: Plan
-    ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
-        """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
-        for program in programs.values():
-            remove_no_ops(program)
-        with applicable_passes(), scales_in_names():
-            lowered = to_edge_transform_and_lower(
-                dict(programs),
-                transform_passes=[computed_once()],
-                partitioner=[LevelPartitioner()],
-                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-                constant_methods=dict(constant_methods),
-            )
-        program = lowered.to_executorch(
-            ExecutorchBackendConfig(
-                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
-                emit_mutable_buffer_names=True,
-            )
-        )
-        return program, {}
+        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan
+    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
+        from eagle3.export.lowering.xnnpack.lowering import lower
+
+        return lower(programs, constant_methods), {}
 
 
 BACKEND: Backend = XnnpackBackend()

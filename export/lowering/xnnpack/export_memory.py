@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from eagle3.export.draft.head import DraftHead
-from eagle3.export.lowering.xnnpack.quantization import Recipe, recipes
+from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.planning.plan import Plan
 
 OVERHEAD = 1 << 30

@@ -6,12 +6,10 @@ float32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import gcd
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import torch
-from executorch.extension.llm.export.quantize import _default_group_size, _make_embedding_config, _make_linear_config
+from executorch.extension.llm.export.quantize import _make_embedding_config, _make_linear_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -21,98 +19,42 @@ from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor 
 )
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.planning.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
-from eagle3.export.planning.plan import Plan
+from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 ELEMENTS = 1 << 18
 """Of a weight, quantized at once: what a core has in its cache. Forty passes over more took 3 to 5 times as long."""
-LEAST_GROUP = 32  # XNNPACK's kernels take groups of a multiple of it
-QUANTIZED = (*XNNPACK_RECIPES[1:], *EMBEDDING_RECIPES[1:])
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Of one model: ``linear`` and ``embedding`` by ExecuTorch's names, ``group``: inputs of a linear that share a
-    scale, 0 for all of a row."""
-
-    linear: str
-    embedding: str
-    group: int
-
-    def covers(self, module: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
-        """Not a router, which chooses experts: where one is a linear (Llama 4's), it is of a class of its own."""
-        if isinstance(module, nn.Embedding):
-            return self.embedding in QUANTIZED
-        return type(module) is nn.Linear and self.linear in QUANTIZED
-
-    def weight_bytes(self, module: nn.Module) -> tuple[float, float]:
-        """Of a weight of a ``module`` that the recipe covers: held by torchao, where codes of 4 bits take 8, and
-        written."""
-        if isinstance(module, nn.Embedding):
-            return 1, 1
-        if self.group:
-            return 1 + 5 / self.group, 1 / 2 + 2 / self.group
-        return 1, 1
-
-    def quantized(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers, some rows at a time."""
-        quantize = self._linear if isinstance(module, nn.Linear) else self._embedding
-        rows = max(1, ELEMENTS // weight.shape[1])
-        data: dict[str, Tensor] = {}
-        for start in range(0, weight.shape[0], rows):
-            part = quantize(weight[start : start + rows].float())
-            for name in part.tensor_data_names:
-                values = getattr(part, name)
-                if not start:
-                    data[name] = values.new_empty(weight.shape[0], *values.shape[1:])
-                data[name][start : start + rows] = values
-        return type(part)(*data.values(), *(getattr(part, name) for name in part.tensor_attribute_names))
-
-    def _linear(self, weight: Tensor) -> TorchAOBaseTensor:
-        holder = nn.Linear(1, 1, bias=False, device="meta")
-        holder.weight = nn.Parameter(weight, requires_grad=False)
-        quantize_(holder, _make_linear_config(self.linear, self.group))
-        made: TorchAOBaseTensor = holder.weight.data
-        if self.group:  # XNNPACK holds the scales of groups in bfloat16
-            made.scale = made.scale.to(torch.bfloat16).to(weight.dtype)
-        return DynamicWeight(*(getattr(made, name) for name in (*made.tensor_data_names, *made.tensor_attribute_names)))
-
-    def _embedding(self, weight: Tensor) -> TorchAOBaseTensor:
-        holder = nn.Embedding.from_pretrained(weight)
-        quantize_(holder, _make_embedding_config(self.embedding, 0), filter_fn=lambda *_: True)
-        made: TorchAOBaseTensor = holder.weight.data
-        return Int8Rows(made.qdata, made.scale)
-
-    def check(self, flag: str, model: nn.Module) -> None:
-        """Raise ValueError, naming the linear of ``model`` that the groups do not fit."""
-        if not self.group:
-            return
-        covered = ((name, module) for name, module in model.named_modules() if self.covers(module))
-        linears = {name: module.in_features for name, module in covered if isinstance(module, nn.Linear)}
-        for name, width in linears.items():
-            if self.group % LEAST_GROUP or width % self.group:
-                fits = _divisors(gcd(*linears.values()))
-                cure = f"--group-size {fits}" if fits else f"{flag} 8da8w, whose scales are a row's"
-                raise ValueError(
-                    f"{flag} {self.linear} with --group-size {self.group}: {name} takes {width} inputs, and groups are "
-                    f"multiples of {LEAST_GROUP} that divide them: type {cure}"
-                )
+def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
+    """``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers, some rows at a time."""
+    quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
+    rows = max(1, ELEMENTS // weight.shape[1])
+    data: dict[str, Tensor] = {}
+    for start in range(0, weight.shape[0], rows):
+        part = quantize(recipe, weight[start : start + rows].float())
+        for name in part.tensor_data_names:
+            values = getattr(part, name)
+            if not start:
+                data[name] = values.new_empty(weight.shape[0], *values.shape[1:])
+            data[name][start : start + rows] = values
+    return type(part)(*data.values(), *(getattr(part, name) for name in part.tensor_attribute_names))
 
 
-def _divisors(width: int) -> str:
-    """The group sizes that divide ``width``, as words."""
-    return ", ".join(str(size) for size in range(LEAST_GROUP, min(width, 256) + 1, LEAST_GROUP) if width % size == 0)
+def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
+    holder = nn.Linear(1, 1, bias=False, device="meta")
+    holder.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(holder, _make_linear_config(recipe.linear, recipe.group))
+    made: TorchAOBaseTensor = holder.weight.data
+    if recipe.group:  # XNNPACK holds the scales of groups in bfloat16
+        made.scale = made.scale.to(torch.bfloat16).to(weight.dtype)
+    return DynamicWeight(*(getattr(made, name) for name in (*made.tensor_data_names, *made.tensor_attribute_names)))
 
 
-def recipes(plan: Plan) -> tuple[Recipe, Recipe]:
-    """The target's and the draft's."""
-    embedding = plan.config.qembedding or ("8w" if plan.qlinear in QUANTIZED else "none")
-    target, draft = (Recipe(linear, embedding, _group(linear, plan)) for linear in (plan.qlinear, plan.draft_qlinear))
-    return target, draft
-
-
-def _group(linear: str, plan: Plan) -> int:
-    return (plan.config.group_size or _default_group_size(linear)) if linear == GROUPED else 0
+def _quantized_embedding(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
+    holder = nn.Embedding.from_pretrained(weight)
+    quantize_(holder, _make_embedding_config(recipe.embedding, 0), filter_fn=lambda *_: True)
+    made: TorchAOBaseTensor = holder.weight.data
+    return Int8Rows(made.qdata, made.scale)
 
 
 class DynamicWeight(IntxUnpackedToInt8Tensor):

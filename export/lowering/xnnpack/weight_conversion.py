@@ -9,7 +9,7 @@ from executorch.extension.llm.export.quant import dequantize_weight
 from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 
 class XnnpackWeights:

@@ -1,0 +1,55 @@
+"""From an eager module to a program of the CPU's delegates: its forms while it is traced, the lowering, the plan of its
+memory."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
+from executorch.exir.passes import MemoryPlanningPass
+from torch import nn
+from torch.export import ExportedProgram
+
+from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
+from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
+from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
+from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
+from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
+
+
+@contextmanager
+def tracing(model: nn.Module, rows: int) -> Iterator[None]:
+    """What a trace needs of ``model``: norms, rotary embeddings and GELUs in XNNPACK's form, and products that suit a
+    window of ``rows``."""
+    use_product_norms(model)
+    split_wide_linears(model, rows)
+    head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, LlmOpsAttention)}
+    with product_rotary(model, head_dims), rows_before_heads(model), tanh_gelu(model):
+        yield
+
+
+def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
+    """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
+    for program in programs.values():
+        remove_no_ops(program)
+    with applicable_passes(), scales_in_names():
+        lowered = to_edge_transform_and_lower(
+            dict(programs),
+            transform_passes=[computed_once()],
+            partitioner=[LevelPartitioner()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=dict(constant_methods),
+        )
+        return lowered.to_executorch(
+            ExecutorchBackendConfig(
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+                emit_mutable_buffer_names=True,
+            )
+        )
