@@ -24,7 +24,7 @@ TESTED: dict[str, tuple[str, ...]] = {
 """By package, the versions that the patches were tested with."""
 TESTED_WITH_GPU = TESTED | {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7")}
 """The same for lowering on a machine with a GPU, which needs fewer of them."""
-FOR_CPU = ("torch", "executorch", "transformers")
+FOR_CPU = ("torch", "executorch", "torchao", "transformers")
 FOR_CUDA = ("torch", "triton", "executorch", "torchao")
 """Whose parts an export to either backend replaces."""
 
@@ -74,6 +74,11 @@ PATCHES: dict[str, Patch] = {
     **_group(
         "queries and keys are rotated as projections give them; of each family's own module",
         "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+    ),
+    **_group(
+        "the search for scales leaves out groups that do not change any more: same codes and scales",
+        "torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor."
+        "_choose_qparams_and_quantize_scale_only_hqq",
     ),
     # --- CUDA, with a GPU and without
     **_group(

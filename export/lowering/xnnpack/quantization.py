@@ -19,6 +19,7 @@ from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor 
 )
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 ELEMENTS = 1 << 18
@@ -30,13 +31,14 @@ def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
     quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
     rows = max(1, ELEMENTS // weight.shape[1])
     data: dict[str, Tensor] = {}
-    for start in range(0, weight.shape[0], rows):
-        part = quantize(recipe, weight[start : start + rows].float())
-        for name in part.tensor_data_names:
-            values = getattr(part, name)
-            if not start:
-                data[name] = values.new_empty(weight.shape[0], *values.shape[1:])
-            data[name][start : start + rows] = values
+    with faster_search():
+        for start in range(0, weight.shape[0], rows):
+            part = quantize(recipe, weight[start : start + rows].float())
+            for name in part.tensor_data_names:
+                values = getattr(part, name)
+                if not start:
+                    data[name] = values.new_empty(weight.shape[0], *values.shape[1:])
+                data[name][start : start + rows] = values
     return type(part)(*data.values(), *(getattr(part, name) for name in part.tensor_attribute_names))
 
 
