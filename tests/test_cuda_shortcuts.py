@@ -11,10 +11,10 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
-from eagle3.export.lowering.cuda.inductor.gc_tuning import THRESHOLDS, collected_rarely
 from eagle3.export.lowering.cuda.kernels import bf16, sums
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.export.lowering.gc_tuning import THRESHOLDS, collected_rarely
 
 
 @triton.jit

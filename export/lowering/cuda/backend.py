@@ -35,7 +35,6 @@ from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged, no_repro
 from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
-from eagle3.export.lowering.cuda.inductor.gc_tuning import collected_rarely
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
@@ -49,6 +48,7 @@ from eagle3.export.lowering.cuda.weights.quantization import (
     lay_out,
     quantize,
 )
+from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.patches import FOR_CUDA, TESTED_WITH_GPU, check_versions
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
