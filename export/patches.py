@@ -80,6 +80,27 @@ PATCHES: dict[str, Patch] = {
         "torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor."
         "_choose_qparams_and_quantize_scale_only_hqq",
     ),
+    **_group(
+        "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
+        "executorch.exir.pass_base._ExportPassBase.call",
+        *(
+            f"{base}.{name}"
+            for base in (
+                "executorch.exir.pass_base._ExportPassBase",
+                "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
+            )
+            for name in ("_fx", "ExportInterpreter.run_node")
+        ),
+    ),
+    **_group(
+        "a program is decomposed once: the second decomposition makes it functional, as the first does",
+        "torch.export.ExportedProgram.run_decompositions",
+        "executorch.exir.program._program.contains_any_call_fn_target_op",
+    ),
+    **_group(
+        "Python is made of a graph when it is called, which hardly any is",
+        "torch.fx.GraphModule.recompile",
+    ),
     # --- CUDA, with a GPU and without
     **_group(
         "linears and embeddings of quantized weights take our kernels (``graph``'s dispatch)",

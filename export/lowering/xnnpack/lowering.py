@@ -17,9 +17,11 @@ from torch.export import ExportedProgram
 
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.lazy_code import code_on_call
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
+from eagle3.export.lowering.xnnpack.replays import repeated_alone
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
@@ -40,7 +42,7 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
     for program in programs.values():
         remove_no_ops(program)
-    with collected_rarely(), applicable_passes(), scales_in_names():
+    with collected_rarely(), code_on_call(), repeated_alone(), applicable_passes(), scales_in_names():
         lowered = to_edge_transform_and_lower(
             dict(programs),
             transform_passes=[computed_once()],

@@ -14,10 +14,11 @@ from executorch.backends.xnnpack import _passes as passes
 from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from torch._export.pass_base import PassType
+from executorch.exir.dialects._ops import ops as exir_ops
+from torch import Tensor
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from eagle3.export.patches import all_replaced
 
@@ -33,6 +34,21 @@ _FOR_OTHER_GRAPHS = (
     passes.PropagateCustomMetaPass,
     passes.RemoveGetItemPass,
 )
+
+
+_EDGE = exir_ops.edge.aten
+_LOOKS_FOR = {
+    passes.XNNPACKRemoveCloneOpsTransform: passes.XNNPACKRemoveCloneOpsTransform.clone_ops,
+    passes.ConvertToLinearPass: passes.ConvertToLinearPass.targets,
+    passes.FuseActivationPass: passes.FuseActivationPass.FUSEABLE_ACTIVATIONS,
+    passes.DecomposeConcatenate: (_EDGE.cat.default,),
+    passes.ChannelsLastTaggedReshapePass: (
+        *passes.ChannelsLastTaggedReshapePass.memory_sensitive_ops_nhwc,
+        _EDGE._to_copy.default,
+    ),
+    passes.RemoveRedundantCopyPass: (_EDGE._to_copy.default,),
+}
+"""By pass, the operators of which it changes some."""
 
 
 class _SharedBytes(NamedDataStore):
@@ -53,6 +69,29 @@ class _Passes(XNNPACKPassManager):
     def __init__(self, exported_program: ExportedProgram, passes: list[type[PassType]] | None = None):
         super().__init__(exported_program, passes)
         self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
+
+    def transform(self) -> ExportedProgram:
+        """Each pass builds a new graph, whether it changes anything or not: those that have nothing to change are left
+        out."""
+        graph = self.exported_program.graph
+        targets = {node.target for node in graph.nodes}
+        self.passes = [each for each in self.passes if _may_change(each, graph, targets)]
+        return super().transform()
+
+
+def _may_change(each: type, graph: Graph, targets: set) -> bool:
+    """Whether a graph has what a pass looks for. What a pass puts in, no later one looks for."""
+    if each is passes.ConstPropPass:
+        return any(node.op == "call_function" and not node.all_input_nodes for node in graph.nodes)
+    if each is passes.ChannelsLastTaggedReshapePass and any(map(_channels_last, graph.nodes)):
+        return True
+    return each not in _LOOKS_FOR or not targets.isdisjoint(_LOOKS_FOR[each])
+
+
+def _channels_last(node: Node) -> bool:
+    value = node.meta.get("val")
+    is_image = isinstance(value, Tensor) and value.dim() == 4
+    return is_image and passes.ChannelsLastTaggedReshapePass._is_nhwc_tensor(value)
 
 
 def _copied_without_weights(program: ExportedProgram, _specs: list[CompileSpec]) -> ExportedProgram:

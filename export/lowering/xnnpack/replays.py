@@ -1,0 +1,202 @@
+"""ExecuTorch's passes without what changes nothing, for time alone: the program is the same.
+
+Each of its passes builds a new graph from an old one and computes every node's shapes anew, with dynamic lengths half a
+millisecond a node; most passes change no node, or few. Here
+
+- a pass whose ``call_operator`` would leave every node as it is leaves the graph as it is,
+- a node keeps the value that it had where a pass repeats the very call that the value was computed by, and where its
+  new value has the same shape, strides and dtype: what comes after it is then repeated as well,
+- a program is decomposed once: the first of ExecuTorch's two decompositions makes it functional, which the second
+  does as well.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from executorch.exir.dialects.edge._ops import EdgeOpOverload
+from executorch.exir.pass_base import ExportPass, NodeMetadata, ProxyValue
+from executorch.exir.passes.legalize_portable_dim_order_pass import LegalizePortableDimOrderPass
+from executorch.exir.passes.normalize_transpose_pass import NormalizeTransposePass
+from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOperators
+from executorch.exir.passes.replace_broken_ops_with_function_ops_pass import ReplaceBrokenOpsWithFunctionalOpsPass
+from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
+from executorch.exir.passes.sym_to_tensor_pass import SymToTensorPass
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils import _pytree as pytree
+
+from eagle3.export.patches import all_replaced, original
+
+BASES = (
+    "executorch.exir.pass_base._ExportPassBase",
+    "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
+)
+CALL = "computed by"
+"""In a node's ``meta``: the call whose value is its ``val``. A pass that edits a graph in place leaves both."""
+DECOMPOSE = "torch.export.ExportedProgram.run_decompositions"
+BY_NODE = (
+    NormalizeTransposePass,
+    ReplaceBrokenOpsWithFunctionalOpsPass,
+    ScalarToTensorPass,
+    SymToTensorPass,
+    RemoveMixedTypeOperators,
+    LegalizePortableDimOrderPass,
+)
+"""Passes that are their ``call_operator`` alone, which looks at one node and keeps nothing."""
+
+
+class _Changed(Exception):
+    """A pass would not repeat a node as it is."""
+
+
+@contextmanager
+def repeated_alone() -> Iterator[None]:
+    """Within it ExecuTorch's passes compute what they change."""
+    call, decompose = original(f"{BASES[0]}.call"), original(DECOMPOSE)
+
+    def called(self: ExportPass, graph_module: GraphModule) -> PassResult:
+        if type(self) in BY_NODE and leaves_as_it_is(self, graph_module):
+            return PassResult(graph_module, False)
+        return call(self, graph_module)
+
+    def decomposed(self: ExportedProgram, table: dict | None = None, **options: Any) -> ExportedProgram:
+        if type(table) is dict and not table:
+            return self
+        program = decompose(self, table, **options)
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                node.meta[CALL] = _call(node)
+        return program
+
+    replacements: dict[str, Callable] = {
+        f"{BASES[0]}.call": called,
+        DECOMPOSE: decomposed,
+        "executorch.exir.program._program.contains_any_call_fn_target_op": lambda *_: True,
+    }
+    for base in BASES:
+        replacements |= _repeating(base)
+    with all_replaced(replacements):
+        yield
+
+
+def _repeating(base: str) -> dict[str, Callable]:
+    """How passes of a ``base`` repeat a node, by the patch's name."""
+    run_node, fx = f"{base}.ExportInterpreter.run_node", f"{base}._fx"
+    originally_ran, originally = original(run_node), original(fx)
+
+    def ran(self: Any, node: Node) -> Any:
+        self.callback.repeated = node
+        return originally_ran(self, node)
+
+    def repeated(self: Any, kind: str, target: Any, args: tuple, kwargs: dict, meta: Any) -> Any:
+        node, interpreter = getattr(self, "repeated", None), self.interpreter
+        if kind != "call_function" or node is None:
+            return originally(self, kind, target, args, kwargs, meta)
+        call = _aten(target), *pytree.tree_map(_data, (args, kwargs))
+        if "val" in node.meta:
+            self.interpreter = _Known(interpreter, node.meta["val"], _same(call, node.meta.get(CALL)))
+        try:
+            made = originally(self, kind, target, args, kwargs, meta)
+        finally:
+            self.interpreter = interpreter
+        made.node.meta[CALL] = call
+        return made
+
+    return {run_node: ran, fx: repeated}
+
+
+class _Known:
+    """An interpreter of nodes that gives a known ``value`` where ``is_its`` call is made, or one as good."""
+
+    def __init__(self, interpreter: Any, value: Any, is_its: bool):
+        self.interpreter, self.value, self.is_its = interpreter, value, is_its
+
+    def call_function(self, *call: Any) -> Any:
+        if self.is_its:
+            return self.value
+        found = self.interpreter.call_function(*call)
+        return self.value if _is_alike(found, self.value) else found
+
+
+def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
+    """Whether a pass of ``BY_NODE`` would give a graph of the same nodes: its ``call_operator`` is asked about each."""
+    values = {
+        node: _value(node) if node.op == "get_attr" else ProxyValue(_value(node), node)
+        for node in graph_module.graph.nodes
+    }
+
+    def recorded(kind: str, target: Any, args: tuple, kwargs: dict, meta: NodeMetadata) -> ProxyValue:
+        if target is not node.target or not _same(args, given[0]) or not _same(kwargs, given[1]):
+            raise _Changed
+        return values[node]
+
+    self._fx = recorded
+    try:
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function" and not _same(_call(node), node.meta.get(CALL)):
+                return False  # edited, and its value may be another now
+            if isinstance(node.target, OpOverload | EdgeOpOverload):
+                given = map_arg((node.args, node.kwargs), values.__getitem__)
+                if self.call_operator(node.target, *given, NodeMetadata(node.meta)) is not values[node]:
+                    return False
+    except _Changed:
+        return False
+    finally:
+        del self._fx
+    return True
+
+
+def _call(node: Node) -> tuple[Any, Any, Any]:
+    """What a node calls: its operator, and the values of its inputs."""
+    return _aten(node.target), *map_arg((node.args, node.kwargs), _value)
+
+
+def _data(value: Any) -> Any:
+    """Of a pass's proxy, of ExecuTorch's class or of torch.export's, its value."""
+    return value.data if hasattr(value, "proxy_or_node") else value
+
+
+def _value(node: Node) -> Any:
+    """What a pass has for a node: of a constant the tensor itself."""
+    if node.op == "get_attr":
+        return attrgetter(node.target)(node.graph.owning_module)
+    return node.meta.get("val")
+
+
+def _is_alike(found: Any, known: Any) -> bool:
+    """Whether two values are fake tensors of the same shape, strides and dtype, none a constant."""
+    if not isinstance(found, FakeTensor) or not isinstance(known, FakeTensor):
+        return False
+    if found.fake_mode is not known.fake_mode or found.constant is not None or known.constant is not None:
+        return False
+    return _description(found) == _description(known)
+
+
+def _description(value: FakeTensor) -> tuple:
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    exact = (size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+    return value.dtype, value.device, value.layout, value.requires_grad, *exact
+
+
+def _aten(target: Any) -> Any:
+    """An operator of the edge dialect computes what its own of ATen does."""
+    return target._op if isinstance(target, EdgeOpOverload) else target
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Containers of the same values: tensors and symbols by identity, what else a graph holds by type and value."""
+    if found is wanted:
+        return True
+    if isinstance(found, tuple | list) and isinstance(wanted, tuple | list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_same(found[key], wanted[key]) for key in found)
+    plain = int | float | bool | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+    return type(found) is type(wanted) and isinstance(found, plain) and found == wanted

@@ -1,0 +1,125 @@
+"""What is left out of ExecuTorch's lowering for time changes no bit of the program."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOperators
+from executorch.exir.passes.replace_aten_with_edge_pass import OpReplacePass
+from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from eagle3.export.lowering.xnnpack import lowering, replays, shortcuts
+from eagle3.export.lowering.xnnpack.lazy_code import code_on_call
+from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+
+ROWS = Dim("rows", min=1, max=16)
+
+
+class Attention(nn.Module):
+    """What our methods are made of, and what passes look for: caches, views, casts, masks, scalars, an activation
+    behind a linear, a concatenation of many, two types in one sum."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.out = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.register_buffer("cache", torch.zeros(1, 32, 4, 16))
+
+    def forward(self, x, positions):
+        start = positions[0].item()
+        torch._check(start >= 0)
+        torch._check(start + positions.shape[0] <= 32)
+        key = self.k(x * 2).view(1, -1, 4, 16)
+        torch.ops.llama.update_cache(key, self.cache, start)
+        scores = self.q(x).view(1, -1, 4, 16).transpose(1, 2) @ self.cache.permute(0, 2, 3, 1) / 4
+        masked = torch.arange(32)[None] > positions[:, None]
+        mask = torch.zeros_like(masked, dtype=torch.float32).masked_fill(masked, float("-inf"))
+        read = (scores + mask).softmax(-1) @ self.cache.transpose(1, 2)
+        out = F.relu(self.out(read.transpose(1, 2).flatten(2)))
+        angles = torch.outer(positions.float(), torch.arange(8).to(torch.float32)) + positions[:, None]
+        return torch.cat([out, x, out, x, out, x, angles.cos()[None]], dim=-1), out + positions[None, :, None]
+
+
+def programs(recipe: Recipe) -> dict[str, torch.export.ExportedProgram]:
+    """Of many rows and of one, their weights the same."""
+    model = Attention().eval().requires_grad_(False)
+    quantize(model, recipe, spare=set())
+    given = torch.randn(1, 5, 64), torch.arange(5)
+    dynamic = ({1: ROWS}, {0: ROWS})
+    return {
+        "many": torch.export.export(model, given, dynamic_shapes=dynamic, strict=False),
+        "one": torch.export.export(model, (given[0][:, :1], given[1][:1]), strict=False),
+    }
+
+
+@pytest.mark.parametrize("recipe", [Recipe("none", "none", 0), Recipe("8da4w", "none", 32), Recipe("8da8w", "none", 0)])
+def test_the_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
+    found = lowering.lower(programs(recipe), {}).buffer
+    for name in ("repeated_alone", "code_on_call", "collected_rarely"):
+        monkeypatch.setattr(lowering, name, nullcontext)
+    monkeypatch.setattr(shortcuts, "_may_change", lambda *_: True)
+    assert lowering.lower(programs(recipe), {}).buffer == found
+
+
+class Sum(nn.Module):
+    def forward(self, x, y):
+        return (x + y) * x
+
+
+class Joined(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, x]).exp()
+
+
+def decomposed(model: nn.Module, *given: torch.Tensor) -> torch.fx.GraphModule:
+    return torch.export.export(model, given).run_decompositions().graph_module
+
+
+def shapes(graph_module: torch.fx.GraphModule) -> list[list[int]]:
+    return [list(node.meta["val"].shape) for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def test_a_pass_that_changes_no_node_gives_the_graph_itself_and_one_that_does_another():
+    with replays.repeated_alone():
+        graph_module = decomposed(Sum(), torch.ones(2), torch.ones(2))
+        assert RemoveMixedTypeOperators()(graph_module).graph_module is graph_module
+        graph_module = decomposed(Sum(), torch.ones(2), torch.ones(2, dtype=torch.int32))
+        found = RemoveMixedTypeOperators()(graph_module).graph_module
+    assert found is not graph_module
+    assert [node.target for node in found.graph.nodes].count(torch.ops.aten._to_copy.default) == 1
+
+
+def test_a_node_that_a_pass_has_edited_in_place_is_computed_anew_and_what_comes_after_it():
+    with replays.repeated_alone():
+        graph_module = decomposed(Joined(), torch.ones(2))
+        (cat,) = (node for node in graph_module.graph.nodes if node.target is torch.ops.aten.cat.default)
+        cat.args = ([cat.args[0][0]] * 3,)  # its value stays [4], as ExecuTorch's passes leave it
+        found = ScalarToTensorPass()(graph_module).graph_module
+        assert shapes(graph_module) == [[4], [4]] and shapes(found) == [[6], [6]]
+        assert ScalarToTensorPass()(found).graph_module is found
+
+
+def test_values_are_kept_where_a_pass_repeats_what_they_were_computed_by():
+    with replays.repeated_alone():
+        graph_module = decomposed(Joined(), torch.ones(2))
+        found = OpReplacePass()(graph_module).graph_module
+    values = [[node.meta.get("val") for node in each.graph.nodes][:-1] for each in (graph_module, found)]
+    assert len(values[0]) == 3 and all(before is after for before, after in zip(*values, strict=True))
+    assert [node.target for node in found.graph.nodes] != [node.target for node in graph_module.graph.nodes]
+
+
+def test_a_graphs_code_is_made_when_it_is_called_and_again_after_a_change():
+    with code_on_call():
+        graph_module = decomposed(Joined(), torch.ones(2))
+        assert torch.equal(graph_module(torch.zeros(2))[0], torch.ones(4))
+        (cat,) = (node for node in graph_module.graph.nodes if node.target is torch.ops.aten.cat.default)
+        cat.args = ([cat.args[0][0]] * 3,)
+        graph_module.recompile()
+        assert torch.equal(graph_module(torch.zeros(2))[0], torch.ones(6))
+        cat.args = ([cat.args[0][0]] * 4,)
+        graph_module.recompile()
+    assert torch.equal(graph_module(torch.zeros(2))[0], torch.ones(8))
