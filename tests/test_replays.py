@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from eagle3.export.lowering.xnnpack import lowering, replays, shortcuts
+from eagle3.export.lowering.xnnpack import lowering, replays, shortcuts, weight_names
 from eagle3.export.lowering.xnnpack.lazy_code import code_on_call
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
@@ -62,7 +62,22 @@ def test_the_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
     for name in ("repeated_alone", "code_on_call", "collected_rarely"):
         monkeypatch.setattr(lowering, name, nullcontext)
     monkeypatch.setattr(shortcuts, "_may_change", lambda *_: True)
+    monkeypatch.setattr(weight_names, "_memory", lambda weight: object())
     assert lowering.lower(programs(recipe), {}).buffer == found
+
+
+def test_a_weight_of_two_methods_is_packed_once(monkeypatch):
+    packed = []
+    naming = weight_names.original(weight_names.NAMING)
+
+    def counted(*given):
+        packed.append(given)
+        return naming(*given)
+
+    monkeypatch.setattr(weight_names, "original", lambda name: counted)
+    lowering.lower(programs(Recipe("8da8w", "none", 0)), {})
+    weights = [given for given in packed if getattr(given[6], "scale", None) is not None and not given[6].is_dynamic]
+    assert len(weights) == 3
 
 
 class Sum(nn.Module):

@@ -4,16 +4,18 @@ ExecuTorch (1.5) names a weight by its codes alone, though scales are packed wit
 codes and other scales, in one artifact or in two of a process, the second to load would compute with the first one's.
 Equal codes would also be one buffer in the file, and a name is found by its address: so the scales' hash stands behind
 the codes too, where nothing reads it.
+
+A weight of several methods is packed, hashed and copied for the first of them alone.
 """
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
-from executorch.backends.xnnpack.operators.quant_params import QuantParams
-from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import XNNGraph
+from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset
+from executorch.backends.xnnpack.utils.utils import get_param_tensor, is_param_node
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from torch import Tensor
 from torch.fx import Node
@@ -24,19 +26,21 @@ NAMING = "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_ser
 
 
 class _Marked:
-    """A store whose names and data end in ``mark``."""
+    """A store whose names and data end in ``mark``; ``added`` is what was added last, with its options."""
 
     def __init__(self, store: NamedDataStore, mark: bytes):
-        self.store, self.mark = store, mark
+        self.store, self.mark, self.added = store, mark, None
 
-    def add_named_data(self, key: str, data: bytes, *args: Any, **kwargs: Any) -> None:
-        self.store.add_named_data(key + self.mark.hex(), data + self.mark, *args, **kwargs)
+    def add_named_data(self, key: str, data: bytes, **options: Any) -> None:
+        self.added = (key + self.mark.hex(), data + self.mark), options
+        self.store.add_named_data(*self.added[0], **options)
 
 
 @contextmanager
 def scales_in_names() -> Iterator[None]:
     """Within it XNNPACK's preprocessing names weights that way."""
     name_and_store = original(NAMING)
+    packed: dict[tuple, tuple[Tensor, Any, ConstantDataOffset]] = {}
 
     def serialized(
         self: NodeVisitor,
@@ -50,16 +54,31 @@ def scales_in_names() -> Iterator[None]:
     ) -> int:
         given = (tensor, graph, ids, nhwc, swapped, quant_params, *rest)
         scale = getattr(quant_params, "scale", None)
-        if not isinstance(scale, Tensor):
+        if not isinstance(scale, Tensor) or not is_param_node(self.exported_program, quant_params.q_input):
             return name_and_store(self, *given)
-        store, mark = self._named_data_store, hashlib.sha256(scale.float().numpy().tobytes()).digest()
-        self._named_data_store = _Marked(store, mark)
-        try:
-            index = name_and_store(self, *given)
-        finally:
-            self._named_data_store = store
-        graph.constant_data[index].named_key += mark.hex()
-        return index
+        mark = hashlib.sha256(scale.float().numpy().tobytes()).digest()
+        weight = get_param_tensor(self.exported_program, quant_params.q_input)
+        key = _memory(weight), mark, quant_params.dtype, quant_params.is_qc4w, nhwc, swapped, *rest
+        if key not in packed:
+            store = self._named_data_store
+            self._named_data_store = marked = _Marked(store, mark)
+            try:
+                index = name_and_store(self, *given)
+            finally:
+                self._named_data_store = store
+            graph.constant_data[index].named_key += mark.hex()
+            if weight.dtype == quant_params.dtype:  # codes, which are packed as they are
+                packed[key] = weight, marked.added, graph.constant_data[index]
+            return index
+        _, (data, options), entry = packed[key]
+        self._named_data_store.add_named_data(*data, **options)
+        graph.constant_data.append(replace(entry))
+        return len(graph.constant_data) - 1
 
     with replaced(NAMING, serialized):
         yield
+
+
+def _memory(weight: Tensor) -> tuple:
+    """Where a weight lies, which is the same in each method, and stays while it is kept."""
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
