@@ -50,10 +50,10 @@ def test_degenerate_groups_are_torchaos(bits):
 @pytest.mark.parametrize("recipe, group", [("8da4w", 32), ("8da8w", 0)])
 def test_a_weight_of_several_chunks_is_quantized_by_it_and_as_torchao_would(monkeypatch, recipe, group):
     linear = nn.Linear(2560, 2 * ELEMENTS // 2560 + 5, bias=False)
-    asked, search = [], hqq.search_scales
-    monkeypatch.setattr(hqq, "search_scales", lambda *given: asked.append(given) or search(*given))
+    asked, threads, search = [], torch.get_num_threads(), hqq.search_scales
+    monkeypatch.setattr(hqq, "search_scales", lambda *given: asked.append(torch.get_num_threads()) or search(*given))
     found = Recipe(recipe, "none", group).quantized(linear, linear.weight.data)
-    assert len(asked) == 3
+    assert asked == [1, 1, 1] and torch.get_num_threads() == threads
     monkeypatch.setattr(hqq, "search_scales", theirs)
     wanted = Recipe(recipe, "none", group).quantized(linear, linear.weight.data)
     assert torch.equal(found.qdata, wanted.qdata) and torch.equal(found.scale, wanted.scale)
