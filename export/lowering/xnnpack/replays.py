@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from executorch.exir.pass_base import ExportPass, NodeMetadata, ProxyValue
 from executorch.exir.passes.legalize_portable_dim_order_pass import LegalizePortableDimOrderPass
@@ -101,7 +102,9 @@ def _repeating(base: str) -> dict[str, Callable]:
             return originally(self, kind, target, args, kwargs, meta)
         call = _aten(target), *pytree.tree_map(_data, (args, kwargs))
         if "val" in node.meta:
-            self.interpreter = _Known(interpreter, node.meta["val"], _same(call, node.meta.get(CALL)))
+            # a new delegate has its outputs' values; computed, it would run all of its operations
+            is_its = target is executorch_call_delegate if CALL not in node.meta else _same(call, node.meta[CALL])
+            self.interpreter = _Known(interpreter, node.meta["val"], is_its)
         try:
             made = originally(self, kind, target, args, kwargs, meta)
         finally:
