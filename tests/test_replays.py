@@ -80,6 +80,33 @@ def test_a_weight_of_two_methods_is_packed_once(monkeypatch):
     assert len(weights) == 3
 
 
+class Related(nn.Module):
+    """Linears of the same scales and other codes, and of the same codes, in the same memory, and other scales."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.turned, self.doubled = (nn.Linear(64, 32, bias=False) for _ in range(3))
+        self.first.weight.data = torch.randint(-100, 100, (32, 64)).float()  # whose sums are exact in any order
+        self.turned.weight.data = self.first.weight.data.flip(1)
+        self.requires_grad_(False)
+        quantize(self, Recipe("8da8w", "none", 0), spare=set())
+        weight = self.first.weight
+        parts = [getattr(weight, name) for name in (*weight.tensor_data_names, *weight.tensor_attribute_names)]
+        self.doubled.weight = nn.Parameter(type(weight)(parts[0], 2 * parts[1], *parts[2:]), requires_grad=False)
+
+    def forward(self, x):
+        return self.first(x) + self.turned(x) * self.doubled(x)
+
+
+def test_related_weights_are_packed_each_for_itself(monkeypatch):
+    model, x = Related(), torch.randn(1, 3, 64)
+    assert torch.equal(model.first.weight.scale, model.turned.weight.scale)
+    found = lowering.lower({"forward": torch.export.export(model, (x,), strict=False)}, {}).buffer
+    monkeypatch.setattr(weight_names, "_memory", lambda weight: object())
+    assert lowering.lower({"forward": torch.export.export(model, (x,), strict=False)}, {}).buffer == found
+
+
 class Sum(nn.Module):
     def forward(self, x, y):
         return (x + y) * x
@@ -118,7 +145,8 @@ def test_a_node_that_a_pass_has_edited_in_place_is_computed_anew_and_what_comes_
         assert ScalarToTensorPass()(found).graph_module is found
 
 
-def test_values_are_kept_where_a_pass_repeats_what_they_were_computed_by():
+def test_values_are_kept_where_a_pass_repeats_what_they_were_computed_by(monkeypatch):
+    monkeypatch.setattr(replays, "_is_alike", lambda *_: False)
     with replays.repeated_alone():
         graph_module = decomposed(Joined(), torch.ones(2))
         found = OpReplacePass()(graph_module).graph_module
