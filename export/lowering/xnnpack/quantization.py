@@ -5,9 +5,7 @@ each other. An embedding of ``8w`` looks up codes and multiplies them by the sca
 float32.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 from executorch.extension.llm.export.quantize import _make_embedding_config, _make_linear_config
@@ -44,17 +42,10 @@ def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
     return type(part)(*data.values(), *(getattr(part, name) for name in part.tensor_attribute_names))
 
 
-@contextmanager
-def _a_core_each() -> Iterator[ThreadPoolExecutor]:
+def _a_core_each() -> ThreadPoolExecutor:
     """Threads that compute on one core each: steps this small are not worth waiting for other threads, on a busy
-    machine least of all (there they took 50 times as long)."""
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        try:
-            yield pool
-        finally:
-            pool.shutdown()
-            torch.set_num_threads(threads)
+    machine least of all (there they took ten times the CPU time)."""
+    return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _quantized_linear(recipe: Recipe, weight: Tensor) -> Tensor:
