@@ -36,9 +36,12 @@ class Backend(Protocol):
 
     dtype: "torch.dtype"
     """Of activations and caches."""
-    attention: "AttentionFactory"
     eager_on_host: bool
     """Whether the prepared module runs eagerly on this machine, for the check of the artifact."""
+
+    @property
+    def attention(self) -> "AttentionFactory":
+        """What the layers of both models attend by."""
 
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, before any weight is read."""

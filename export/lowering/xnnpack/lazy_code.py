@@ -21,7 +21,7 @@ def code_on_call() -> Iterator[None]:
     recompile = original(RECOMPILE)
 
     def put_off(self: GraphModule) -> None:
-        def forward(self: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: GraphModule, *args: Any, **kwargs: Any) -> object:
             recompile(self)
             return type(self).forward(self, *args, **kwargs)
 

@@ -5,7 +5,9 @@ each other. An embedding of ``8w`` looks up codes and multiplies them by the sca
 float32.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
 import torch
 from executorch.extension.llm.export.quantize import _make_embedding_config, _make_linear_config
@@ -48,7 +50,7 @@ def _a_core_each() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 
 
-def _quantized_linear(recipe: Recipe, weight: Tensor) -> Tensor:
+def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
     holder = nn.Linear(1, 1, bias=False, device="meta")
     holder.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(holder, _make_linear_config(recipe.linear, recipe.group))

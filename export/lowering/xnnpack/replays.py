@@ -25,10 +25,11 @@ from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOp
 from executorch.exir.passes.replace_broken_ops_with_function_ops_pass import ReplaceBrokenOpsWithFunctionalOpsPass
 from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
 from executorch.exir.passes.sym_to_tensor_pass import SymToTensorPass
+from torch._export.pass_base import ProxyValue as ExportsProxyValue
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
@@ -92,11 +93,13 @@ def _repeating(base: str) -> dict[str, Callable]:
     run_node, fx = f"{base}.ExportInterpreter.run_node", f"{base}._fx"
     originally_ran, originally = original(run_node), original(fx)
 
-    def ran(self: Any, node: Node) -> Any:
+    def ran(self: ExportPass.ExportInterpreter, node: Node) -> object:
         self.callback.repeated = node
         return originally_ran(self, node)
 
-    def repeated(self: Any, kind: str, target: Any, args: tuple, kwargs: dict, meta: Any) -> Any:
+    def repeated(
+        self: ExportPass, kind: str, target: object, args: tuple, kwargs: dict, meta: NodeMetadata
+    ) -> ProxyValue:
         node, interpreter = getattr(self, "repeated", None), self.interpreter
         if kind != "call_function" or node is None:
             return originally(self, kind, target, args, kwargs, meta)
@@ -118,10 +121,10 @@ def _repeating(base: str) -> dict[str, Callable]:
 class _Known:
     """An interpreter of nodes that gives a known ``value`` where ``is_its`` call is made, or one as good."""
 
-    def __init__(self, interpreter: Any, value: Any, is_its: bool):
+    def __init__(self, interpreter: Interpreter, value: object, is_its: bool):
         self.interpreter, self.value, self.is_its = interpreter, value, is_its
 
-    def call_function(self, *call: Any) -> Any:
+    def call_function(self, *call: Any) -> object:
         if self.is_its:
             return self.value
         found = self.interpreter.call_function(*call)
@@ -135,7 +138,7 @@ def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
         for node in graph_module.graph.nodes
     }
 
-    def recorded(kind: str, target: Any, args: tuple, kwargs: dict, meta: NodeMetadata) -> ProxyValue:
+    def recorded(_kind: str, target: object, args: tuple, kwargs: dict, _meta: NodeMetadata) -> object:
         if target is not node.target or not _same(args, given[0]) or not _same(kwargs, given[1]):
             raise _Changed
         return values[node]
@@ -156,24 +159,24 @@ def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
     return True
 
 
-def _call(node: Node) -> tuple[Any, Any, Any]:
+def _call(node: Node) -> tuple[object, object, object]:
     """What a node calls: its operator, and the values of its inputs."""
     return _aten(node.target), *map_arg((node.args, node.kwargs), _value)
 
 
-def _data(value: Any) -> Any:
+def _data(value: object) -> object:
     """Of a pass's proxy, of ExecuTorch's class or of torch.export's, its value."""
-    return value.data if hasattr(value, "proxy_or_node") else value
+    return value.data if isinstance(value, ProxyValue | ExportsProxyValue) else value
 
 
-def _value(node: Node) -> Any:
+def _value(node: Node) -> object:
     """What a pass has for a node: of a constant the tensor itself."""
     if node.op == "get_attr":
         return attrgetter(node.target)(node.graph.owning_module)
     return node.meta.get("val")
 
 
-def _is_alike(found: Any, known: Any) -> bool:
+def _is_alike(found: object, known: object) -> bool:
     """Whether two values are fake tensors of the same shape, strides and dtype, none a constant."""
     if not isinstance(found, FakeTensor) or not isinstance(known, FakeTensor):
         return False
@@ -188,12 +191,12 @@ def _description(value: FakeTensor) -> tuple:
     return value.dtype, value.device, value.layout, value.requires_grad, *exact
 
 
-def _aten(target: Any) -> Any:
+def _aten(target: object) -> object:
     """An operator of the edge dialect computes what its own of ATen does."""
     return target._op if isinstance(target, EdgeOpOverload) else target
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(found: object, wanted: object) -> bool:
     """Containers of the same values: tensors and symbols by identity, what else a graph holds by type and value."""
     if found is wanted:
         return True

@@ -16,6 +16,7 @@ from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.dialects._ops import ops as exir_ops
 from torch import Tensor
+from torch._export.pass_base import PassType
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset
+from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
+from executorch.backends.xnnpack.operators.quant_params import QuantParams
+from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset, XNNGraph
 from executorch.backends.xnnpack.utils.utils import get_param_tensor, is_param_node
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from torch import Tensor
@@ -29,7 +31,8 @@ class _Marked:
     """A store whose names and data end in ``mark``; ``added`` is what was added last, with its options."""
 
     def __init__(self, store: NamedDataStore, mark: bytes):
-        self.store, self.mark, self.added = store, mark, None
+        self.store, self.mark = store, mark
+        self.added: tuple[tuple[str, bytes], dict[str, Any]]
 
     def add_named_data(self, key: str, data: bytes, **options: Any) -> None:
         self.added = (key + self.mark.hex(), data + self.mark), options
@@ -53,8 +56,12 @@ def scales_in_names() -> Iterator[None]:
         *rest: Any,
     ) -> int:
         given = (tensor, graph, ids, nhwc, swapped, quant_params, *rest)
-        scale = getattr(quant_params, "scale", None)
-        if not isinstance(scale, Tensor) or not is_param_node(self.exported_program, quant_params.q_input):
+        scale = None if quant_params is None else quant_params.scale
+        if (
+            quant_params is None
+            or not isinstance(scale, Tensor)
+            or not is_param_node(self.exported_program, quant_params.q_input)
+        ):
             return name_and_store(self, *given)
         mark = hashlib.sha256(scale.float().numpy().tobytes()).digest()
         weight = get_param_tensor(self.exported_program, quant_params.q_input)
