@@ -49,7 +49,7 @@ class DecoderLayersTarget(nn.Module):
         config = model.config
         config._attn_implementation = HF_ATTENTION
         self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
-        self.cap = _softcap(model)
+        self.cap, self.caps_itself = _softcap(model)
         for layer, window in zip(self.layers, layer_windows(config), strict=True):
             if not attends_to_text(layer):
                 continue
@@ -106,7 +106,7 @@ class DecoderLayersTarget(nn.Module):
     def scores(self, state: Tensor) -> Tensor:
         """Compute the scores by transformers' own forward after the final state, because some families scale the output
         of ``lm_head``."""
-        tail = _Tail(self.causal_lm, state, self.causal_lm.lm_head)
+        tail = _Tail(self.causal_lm, state, self.causal_lm.lm_head, self.caps_itself)
         return type(tail.owner).forward(tail, inputs_embeds=state).logits
 
     def capped(self, scores: Tensor) -> Tensor:
@@ -195,17 +195,22 @@ def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
     return whole
 
 
-def _softcap(causal_lm: PreTrainedModel | TextPart) -> float | None:
-    """Return the softcap that the class with the logits applies, None without one. A wrapper may leave out the softcap
-    of its text model's class."""
+def _softcap(causal_lm: PreTrainedModel | TextPart) -> tuple[float | None, bool]:
+    """Return the softcap to apply, None without one, and whether the class with the logits applies its own always.
+
+    A wrapper may leave out the softcap of its text model's class.
+    """
     cap = getattr(causal_lm.config, SOFTCAP, None)
     if cap is None:
-        return None
+        return None, False
     state = torch.full((1, 1, 1), 10.0 * cap)
     tails = (_Tail(causal_lm, state, nn.Identity(), capped) for capped in (True, False))
-    with torch.device("cpu"):
-        capped, plain = (type(tail.owner).forward(tail, inputs_embeds=state).logits for tail in tails)
-    return None if torch.equal(capped, plain) else cap
+    try:
+        with torch.device("cpu"):
+            capped, plain = (type(tail.owner).forward(tail, inputs_embeds=state).logits for tail in tails)
+    except TypeError:  # Muse Glimmer divides by its softcap without a look whether there is one
+        return None, True
+    return (None if torch.equal(capped, plain) else cap), False
 
 
 Target = DecoderLayersTarget

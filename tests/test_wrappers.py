@@ -45,6 +45,11 @@ WRAPPERS = {
     "qwen3_vl_moe": (MROPE | EXPERTS, QWEN | {"deepstack_visual_indexes": [0]}),
     "glm4v": (MROPE, QWEN),
     "mllama": ({"cross_attention_layers": [1], "bos_token_id": 0}, MLLAMA),
+    "muse_glimmer": (
+        {"final_logit_softcapping": 3.0, "output_multiplier": 0.5, "hidden_activation": "silu"},
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"layer_types": ["full_attention"]},
+    ),
     "llama4": ({"model_type": "llama4_text", "num_local_experts": 4, "attention_chunk_size": 16}, LLAMA4),
 }
 """Fields of the text and of the vision part beside the sizes. What the text models do to their logits, the first five

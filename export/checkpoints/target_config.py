@@ -68,7 +68,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
             f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
         )
     for name in NEEDED:
-        if getattr(text_config, name, None) is None and not text_config.per_layer_attributes:
+        if not text_config.per_layer_attributes and getattr(text_config, name, None) is None:
             raise ValueError(
                 f"{file} ({text_config.model_type}) has no {name}, which every decoder that is read has: "
                 "eagle3-export --list-targets lists what is supported"
