@@ -45,15 +45,14 @@ class GGUFFile(Source):
         split = _SPLIT.fullmatch(self.path.name)
         if split is None:
             return [self.path]
-        stem, number, count = split[1], int(split[2]), int(split[3])
-        parts = [
-            self.path.with_name(f"{stem}-{part:05}-of-{count:05}{self.path.suffix}") for part in range(1, count + 1)
-        ]
-        if number != 1:
-            raise ValueError(f"{self.path} is part {number} of {count}: type --checkpoint {parts[0]}")
+        parts = [self.path.with_name(name) for name in part_names(self.path.name)]
+        if int(split[2]) != 1:
+            raise ValueError(f"{self.path} is part {int(split[2])} of {len(parts)}: type --checkpoint {parts[0]}")
         for part in parts:
             if not part.is_file():
-                raise FileNotFoundError(f"{part} is missing: {self.path.name} is the first of {count}: copy it as well")
+                raise FileNotFoundError(
+                    f"{part} is missing: {self.path.name} is the first of {len(parts)}: copy it as well"
+                )
         return parts
 
     def headers(self) -> dict[str, TensorHeader]:
@@ -155,6 +154,15 @@ class GGUFFile(Source):
                 f"{self.path}: its metadata has {found} for {key}, but must have one number: copy it again"
             )
         return number
+
+
+def part_names(file: str) -> list[str]:
+    """The names of all parts of the file that is called so, whole or split."""
+    split = _SPLIT.fullmatch(file)
+    if split is None:
+        return [file]
+    stem, count, suffix = split[1], max(1, int(split[3])), file[-len(SUFFIX) :]
+    return [f"{stem}-{part:05}-of-{count:05}{suffix}" for part in range(1, count + 1)]
 
 
 def super_scales(value: "ExportableGGUFTensor") -> Tensor:

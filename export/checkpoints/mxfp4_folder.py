@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
 
@@ -78,7 +78,7 @@ class Mxfp4Folder(SafetensorsFolder):
 
     def _scales(self, name: str) -> Tensor:
         for path in self.files():
-            with safe_open(path, framework="pt") as file:
+            with open_safetensors(path) as file:
                 if name + SCALES in file.keys():  # noqa: SIM118 (not a dict)
                     return file.get_tensor(name + SCALES)
         raise ValueError(f"{self.path} lacks {name}{SCALES}: is a shard missing?")

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from eagle3.export.checkpoints.awq import Awq
@@ -15,6 +14,7 @@ from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
 from eagle3.export.checkpoints.gptq import Gptq
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
+from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.targets.input_order import INPUT_ORDER
@@ -101,7 +101,7 @@ class PackedFolder(SafetensorsFolder):
     def _opened(self) -> Iterator[Read]:
         """All files at once, memory-mapped: the parts of a linear may lie in several."""
         with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.files()]
+            files = [stack.enter_context(open_safetensors(path)) for path in self.files()]
             holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
             yield lambda name: holder[name].get_tensor(name)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from executorch.extension.llm.export.load import iter_checkpoint
 from executorch.extension.llm.export.quant import identity
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.source import Source, TensorHeader
 
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
@@ -38,7 +39,7 @@ class SafetensorsFolder(Source):
 
     def tensor(self, name: str) -> Tensor:
         for path in self.files():
-            with safe_open(path, framework="pt") as file:
+            with open_safetensors(path) as file:
                 if name in file.keys():  # noqa: SIM118 (not a dict)
                     return file.get_tensor(name)
         return super().tensor(name)
@@ -102,7 +103,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     described: dict[str, tuple[Path, dict]] = {}
     for path in shard_paths(folder):
         try:
-            with safe_open(path, framework="pt") as file:
+            with open_safetensors(path) as file:
                 for name, description in _descriptions(path, file.metadata() or {}).items():
                     described[name] = path, description
                 for name in file.keys():  # noqa: SIM118 (not a dict)

@@ -1,0 +1,100 @@
+"""Opens a safetensors file, or what a dry run keeps of one that was not downloaded: its header and few of its values.
+
+The latter is a small safetensors file itself. It holds the values, and the header is JSON in its metadata. Asking for
+another value raises ``HeaderAlone``.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+HEADER = "eagle3.header"
+"""The key of the metadata; no other file has it."""
+
+
+class HeaderAlone(ValueError):
+    """A value was asked for, and the file has the header alone."""
+
+
+class Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+
+class OpenFile(Protocol):
+    """What is used of safetensors' ``safe_open``."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def metadata(self) -> dict[str, str] | None: ...
+
+    def get_slice(self, name: str) -> Slice: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class HeaderSlice:
+    shape: list[int]
+    dtype: str
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+
+class HeaderFile:
+    """``values`` is the file that stands for the one at ``path``, ``header`` what its metadata says of that one."""
+
+    def __init__(self, path: Path, values: OpenFile, header: dict[str, Any]):
+        self.path, self._values, self._header = path, values, header
+
+    def keys(self) -> list[str]:
+        return list(self._header["tensors"])
+
+    def metadata(self) -> dict[str, str]:
+        return self._header["metadata"]
+
+    def get_slice(self, name: str) -> HeaderSlice:
+        return HeaderSlice(*self._header["tensors"][name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        if name in self._values.keys():  # noqa: SIM118 (not a dict)
+            return self._values.get_tensor(name)
+        raise HeaderAlone(
+            f"a dry run of this kind of checkpoint needs the values of {name}, and of {self.path.name} only the "
+            "header was fetched: type --download as well, or leave --dry-run out"
+        )
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[OpenFile]:
+    """Raises safetensors' SafetensorError for what is no such file."""
+    with safe_open(path, framework="pt") as file:
+        header = (file.metadata() or {}).get(HEADER)
+        yield file if header is None else HeaderFile(path, file, json.loads(header))
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether ``HeaderAlone`` is the cause."""
+    return error is not None and (isinstance(error, HeaderAlone) or needs_values(error.__cause__))
+
+
+def save_header(
+    path: Path,
+    tensors: Mapping[str, tuple[list[int], str]],
+    metadata: Mapping[str, str],
+    values: Mapping[str, Tensor],
+) -> None:
+    """Write what stands for a file that was not downloaded: ``tensors`` are name to shape and safetensors' dtype."""
+    save_file(dict(values), path, metadata={HEADER: json.dumps({"tensors": dict(tensors), "metadata": dict(metadata)})})
