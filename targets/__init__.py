@@ -10,7 +10,13 @@ from eagle3.targets.spec import SHIPPED, TapTarget, TargetSpec
 DECODER_LAYERS = "eagle3.targets.decoder_layers"
 
 TARGETS: dict[str, TargetSpec] = {
-    "gemma4-31B": TargetSpec("Gemma 4 31B, text only", "eagle3.targets.gemma4", model_types=("gemma4_text",)),
+    "gemma4-31B": TargetSpec(
+        "Gemma 4 31B, text only",
+        "eagle3.targets.gemma4",
+        model_types=("gemma4_text",),
+        repository="google/gemma-4-31B-it",
+        heads=("RedHatAI/gemma-4-31B-it-speculator.eagle3",),
+    ),
     "gemma4-tiny": TargetSpec(
         "5.3 M parameters of Gemma 4 trained on Python's standard library; shipped, with its draft head",
         "eagle3.targets.gemma4",
@@ -19,27 +25,104 @@ TARGETS: dict[str, TargetSpec] = {
         draft=SHIPPED / "gemma4_tiny" / "draft",
         max_seq_len=1024,
     ),
-    "gemma3-27B": TargetSpec("Gemma 3 27B, text only", DECODER_LAYERS, model_types=("gemma3_text",)),
-    "gpt-oss-20b": TargetSpec("gpt-oss 20B, 32 experts", DECODER_LAYERS, model_types=("gpt_oss",)),
-    "granite3-8B": TargetSpec("Granite 3 8B", DECODER_LAYERS, model_types=("granite",)),
-    "llama3.1-8B": TargetSpec("Llama 3.1 8B", DECODER_LAYERS, model_types=("llama",)),
-    "llama3.3-70B": TargetSpec("Llama 3.3 70B", DECODER_LAYERS, model_types=("llama",)),
+    "gemma3-27B": TargetSpec(
+        "Gemma 3 27B, text only",
+        DECODER_LAYERS,
+        model_types=("gemma3_text",),
+        repository="google/gemma-3-27b-it",
+        heads=("witcheer/gemma-3-27b-eagle3-drafter",),
+    ),
+    "gpt-oss-20b": TargetSpec(
+        "gpt-oss 20B, 32 experts",
+        DECODER_LAYERS,
+        model_types=("gpt_oss",),
+        repository="openai/gpt-oss-20b",
+        heads=("RedHatAI/gpt-oss-20b-speculator.eagle3",),
+    ),
+    "granite3-8B": TargetSpec(
+        "Granite 3 8B", DECODER_LAYERS, model_types=("granite",), repository="ibm-granite/granite-3.3-8b-instruct"
+    ),
+    "llama3.1-8B": TargetSpec(
+        "Llama 3.1 8B",
+        DECODER_LAYERS,
+        model_types=("llama",),
+        repository="meta-llama/Llama-3.1-8B-Instruct",
+        heads=("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+    ),
+    "llama3.3-70B": TargetSpec(
+        "Llama 3.3 70B",
+        DECODER_LAYERS,
+        model_types=("llama",),
+        repository="meta-llama/Llama-3.3-70B-Instruct",
+        heads=(
+            "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+            "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
+            "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",
+        ),
+    ),
     "llama4-maverick": TargetSpec(
-        "Llama 4 Maverick 17B, 128 experts, text only", DECODER_LAYERS, model_types=("llama4_text",)
+        "Llama 4 Maverick 17B, 128 experts, text only",
+        DECODER_LAYERS,
+        model_types=("llama4_text",),
+        repository="meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+        heads=(
+            "RedHatAI/Llama-4-Maverick-17B-128E-Instruct-speculator.eagle3",
+            "nvidia/Llama-4-Maverick-17B-128E-Eagle3",
+            "lmsys/sglang-EAGLE3-Llama-4-Maverick-17B-128E-Instruct-v1",
+        ),
     ),
     "llama4-scout": TargetSpec(
-        "Llama 4 Scout 17B, 16 experts, text only", DECODER_LAYERS, model_types=("llama4_text",)
+        "Llama 4 Scout 17B, 16 experts, text only",
+        DECODER_LAYERS,
+        model_types=("llama4_text",),
+        repository="meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        heads=(
+            "lmsys/SGLang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-SpecForge",
+            "lmsys/sglang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-v1",
+        ),
     ),
-    "mistral-7B": TargetSpec("Mistral 7B", DECODER_LAYERS, model_types=("mistral",)),
-    "phi4": TargetSpec("Phi-4 14B", DECODER_LAYERS, model_types=("phi3",)),
-    "qwen3-4B": TargetSpec("Qwen3 4B", DECODER_LAYERS, model_types=("qwen3",)),
-    "qwen3-8B": TargetSpec("Qwen3 8B", DECODER_LAYERS, model_types=("qwen3",)),
-    "qwen3-30B-A3B": TargetSpec("Qwen3 30B-A3B, 128 experts", DECODER_LAYERS, model_types=("qwen3_moe",)),
-    "qwen3-32B": TargetSpec("Qwen3 32B", DECODER_LAYERS, model_types=("qwen3",)),
+    "mistral-7B": TargetSpec(
+        "Mistral 7B", DECODER_LAYERS, model_types=("mistral",), repository="mistralai/Mistral-7B-Instruct-v0.3"
+    ),
+    "phi4": TargetSpec("Phi-4 14B", DECODER_LAYERS, model_types=("phi3",), repository="microsoft/phi-4"),
+    "qwen3-4B": TargetSpec(
+        "Qwen3 4B",
+        DECODER_LAYERS,
+        model_types=("qwen3",),
+        repository="Qwen/Qwen3-4B",
+        heads=("AngelSlim/Qwen3-4B_eagle3",),
+    ),
+    "qwen3-8B": TargetSpec(
+        "Qwen3 8B",
+        DECODER_LAYERS,
+        model_types=("qwen3",),
+        repository="Qwen/Qwen3-8B",
+        heads=(
+            "RedHatAI/Qwen3-8B-speculator.eagle3",
+            "AngelSlim/Qwen3-8B_eagle3",
+            "Tengyunw/qwen3_8b_eagle3",
+            "RedHatAI/Qwen3-8B-speculator.peagle",
+        ),
+    ),
+    "qwen3-30B-A3B": TargetSpec(
+        "Qwen3 30B-A3B, 128 experts",
+        DECODER_LAYERS,
+        model_types=("qwen3_moe",),
+        repository="Qwen/Qwen3-30B-A3B",
+        heads=("Tengyunw/qwen3_30b_moe_eagle3", "AngelSlim/Qwen3-a3B_eagle3"),
+    ),
+    "qwen3-32B": TargetSpec(
+        "Qwen3 32B",
+        DECODER_LAYERS,
+        model_types=("qwen3",),
+        repository="Qwen/Qwen3-32B",
+        heads=("RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
+    ),
     "auto": TargetSpec(
         "what config.json says: any decoder-only model of transformers whose twin agrees", DECODER_LAYERS
     ),
 }
+"""Repositories are named as published; whether a head is there still, and fits, a dry run says."""
 
 
 def spec_for(name: str, model_type: str) -> TargetSpec:

@@ -142,8 +142,12 @@ class TargetSpec:
     model_types: tuple[str, ...] = ()
     """transformers' ``model_type`` of the text configurations that the family reads; none: any."""
     checkpoint: Path | None = None
-    """Shipped with the package; otherwise ``--checkpoint`` names a Hugging Face folder or a GGUF file."""
+    """Shipped with the package."""
     draft: Path | None = None
+    repository: str | None = None
+    """Of the model on the Hugging Face hub: what stands for ``--checkpoint`` where that is not given."""
+    heads: tuple[str, ...] = ()
+    """Repositories of the draft heads published for it; the first stands for ``--draft`` where that is not given."""
     max_seq_len: int = 4096
     """Default of ``--max-seq-len``, in tokens."""
     min_forward_len: Callable[["PreTrainedConfig"], int] = lambda _config: 1
