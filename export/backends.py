@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.export import ExportedProgram
 
+    from eagle3.export.planning.config import ExportConfig
     from eagle3.export.planning.memory import GpuMemory
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator import Eagle3Speculator
@@ -42,6 +43,9 @@ class Backend(Protocol):
     @property
     def attention(self) -> "AttentionFactory":
         """What the layers of both models attend by."""
+
+    def architecture(self, config: "ExportConfig") -> str | None:
+        """Of the processor that an artifact is for; None where it is for any, or none is named and none is here."""
 
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, before any weight is read."""

@@ -1,8 +1,9 @@
 """``eagle3-export``. Nothing heavy is imported before an export is really wanted: ``--help`` answers at once."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,27 +11,40 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.planning.config import EMBEDDING_RECIPES, ExportConfig
+from eagle3.export.planning.defaults import output_name
 from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.targets import TARGETS
+
+if TYPE_CHECKING:
+    from eagle3.export.output.progress import Progress
+    from eagle3.export.planning.plan import Plan
 
 RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))
 
 EPILOG = """
 \b
 Examples:
-  eagle3-export --target-model gemma4-tiny --cuda-arch sm_90 --output-dir out
-  eagle3-export --target-model gemma4-31B --checkpoint gemma-4-31B-int4 --draft gemma-4-31B-eagle3 --output-dir out
-  eagle3-export --target-model gemma4-tiny --backend xnnpack --output-dir out
-  eagle3-export --target-model llama3.1-8B --checkpoint Llama-3.1-8B-Instruct \\
-      --draft Llama-3.1-8B-Instruct-speculator.eagle3 --backend xnnpack --output-dir out --dry-run
+  eagle3-export --target-model gemma4-tiny --backend xnnpack
+  eagle3-export --target-model gemma4-31B --dry-run
+  eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --download
+  eagle3-export --checkpoint Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --backend xnnpack --qlinear 8da4w
+  eagle3-export --target-model llama3.1-8B --checkpoint my-llama --draft 2 --output-dir out
 """
 
 
-def _list_targets(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        for name, spec in TARGETS.items():
-            click.echo(f"{name:<14} {spec.summary}")
-        ctx.exit()
+def _list_targets(as_json: bool) -> None:
+    """Names, the models' repositories on the hub, and the heads published for them by ``--draft``'s numbers."""
+    if as_json:
+        entries = {
+            name: {"summary": spec.summary, "repository": spec.repository, "heads": list(spec.heads)}
+            for name, spec in TARGETS.items()
+        }
+        click.echo(json.dumps(entries))
+        return
+    for name, spec in TARGETS.items():
+        click.echo(f"{name:<16} {spec.summary}" + (f": {spec.repository}" if spec.repository else ""))
+        for number, head in enumerate(spec.heads, 1):
+            click.echo(f"{'':<16} --draft {number}  {head}")
 
 
 def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -41,17 +55,37 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
-@click.option("--target-model", required=True, type=click.Choice(list(TARGETS)), help="See --list-targets.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="The target's Hugging Face folder, or a GGUF file.")
+@click.option(
+    "--target-model", type=click.Choice(list(TARGETS)), help="See --list-targets. Default with --checkpoint: auto."
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="The target: a Hugging Face folder, a GGUF file, or on the Hugging Face hub ORG/NAME[@REVISION][:FILE.gguf]. "
+    "Default: the target's own repository, where it is in the cache.",
+)
 @click.option(
     "--config",
     "config_folder",
     type=click.Path(path_type=Path),
-    help="The Hugging Face folder with the config.json and the tokenizer of a GGUF file. Default: the file's own.",
+    help="The Hugging Face folder, or ORG/NAME, with the config.json and the tokenizer of a GGUF file. Default: the "
+    "file's own.",
 )
-@click.option("--draft", type=click.Path(path_type=Path), help="The folder of the EAGLE-3 draft head.")
 @click.option(
-    "--output-dir", "--output_dir", required=True, type=click.Path(path_type=Path), help="The artifact: a new folder."
+    "--draft",
+    type=click.Path(path_type=Path),
+    help="The draft head: a folder, ORG/NAME[@REVISION], or a number or a name of --list-targets. Default: 1.",
+)
+@click.option(
+    "--download",
+    is_flag=True,
+    help="Fetch what the cache lacks of the target's own repositories. Names that you type are fetched anyway.",
+)
+@click.option(
+    "--output-dir",
+    "--output_dir",
+    type=click.Path(path_type=Path),
+    help="The artifact: a new folder. Default: TARGET-BACKEND-ARCHITECTURE in the working folder.",
 )
 @click.option(
     "--backend",
@@ -123,38 +157,63 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     show_default=True,
     help="Try the finished artifact on a few prompts, where the backend runs here: tokens against the eager module's.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be done; read configurations and headers alone.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print what would be done; read configurations and headers alone, of names on the hub as well.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-@click.option("--list-targets", is_flag=True, is_eager=True, expose_value=False, callback=_list_targets)
+@click.option("--list-targets", is_flag=True, help="Print the targets, their repositories and draft heads; --json too.")
 @version_option
-def main(dry_run: bool, as_json: bool, **flags: Any) -> None:
+def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
 
     The artifact is a folder with model.pte (prefill, target_verify, draft_decode, and speculate for a GPU), the
     tokenizer and export.json; eagle3-run runs it.
     """
-    config = ExportConfig(**flags)
+    if list_targets:
+        _list_targets(as_json)
+        return
+    if flags["target_model"] is None and flags["checkpoint"] is None:
+        raise click.UsageError("type --target-model with a name of --list-targets, or --checkpoint FOLDER or ORG/NAME")
+    config = ExportConfig(**flags | {"target_model": flags["target_model"] or "auto"})
+    if config.output_dir is None:
+        config = replace(config, output_dir=output_name(config))
 
     from eagle3.export.output.folder import check_output
     from eagle3.export.output.lock import refuse_a_second
 
     check_output(config.output_dir, config.overwrite)
-    if not dry_run:
+    if not config.dry_run:
         refuse_a_second(config.output_dir.resolve())
 
-    from eagle3.export.checks.preflight import preflight
+    from eagle3.export.checkpoints.safetensors_file import needs_values
+    from eagle3.export.hub.sources import find_sources
     from eagle3.export.output.progress import Progress
     from eagle3.export.output.report import plan_json, plan_text, result_text
-    from eagle3.export.planning.plan import make_plan
 
-    plan = make_plan(config)
-    for warning in plan.warnings:
-        click.echo(f"Warning: {warning}", err=True)
-    progress = Progress()
-    twin = preflight(plan, progress)
-    if dry_run:
-        click.echo(json.dumps(plan_json(plan) | {"twin": twin}) if as_json else plan_text(plan))
+    sources, progress, twin = find_sources(config, download), Progress(), None
+    fetches = bool(sources.missing) and (download or not config.dry_run)
+    if fetches:
+        sources.check_disk()
+    if sources.headers_suffice or not fetches:
+        try:
+            with sources.local() as here:  # of what is not here by its headers: who is no pair is not downloaded
+                plan, twin = _planned(here, progress)
+        except ValueError as error:
+            if not (fetches and needs_values(error)):
+                raise
+    if not config.dry_run:
+        for line in sources.lines():
+            progress.say(line)
+    if fetches:
+        sources = sources.downloaded()
+        with sources.local() as here:
+            plan, twin = _planned(here, progress, twin)
+    if config.dry_run:
+        facts = plan_json(plan) | {"twin": twin, "repositories": sources.as_json()}
+        click.echo(json.dumps(facts) if as_json else plan_text(plan, sources.lines()))
         return
 
     from eagle3.export.patches import used
@@ -165,6 +224,21 @@ def main(dry_run: bool, as_json: bool, **flags: Any) -> None:
         for name, patch in used().items():
             tell(f"replaced for this export: {name}: {patch.why}")
     click.echo(json.dumps(record) if as_json else result_text(plan, record))
+
+
+def _planned(
+    config: ExportConfig, progress: "Progress", twin: dict[str, Any] | None = None
+) -> "tuple[Plan, dict[str, Any]]":
+    """The plan, its warnings printed, and what the twin check found; with ``twin`` only the files are new."""
+    from eagle3.export.checks.preflight import preflight
+    from eagle3.export.planning.plan import make_plan
+
+    plan = make_plan(config)
+    if twin is not None:
+        return plan, twin
+    for warning in plan.warnings:
+        click.echo(f"Warning: {warning}", err=True)
+    return plan, preflight(plan, progress)
 
 
 if __name__ == "__main__":

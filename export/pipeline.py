@@ -121,12 +121,13 @@ def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, d
 def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the artifact says of its own making."""
     config = plan.config
+    draft = config.repositories.get("draft")
     return {
         "format_version": format_version(plan.proposals, config.logits, config.with_forward, plan.speculates),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": sha256_by_name(plan.target_source.files()),
-        "draft": "/".join(plan.draft.folder.resolve().parts[-2:]),
+        "draft": draft.repository if draft else "/".join(plan.draft.folder.resolve().parts[-2:]),
         "draft_verifier": plan.draft.verifier,
         "draft_kind": plan.draft.kind,
         "draft_dialect": plan.draft.dialect,
@@ -137,6 +138,9 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "draft_qlinear": plan.draft_qlinear,
         "backend": config.backend,
         "packages": package_versions(),
+        "repositories": {
+            name: {"id": found.repository, "commit": found.revision} for name, found in config.repositories.items()
+        },
     }
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -105,15 +106,14 @@ def save_target(folder: Path, config: Gemma4TextConfig, unquantized: bool = Fals
     config.save_pretrained(folder)
 
 
-def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) -> None:
-    """Write a draft head with the target's widths. For Gemma 4 31B it has the shape of
-    RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B parameters."""
+def draft_shapes(config: PreTrainedConfig, taps: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a draft head with the target's widths, without its vocabulary map. For Gemma 4 31B they are
+    those of RedHatAI/gemma-4-31B-it-speculator.eagle3, 2.24 B parameters."""
     width, inner, known = config.hidden_size, config.intermediate_size, config.to_dict()  # attributes vary by layer
-    counts = {name: known[name] for name in ("num_attention_heads", "num_key_value_heads")}
-    heads, kv_heads = (count * known["head_dim"] for count in counts.values())
-    shapes = {
+    heads, kv_heads = (known[name] * known["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    return {
         "embed_tokens.weight": (config.vocab_size, width),
-        "fc.weight": (width, len(aux_layers) * width),
+        "fc.weight": (width, taps * width),
         "layers.0.self_attn.q_proj.weight": (heads, 2 * width),
         "layers.0.self_attn.k_proj.weight": (kv_heads, 2 * width),
         "layers.0.self_attn.v_proj.weight": (kv_heads, 2 * width),
@@ -127,16 +127,24 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
         "layers.0.post_attention_layernorm.weight": (width,),
         "norm.weight": (width,),
     }
-    tensors = {name: random_weight(torch.Size(shape), None) for name, shape in shapes.items()}
-    tensors["d2t"] = torch.zeros(DRAFT_VOCABULARY, dtype=torch.long)
-    tensors["t2d"] = torch.arange(config.vocab_size) < DRAFT_VOCABULARY
-    save_file(tensors, folder / "model.safetensors")
+
+
+def draft_vocabulary(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """Return a map of the head's vocabulary to the first ids of the target's."""
+    return {
+        "d2t": torch.zeros(DRAFT_VOCABULARY, dtype=torch.long),
+        "t2d": torch.arange(config.vocab_size) < DRAFT_VOCABULARY,
+    }
+
+
+def draft_fields(config: PreTrainedConfig, aux_layers: list[int]) -> dict[str, Any]:
+    """Return what the head's config.json holds."""
+    known = config.to_dict()
     layer = {
         "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": inner,
-        **counts,
-        "head_dim": known["head_dim"],
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        **{name: known[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": 131072,
@@ -144,7 +152,7 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    described = {
+    return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": DRAFT_VOCABULARY,
@@ -153,7 +161,14 @@ def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) ->
         "transformer_layer_config": layer,
         "speculators_config": {"algorithm": "eagle3", "proposal_methods": [proposal]},
     }
-    (folder / "config.json").write_text(json.dumps(described))
+
+
+def save_draft(folder: Path, config: PreTrainedConfig, aux_layers: list[int]) -> None:
+    """Write a draft head with random weights."""
+    shapes = draft_shapes(config, len(aux_layers))
+    tensors = {name: random_weight(torch.Size(shape), None) for name, shape in shapes.items()}
+    save_file(tensors | draft_vocabulary(config), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(draft_fields(config, aux_layers)))
 
 
 def children(process: int) -> list[int]:

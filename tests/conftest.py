@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from beforehand import COMMANDS, Beforehand
+from hub_commands import HEAD, TARGET
+from huggingface_hub import constants as hub_constants
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from random_checkpoints import random_model
+from stand_in_hub import StandInHub, serving
 from transformers import Gemma4ForCausalLM
 
 from eagle3.export.checkpoints import open_source
@@ -51,6 +55,40 @@ def race_free(request):
     with watching(Detector(orders), of_arguments=True) as detector:
         yield
     assert not detector.findings, detector.report()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_hub(tmp_path_factory):
+    """No test asks the Hugging Face hub, nor looks into this user's cache of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A stand-in for the Hugging Face hub, empty; an empty cache of it, and an empty working folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with serving(StandInHub()) as stand_in:
+        template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(hub_constants, "ENDPOINT", stand_in.endpoint)
+        monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        disable_progress_bars()
+        yield stand_in
+        enable_progress_bars()
+
+
+@pytest.fixture
+def hub_pair(hub):
+    """The hub with the shipped target and its head."""
+    hub.add(TARGET, TARGETS["gemma4-tiny"].checkpoint)
+    hub.add(HEAD, TARGETS["gemma4-tiny"].draft)
+    return hub
 
 
 @pytest.fixture(scope="session")

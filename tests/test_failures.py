@@ -76,9 +76,11 @@ def test_truncated_weights_are_named(which, size, copied, tmp_path):
     assert str(file) in line and "truncated" in line
 
 
-def test_a_folder_that_is_not_there_is_not_looked_for_on_a_hub(tmp_path):
-    code, line = export_fails(tmp_path, "--draft", "RedHatAI/gemma-4-31B-it-speculator.eagle3")
-    assert (code, "is no folder" in line) == (1, True)
+@pytest.mark.parametrize("which", ["checkpoint", "draft"])
+@pytest.mark.parametrize("path", ["nowhere", "/no/where", "../no/where", "./name", "models/a/b", "org/file.gguf"])
+def test_a_path_that_is_not_there_and_no_name_on_the_hub_is_said_to_be_neither(which, path, tmp_path):
+    code, line = export_fails(tmp_path, f"--{which}", path)
+    assert (code, "of the Hugging Face hub" in line) == (1, True), line
 
 
 def respoil(file: Path, change) -> None:

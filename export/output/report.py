@@ -1,10 +1,12 @@
 """What ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -26,11 +28,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
         "export_bytes": BACKENDS[plan.config.backend].load().export_bytes(plan),
+        "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},
     }
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
+    """``sources``: lines on where the checkpoints come from."""
     facts = plan_json(plan)
     lines = [
         f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
@@ -44,6 +48,7 @@ def plan_text(plan: Plan) -> str:
     ]
     if memory := plan.footprint:
         lines.append(f"memory   a run takes {memory}")
+        lines.append(f"gpus     {_gpus_text(facts['fits'])}")
     if takes := facts["export_bytes"]:
         lines.append(f"memory   the export takes about {_mb(takes)}")
     if plan.quantized_headers:
@@ -51,7 +56,21 @@ def plan_text(plan: Plan) -> str:
     for method in plan.methods:
         span = f"{method.min_len}" if method.min_len == method.max_len else f"{method.min_len} to {method.max_len}"
         lines.append(f"method   {method.name:<14} {span} rows")
+    lines.extend(sources)
     return "\n".join([*lines, "nothing was written (--dry-run)"])
+
+
+def _gpus(plan: Plan) -> list[Gpu]:
+    """Those of the architecture that is named; all that are known where none is."""
+    arch = plan.config.cuda_arch
+    return gpus_of(arch) if arch else list(GPUS.values())
+
+
+def _gpus_text(fits: Mapping[str, bool]) -> str:
+    by_answer: dict[str, list[str]] = {}
+    for name, holds in fits.items():
+        by_answer.setdefault("fits" if holds else "does not fit", []).append(f"{name} ({GPUS[name].memory >> 30} GiB)")
+    return "; ".join(f"{answer} {', '.join(names)}" for answer, names in by_answer.items())
 
 
 def draft_text(plan: Plan) -> str:

@@ -1,8 +1,11 @@
 """The flags of one export, as given."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from eagle3.export.hub.names import HubName
 
 CUDA_RECIPES = ("none", "default", "sensitive")
 XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
@@ -16,7 +19,7 @@ class ExportConfig:
     """See ``eagle3-export --help``. None leaves a value to the target, the draft head or the backend."""
 
     target_model: str
-    output_dir: Path
+    output_dir: Path | None
     checkpoint: Path | None = None
     draft: Path | None = None
     backend: str = "cuda"
@@ -39,6 +42,12 @@ class ExportConfig:
     check: bool = True
     overwrite: bool = False
     config_folder: Path | None = None
+    dry_run: bool = False
+    repositories: Mapping[str, HubName] = field(default_factory=dict)
+    """Where paths among these came from, by field, each with its commit."""
 
     def as_json(self) -> dict[str, Any]:
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        """The flags as they would be typed again: a name on the hub for a path into its cache."""
+        given = {each.name: self.repositories.get(each.name, getattr(self, each.name)) for each in fields(self)}
+        del given["repositories"], given["dry_run"]
+        return {name: str(value) if isinstance(value, Path | HubName) else value for name, value in given.items()}

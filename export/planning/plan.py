@@ -334,19 +334,25 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
         path = _folder(path, config.target_model, "--checkpoint")
         return path, path
     if not path.is_file():
-        raise FileNotFoundError(f"--checkpoint {path} is not there: it wants a GGUF file on this machine")
+        raise FileNotFoundError(
+            f"--checkpoint {path} is not there: it wants a GGUF file on this machine, or ORG/NAME:{path.name} of the "
+            "Hugging Face hub"
+        )
     folder = folder or path.parent
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER with the "
-            "Hugging Face folder of the model that it was made from"
+            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config with the Hugging "
+            "Face folder, or ORG/NAME, of the model that it was made from"
         )
     return path, folder
 
 
 def _folder(path: Path | None, target: str, flag: str) -> Path:
     if path is None:
-        raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER")
+        raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER or ORG/NAME")
     if not path.is_dir():
-        raise FileNotFoundError(f"{flag} {path} is no folder: it wants a checkpoint folder on this machine")
+        raise FileNotFoundError(
+            f"{flag} {path} is no folder: it wants a checkpoint folder on this machine, or ORG/NAME[@REVISION] of the "
+            "Hugging Face hub"
+        )
     return path

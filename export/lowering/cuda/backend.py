@@ -50,12 +50,13 @@ from eagle3.export.lowering.cuda.weights.quantization import (
 )
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.patches import FOR_CUDA, TESTED_WITH_GPU, check_versions
-from eagle3.export.planning.config import CUDA_RECIPES
+from eagle3.export.planning.config import CUDA_RECIPES, ExportConfig
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.console.versions import version_of
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
+from eagle3.runner.hardware import gpus
 from eagle3.runner.hardware.gpus import lacking_on_later
 from eagle3.targets.attention import AttentionFactory
 
@@ -85,11 +86,14 @@ class NvidiaBackend:
     attention: AttentionFactory = CudaAttention
     eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 
+    def architecture(self, config: ExportConfig) -> str | None:
+        return local_arch() or config.cuda_arch
+
     def check(self, plan: Plan) -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
         arch, local = plan.config.cuda_arch, local_arch()
         if local is None:
-            if arch is None:
+            if arch is None and not plan.config.dry_run:
                 raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
             check_named_versions()
         elif arch not in (None, local):
@@ -114,6 +118,9 @@ class NvidiaBackend:
     def memory(self, plan: Plan) -> tuple[int, str]:
         if local_arch():
             return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
+        if plan.config.cuda_arch is None:  # a dry run for no architecture yet
+            gpu = max(gpus.GPUS.values(), key=lambda gpu: gpu.memory)
+            return gpu.memory, f"the largest GPU that is known, {gpu.name},"
         gpu = GPUS[named_arch(plan)]
         return gpu.memory, gpu.name
 

@@ -15,6 +15,7 @@ from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.patches import FOR_CPU, TESTED, check_versions
+from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class XnnpackBackend:
         from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 
         return LlmOpsAttention
+
+    def architecture(self, config: ExportConfig) -> None:
+        return None
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for groups that do not fit a linear, and for versions that were not tested."""

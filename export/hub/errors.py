@@ -1,0 +1,91 @@
+"""What the hub and its library answer, as one line that says what to type."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx2
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from eagle3.export.hub.names import HubName
+
+_OTHER_LENGTH = "Consistency check failed"  # huggingface_hub's words, of an OSError without a class of its own
+LOG_IN = "type hf auth login, or set HF_TOKEN"
+
+
+class Unreachable(OSError):
+    """The hub did not answer: offline, no connection, or an error of its own."""
+
+
+@contextmanager
+def one_line(name: HubName, flag: str) -> Iterator[None]:
+    """Raises FileNotFoundError for what is not there, PermissionError for what this user may not have, ``Unreachable``
+    where nobody can say, OSError for a download that went wrong."""
+    repository, hub = name.repository, constants.ENDPOINT
+    try:
+        yield
+    except GatedRepoError as error:
+        raise PermissionError(
+            f"{repository} is gated: accept its terms on {hub}/{repository}, then {LOG_IN} of that account"
+        ) from error
+    except DisabledRepoError as error:
+        raise PermissionError(f"{repository} is disabled on {hub}: type {flag} with another repository") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{flag} {name}: no such path is here, and {hub} has no repository {repository} that this user may see: "
+            f"correct the name; if it is private, {LOG_IN}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"{repository} has no revision {name.revision}: name a branch, a tag or a commit of {hub}/{repository}"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise Unreachable(_offline(name, flag)) from error
+    except LocalEntryNotFoundError as error:  # an EntryNotFoundError as well
+        line = _offline(name, flag) if constants.HF_HUB_OFFLINE else _silent(name, error)
+        raise Unreachable(line) from error
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(f"{name}: the hub lists a file that it does not have ({_first(error)})") from error
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        kind = Unreachable if code >= 500 or code == 429 else PermissionError if code in (401, 403) else OSError
+        cure = f"{LOG_IN} of a token that may read it" if kind is PermissionError else "try again later"
+        raise kind(f"{hub} answered {code} for {repository} ({_first(error)}): {cure}") from error
+    except httpx2.TransportError as error:
+        raise Unreachable(_silent(name, error)) from error
+    except OSError as error:
+        if not str(error).startswith(_OTHER_LENGTH):
+            raise
+        raise OSError(
+            f"a file of {name} did not come as long as the hub says ({_first(error)}): type the command again; if that "
+            "does not help, the upload is damaged: name another revision"
+        ) from error
+
+
+def _offline(name: HubName, flag: str) -> str:
+    return (
+        f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it, or type "
+        f"{flag} with a folder on this machine"
+    )
+
+
+def _silent(name: HubName, error: Exception) -> str:
+    return (
+        f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be reached "
+        f"({_first(error)}): check the connection and HF_ENDPOINT, and type the command again: files that are whole "
+        "are not fetched twice"
+    )
+
+
+def _first(error: Exception) -> str:
+    """The first line of a message that may have many."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -1,0 +1,34 @@
+"""What may be typed where a folder goes: ``org/name``, ``org/name@revision``, ``org/name:file.gguf``."""
+
+import re
+from dataclasses import dataclass
+
+_WRITTEN = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@]+))?(?::(?P<file>[^:@]+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of models; no revision: its main branch; no file: the whole model."""
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision, file = self.revision and f"@{self.revision}", self.file and f":{self.file}"
+        return self.repository + (revision or "") + (file or "")
+
+
+def hub_name(text: str) -> HubName | None:
+    """``text`` as a name on the hub; None where it cannot be one. That no such path is there is the caller's to see."""
+    written = _WRITTEN.fullmatch(text)
+    if written is None or written["repository"].lower().endswith(".gguf"):  # a file that is not there
+        return None
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(written["repository"])
+    except HFValidationError:
+        return None
+    return HubName(written["repository"], written["revision"], written["file"])

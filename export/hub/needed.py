@@ -1,0 +1,98 @@
+"""Which files of a repository an export reads: configurations, the tokenizer, and the weights in one format."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from eagle3.export.checkpoints import pickled, safetensors_folder
+from eagle3.export.checkpoints.gguf_file import SUFFIX, part_names
+from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG
+from eagle3.export.hub.names import HubName
+from eagle3.export.output.contents import TOKENIZER_FILES
+
+SAFETENSORS, PICKLED, GGUF = "safetensors", "pickled", "GGUF"
+CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+SMALL = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG)
+"""What a dry run downloads beside an index: a few kB, where a tokenizer is up to 33 MB."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a repository is to an export. ``certain``: files that the hub is asked for, where the cache does not say
+    that the repository has none."""
+
+    flag: str
+    configurations: tuple[str, ...]
+    weights: bool = True
+    certain: tuple[str, ...] = ()
+
+
+TARGET = Role(
+    "--checkpoint",
+    (CONFIG, ADAPTER_CONFIG, *TOKENIZER_FILES, "chat_template.json"),
+    certain=(TOKENIZER, GENERATION_CONFIG),
+)
+CONFIGURATION = Role("--config", TARGET.configurations, weights=False, certain=TARGET.certain)
+DRAFT = Role("--draft", (CONFIG, ADAPTER_CONFIG, TOKENIZER))
+
+
+@dataclass(frozen=True)
+class Needed:
+    files: tuple[str, ...]
+    kind: str
+    """Of the weights, "" without any."""
+    index: str | None = None
+
+
+def needed(
+    name: HubName, role: Role, listed: Collection[str], read_index: Callable[[str], Iterable[str]] | None
+) -> Needed:
+    """The files of those in ``listed`` that an export reads.
+
+    ``read_index`` gives the files that an index names; None: those that look as if it named them, to count their bytes.
+    Raises ValueError for a repository without weights that are read, saying what it has.
+    """
+    configurations = tuple(file for file in role.configurations if file in listed)
+    if not role.weights:
+        return Needed(configurations, "")
+    if name.file is not None:
+        return Needed((*configurations, *_gguf_parts(name, listed)), GGUF)
+    for kind, form in ((SAFETENSORS, safetensors_folder), (PICKLED, pickled)):
+        if form.SINGLE_FILE in listed:
+            return Needed((*configurations, form.SINGLE_FILE), kind)
+        if form.INDEX_FILE in listed:
+            files = _like_shards(form.SINGLE_FILE, listed) if read_index is None else set(read_index(form.INDEX_FILE))
+            return Needed((*configurations, form.INDEX_FILE, *sorted(files)), kind, form.INDEX_FILE)
+    raise ValueError(f"{name} {_without_weights(name, listed)}")
+
+
+def _like_shards(single: str, listed: Collection[str]) -> list[str]:
+    stem, _, suffix = single.rpartition(".")
+    return [file for file in listed if file.startswith(f"{stem}-") and file.endswith(f".{suffix}")]
+
+
+def _gguf_parts(name: HubName, listed: Collection[str]) -> list[str]:
+    if not name.file.lower().endswith(SUFFIX):
+        raise ValueError(f"{name}: only GGUF files are named so: type {name.repository} for the whole model")
+    if name.file not in listed:
+        raise ValueError(f"{name.repository} has no {name.file}{_ggufs(listed) and f', but {_ggufs(listed)}'}")
+    folder, slash, file = name.file.rpartition("/")
+    return [f"{folder}{slash}{part}" for part in part_names(file)]
+
+
+def _without_weights(name: HubName, listed: Collection[str]) -> str:
+    if ggufs := _ggufs(listed):
+        return f"has GGUF weights alone: type {name.repository}:FILE with one of {ggufs}"
+    if has_adapter(listed):
+        return f"holds a LoRA adapter alone: {safetensors_folder.MERGE_ADAPTER}"
+    other = [file for file in sorted(listed) if file.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    has = f" but {', '.join(other[:3])}" if other else ""
+    return f"has no weights that are read{has}: {safetensors_folder.SINGLE_FILE} or its index, or pytorch_model.bin"
+
+
+def has_adapter(listed: Collection[str]) -> bool:
+    return any(file.startswith("adapter_model.") for file in listed)
+
+
+def _ggufs(listed: Collection[str]) -> str:
+    found = sorted(file for file in listed if file.lower().endswith(SUFFIX))
+    return ", ".join(found[:6]) + (f" and {len(found) - 6} others" if len(found) > 6 else "")

@@ -1,0 +1,222 @@
+"""From flags to folders on this machine: names on the hub become paths before anything else looks at them."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from eagle3.export.hub.names import HubName, hub_name
+from eagle3.export.planning.config import ExportConfig
+from eagle3.targets import TARGETS
+
+if TYPE_CHECKING:
+    from eagle3.export.hub.snapshots import Snapshot
+
+FLAGS = {"checkpoint": "--checkpoint", "config_folder": "--config", "draft": "--draft"}
+"""By the field of ``ExportConfig``: what may be a name on the hub."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """``snapshots`` are the repositories, by field of ``config``."""
+
+    config: ExportConfig
+    snapshots: Mapping[str, "Snapshot"] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list["Snapshot"]:
+        """Repositories that the cache has not, or not all of."""
+        return [snapshot for snapshot in self.snapshots.values() if snapshot.folder is None]
+
+    @property
+    def headers_suffice(self) -> bool:
+        """Whether a plan can be made before anything is downloaded."""
+        return all(snapshot.kind in ("safetensors", "") for snapshot in self.missing)
+
+    @contextmanager
+    def local(self) -> Iterator[ExportConfig]:
+        """The flags with paths alone; what is not here is a folder of configurations and headers until the end. Raises
+        ValueError where headers do not suffice."""
+        from eagle3.export.hub.headers import header_folder
+
+        if not self.headers_suffice:
+            which = next(snapshot for snapshot in self.missing if snapshot.kind not in ("safetensors", ""))
+            raise ValueError(
+                f"{which.name} has {which.kind} weights, of which a dry run cannot fetch the headers alone: type "
+                f"--download to fetch {gigabytes(which.missing_bytes)} first, or name a repository of safetensors"
+            )
+        with TemporaryDirectory(prefix="eagle3-headers-") as folder, _named_as_typed(folder):
+            yield self._with_paths(
+                {
+                    name: snapshot.folder or header_folder(snapshot, Path(folder) / name)
+                    for name, snapshot in self.snapshots.items()
+                }
+            )
+
+    def check_disk(self) -> None:
+        """Raises OSError where the cache's disk has not the room for what is missing."""
+        if self.missing:
+            from eagle3.export.hub.snapshots import check_disk
+
+            check_disk(self.missing)
+
+    def downloaded(self) -> "Sources":
+        """The same with all in the cache; raises what ``download`` raises."""
+        from eagle3.export.hub.snapshots import download
+
+        whole = {name: snapshot if snapshot.folder else download(snapshot) for name, snapshot in self.snapshots.items()}
+        return replace(self, snapshots=whole)
+
+    def _with_paths(self, folders: Mapping[str, Path]) -> ExportConfig:
+        paths, names = dict(folders), {}
+        for name, snapshot in self.snapshots.items():
+            names[name] = replace(snapshot.name, revision=snapshot.commit)
+            if snapshot.name.file is not None:
+                paths[name] = folders[name] / snapshot.name.file
+                if self.config.config_folder is None and (folders[name] / "config.json").is_file():
+                    paths["config_folder"] = folders[name]
+        return replace(self.config, **paths, repositories=names)
+
+    def as_json(self) -> dict[str, Any]:
+        """Of a dry run: commits, and the bytes that an export would download."""
+        return {
+            name: {
+                "id": snapshot.name.repository,
+                "commit": snapshot.commit,
+                "download_bytes": snapshot.missing_bytes,
+            }
+            for name, snapshot in self.snapshots.items()
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The same for a person, and what a dry run leaves out."""
+        for name, snapshot in self.snapshots.items():
+            takes = f"{gigabytes(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
+            yield f"hub      {FLAGS[name]} {snapshot}: {takes}"
+            if snapshot.adapter and name == "draft":
+                yield f"hub      {snapshot.name} has a LoRA for its target: merge the two, or less is accepted"
+        if self._tokenizers_uncompared():
+            yield "hub      target and draft have different tokenizer files: an export compares them token by token"
+
+    def _tokenizers_uncompared(self) -> bool:
+        """Whether both have a tokenizer.json, not known to be the same, of which a dry run does not fetch one."""
+        both = [self._tokenizer("config_folder") or self._tokenizer("checkpoint"), self._tokenizer("draft")]
+        return bool(self.missing) and None not in both and both[0] != both[1]
+
+    def _tokenizer(self, name: str) -> str | None:
+        """What only the same tokenizer.json has; None where there is none."""
+        snapshot, path = self.snapshots.get(name), getattr(self.config, name)
+        if snapshot is not None:
+            return snapshot.tokenizer
+        file = path and (path if path.is_dir() else path.parent) / "tokenizer.json"
+        return str(file) if file and file.is_file() else None
+
+
+@contextmanager
+def _named_as_typed(folder: str) -> Iterator[None]:
+    """Errors name the repository, not a folder that is gone when they are read."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (re.sub(rf"{re.escape(folder)}/\w+/", "", error.args[0]),)
+        raise
+
+
+def find_sources(config: ExportConfig, download: bool = False) -> Sources:
+    """Look up what of the flags, and of the target's entry, is a name on the hub: in the cache first.
+
+    ``download``: what the user did not name may be fetched as well. Where only paths are given nobody is asked.
+
+    Raises:
+        FileNotFoundError: a name that is not there, or that the entry brings and the cache has not
+        OSError, ValueError: see ``listed``
+    """
+    named, given = names_of(config)
+    if not named:
+        return Sources(config)
+    from eagle3.export.hub.needed import CONFIGURATION, DRAFT, TARGET
+
+    roles = {"checkpoint": TARGET, "config_folder": CONFIGURATION, "draft": DRAFT}
+    found, unasked = {}, []
+    for name, written in named.items():
+        allowed = name in given or download or config.dry_run
+        found[name] = _look_up(written, roles[name], allowed)
+        if found[name].missing and not allowed:
+            unasked.append(found[name])
+    if unasked:
+        raise FileNotFoundError(_not_here(config.target_model, unasked))
+    return Sources(config, found)
+
+
+def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
+    """Names on the hub by field, and the fields that the user gave; a path that is there is none.
+
+    Raises ValueError for a head's number that the target's entry has not, and for a target without any.
+    """
+    spec, named = TARGETS[config.target_model], {}
+    for name in FLAGS:
+        written = getattr(config, name)
+        if written is not None and not os.path.exists(written) and (found := hub_name(str(written))):
+            named[name] = found
+    if config.checkpoint is None and spec.repository is not None:
+        named["checkpoint"] = HubName(spec.repository)
+    heads = spec.heads or _heads_for(named.get("checkpoint"))
+    if config.draft is not None and not os.path.exists(config.draft):
+        head = _head(str(config.draft), heads, config.target_model)
+        named |= {"draft": head} if head else {}
+    elif config.draft is None and spec.draft is None:
+        if not heads:
+            raise ValueError(f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME")
+        named["draft"] = HubName(heads[0])
+    return named, {name for name in named if getattr(config, name) is not None}
+
+
+def _heads_for(checkpoint: HubName | None) -> tuple[str, ...]:
+    """Of the entry whose repository was typed as the checkpoint."""
+    entries = (spec.heads for spec in TARGETS.values() if checkpoint and spec.repository == checkpoint.repository)
+    return next(entries, ())
+
+
+def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
+    """One of an entry's heads by its number, its name without the organization, or in full."""
+    if text.isdecimal():
+        if not 1 <= int(text) <= len(heads):
+            has = f"has {len(heads)}" if heads else "names none"
+            raise ValueError(f"--draft {text}: {target} {has}: eagle3-export --list-targets lists the heads")
+        return HubName(heads[int(text) - 1])
+    return next((HubName(head) for head in heads if text == head.partition("/")[2]), None)
+
+
+def _look_up(name: HubName, role: Any, allowed: bool) -> "Snapshot":
+    from eagle3.export.hub.errors import Unreachable
+    from eagle3.export.hub.snapshots import cached, listed
+
+    whole = cached(name, role)
+    if whole is not None:
+        return whole
+    try:
+        return listed(name, role, with_index=allowed)
+    except Unreachable:
+        whole = cached(name, role, lenient=True)
+        if whole is None:
+            raise
+        return whole
+
+
+def _not_here(target: str, snapshots: list["Snapshot"]) -> str:
+    total = gigabytes(sum(snapshot.missing_bytes for snapshot in snapshots))
+    which = " and ".join(f"{s.name} ({gigabytes(s.missing_bytes)})" for s in snapshots)
+    flags = " and ".join(s.role.flag for s in snapshots)
+    return (
+        f"{target} takes {which}, not in the cache: type --download to fetch {total}, --dry-run to see what would be "
+        f"done, or {flags} with a folder or a name of your own"
+    )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,20 @@
+"""What is typed to name the shipped target and its head on the stand-in for the hub."""
+
+from pathlib import Path
+
+from eagle3.export.hub.sources import find_sources
+from eagle3.export.planning.config import ExportConfig
+
+TARGET, HEAD = "org/tiny", "org/tiny-eagle3"
+CPU = ("--backend", "xnnpack", "--output-dir", "out")
+
+
+def flags(checkpoint=TARGET, draft=HEAD, target="auto", **others) -> ExportConfig:
+    paths = {name: value and Path(value) for name, value in {"checkpoint": checkpoint, "draft": draft}.items()}
+    return ExportConfig(target, output_dir=Path("out"), backend="xnnpack", **paths, **others)
+
+
+def fetched(config: ExportConfig, download: bool = False) -> ExportConfig:
+    """The flags with paths, everything that they name downloaded."""
+    with find_sources(config, download).downloaded().local() as here:
+        return here

@@ -1,0 +1,423 @@
+"""Names on the Hugging Face hub, against a stand-in for it: found, downloaded, or refused in a line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from commands import fail_command, run_command
+from gguf_files import gemma4_gguf
+from hub_commands import CPU, HEAD, TARGET, fetched, flags
+from huggingface_hub import constants, hf_hub_download
+from stand_in_hub import TOKEN, commit_of
+from transformers import Gemma4ForCausalLM
+
+from eagle3.export.cli import main as export_main
+from eagle3.export.hub.names import HubName, hub_name
+from eagle3.export.hub.sources import Sources, find_sources, names_of
+from eagle3.export.pipeline import make_manifest
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.defaults import output_name
+from eagle3.export.planning.plan import make_plan
+from eagle3.targets import TARGETS
+
+TINY = TARGETS["gemma4-tiny"]
+KEPT = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+def refused(*args) -> str:
+    """The one line of a command that changes nothing here."""
+    result = CliRunner().invoke(export_main, [str(arg) for arg in args])
+    assert result.exit_code == 1
+    assert not any(Path.cwd().iterdir())
+    line = result.stderr.splitlines()[-1]  # the library's bars and the twin check's line may come before
+    assert line.startswith("Error: ")
+    return line
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def same_files(folder: Path, original: Path) -> bool:
+    return all((folder / name).read_bytes() == (original / name).read_bytes() for name in names_in(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("google/gemma-4-31B-it", HubName("google/gemma-4-31B-it")),
+        ("org/name@refs/pr/3", HubName("org/name", "refs/pr/3")),
+        ("org/name:file.gguf", HubName("org/name", None, "file.gguf")),
+        ("org/name@v1.0:a/file-00001-of-00002.gguf", HubName("org/name", "v1.0", "a/file-00001-of-00002.gguf")),
+        ("name", None),
+        ("/org/name", None),
+        ("./name", None),
+        ("../name", None),
+        ("a/b/c", None),
+        ("org/name.gguf", None),
+        ("org/na--me", None),
+        ("org/", None),
+    ],
+)
+def test_what_is_a_name_on_the_hub(text, name):
+    assert hub_name(text) == name
+    assert name is None or str(name) == text
+
+
+def test_a_path_that_is_there_is_no_name_on_the_hub(hub):
+    for name, folder in ((TARGET, TINY.checkpoint), (HEAD, TINY.draft)):
+        shutil.copytree(folder, name)
+    given = flags()
+    assert find_sources(given) == Sources(given)
+    make_plan(given)
+    assert hub.requests == []
+
+
+def test_only_the_files_that_are_read_are_downloaded(hub, tmp_path):
+    folder = Path(shutil.copytree(TINY.checkpoint, tmp_path / "full"))
+    weights = (folder / "model.safetensors").read_bytes()
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "tiny.gguf", "onnx/model.safetensors", "README.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(weights)
+    hub.add(TARGET, folder)
+    hub.add(HEAD, TINY.draft)
+    here = fetched(flags())
+    assert names_in(here.checkpoint) == KEPT | {"model.safetensors"}
+    assert names_in(here.draft) == {"config.json", "model.safetensors"}
+    assert same_files(here.checkpoint, TINY.checkpoint) and same_files(here.draft, TINY.draft)
+    assert sum(request.bytes for request in hub.asked(".safetensors")) == sum(
+        (part / "model.safetensors").stat().st_size for part in (TINY.checkpoint, TINY.draft)
+    )
+
+
+def test_what_the_cache_has_is_used_and_nobody_is_asked(hub_pair):
+    fetched(flags())
+    hub_pair.requests.clear()
+    sources = find_sources(flags())
+    assert not sources.missing
+    fetched(flags())
+    assert hub_pair.requests == []
+
+
+def test_the_cache_serves_offline(hub_pair, monkeypatch):
+    fetched(flags())
+    hub_pair.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    run_command(export_main, "--checkpoint", TARGET, "--draft", HEAD, *CPU, "--dry-run")
+    assert hub_pair.requests == []
+
+
+@pytest.fixture
+def left_by_another_tool(hub_pair):
+    """A cache as a tool leaves it that fetches file by file: it does not say which files a repository has."""
+    fetched(flags(TINY.checkpoint))
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        hf_hub_download(TARGET, name)
+    hub_pair.requests.clear()
+    return hub_pair
+
+
+def test_what_another_tool_left_in_the_cache_is_completed(left_by_another_tool):
+    assert set(find_sources(flags()).missing[0].missing) == KEPT - {"config.json", "tokenizer.json"}
+    assert names_in(fetched(flags()).checkpoint) > KEPT
+    assert left_by_another_tool.asked("model.safetensors") == []
+
+
+def test_what_another_tool_left_in_the_cache_serves_where_nobody_answers(left_by_another_tool, monkeypatch):
+    left_by_another_tool.down = True
+    assert not find_sources(flags()).missing
+    assert "answered 503" in refused("--checkpoint", "org/other", "--draft", HEAD, *CPU)
+    asked = len(left_by_another_tool.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    make_plan(fetched(flags()))
+    assert len(left_by_another_tool.requests) == asked
+
+
+@pytest.mark.parametrize(("said", "how"), [("HF_HUB_OFFLINE is set", "offline"), ("cannot be reached", "no server")])
+def test_offline_without_the_cache_is_said(said, how, hub_pair, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
+    assert said in line and f"{TARGET} is not whole in the cache" in line
+
+
+def test_a_revision_is_its_own_checkpoint_and_its_commit_is_recorded(hub_pair, tmp_path):
+    older = Path(shutil.copytree(TINY.checkpoint, tmp_path / "older"))
+    (older / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    commit = hub_pair.add(TARGET, older, "v1.0")
+    assert commit != commit_of(TINY.checkpoint)
+    here = fetched(flags(f"{TARGET}@v1.0"))
+    plan = make_plan(here)
+    assert plan.eos_ids == (1, 5)
+    manifest = make_manifest(plan)
+    assert manifest["repositories"] == {
+        "checkpoint": {"id": TARGET, "commit": commit},
+        "draft": {"id": HEAD, "commit": commit_of(TINY.draft)},
+    }
+    assert manifest["draft"] == HEAD
+    written = plan.config.as_json()
+    assert (written["checkpoint"], written["target_model"]) == (f"{TARGET}@{commit}", "auto")
+    json.dumps(written)
+    assert fetched(flags(written["checkpoint"])).checkpoint == here.checkpoint
+    assert make_plan(fetched(flags())).eos_ids != (1, 5)
+
+
+def test_a_branch_that_moved_is_fetched_by_the_commit_of_its_plan(hub_pair, tmp_path):
+    sources = find_sources(flags())
+    newer = Path(shutil.copytree(TINY.checkpoint, tmp_path / "newer"))
+    (newer / "generation_config.json").write_text("{}")
+    hub_pair.repositories[TARGET] = {"main": newer, "before": TINY.checkpoint}
+    with sources.downloaded().local() as here:
+        assert here.checkpoint.name == commit_of(TINY.checkpoint)
+        assert same_files(here.checkpoint, TINY.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("org/nothing", "has no repository org/nothing that this user may see"),
+        (f"{TARGET}@v9", f"{TARGET} has no revision v9"),
+        (f"{TARGET}:nothing.gguf", f"{TARGET} has no nothing.gguf"),
+        (f"{TARGET}:model.safetensors", f"type {TARGET} for the whole model"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_what_is_not_on_the_hub_is_said(typed, says, dry, hub_pair):
+    line = refused("--checkpoint", typed, "--draft", HEAD, *CPU, *dry)
+    assert says in line
+
+
+def test_a_gated_repository_says_where_to_ask_and_is_read_with_a_token(hub_pair, monkeypatch):
+    hub_pair.gated.add(TARGET)
+    for dry in ((), ("--dry-run",)):
+        line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU, *dry)
+        assert f"{TARGET} is gated: accept its terms on {hub_pair.endpoint}/{TARGET}" in line
+        assert "hf auth login" in line
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    assert "is gated" in refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert same_files(fetched(flags()).checkpoint, TINY.checkpoint)
+
+
+def test_a_connection_that_is_cut_goes_on_where_it_was(hub_pair, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    whole = (TINY.checkpoint / "model.safetensors").stat().st_size
+    hub_pair.cut["model.safetensors"] = whole // 2
+    sources = find_sources(flags(draft=TINY.draft)).downloaded()
+    with sources.local() as here:
+        assert same_files(here.checkpoint, TINY.checkpoint)
+    sent = [(request.range, request.bytes) for request in hub_pair.asked("model.safetensors") if request.bytes]
+    assert len(sent) == 2 and sent[0] == (None, whole // 2)
+    assert sent[1][0].startswith("bytes=") and sum(bytes for _, bytes in sent) < whole * 1.1
+
+
+@pytest.mark.parametrize("told", [1000, 20_000_000])
+def test_a_file_that_is_not_as_long_as_the_hub_says_is_refused(told, hub_pair):
+    hub_pair.told_sizes["model.safetensors"] = told
+    line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
+    assert "model.safetensors" in line and str(told) in line
+
+
+def test_a_header_of_more_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
+    hub_pair.told_sizes["model.safetensors"] = 1000
+    line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU, "--dry-run")
+    assert "has 1000 bytes on the hub, its header describes" in line
+
+
+def test_a_disk_without_room_is_said_before_the_download(hub_pair):
+    hub_pair.told_sizes["model.safetensors"] = 10**15
+    line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
+    assert "the download takes 1,000,000.0 GB" in line and "HF_HOME" in line
+    assert sum(request.bytes for request in hub_pair.asked("model.safetensors")) <= 200_000
+
+
+def test_a_wrong_pair_is_refused_before_the_weights_are_downloaded(hub_pair, tmp_path, checkpoints):
+    _, folder = checkpoints("qwen3-4B")
+    hub_pair.add("org/qwen", folder)
+    line = refused("--checkpoint", "org/qwen", "--draft", HEAD, *CPU)
+    assert "pair" in line and "eagle3-headers" not in line
+    assert sum(request.bytes for request in hub_pair.asked(".safetensors")) < 300_000
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+
+
+def test_of_a_target_by_name_the_repository_and_the_head_are_the_entrys():
+    spec = TARGETS["llama3.1-8B"]
+    named, given = names_of(flags(None, None, "llama3.1-8B"))
+    assert named == {"checkpoint": HubName(spec.repository), "draft": HubName(spec.heads[0])}
+    assert given == set()
+
+
+@pytest.mark.parametrize("typed", ["2", "EAGLE3-LLaMA3.1-Instruct-8B", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"])
+@pytest.mark.parametrize("target", ["llama3.1-8B", "auto"])
+def test_a_head_by_number_by_name_or_in_full(typed, target):
+    checkpoint = None if target != "auto" else "meta-llama/Llama-3.1-8B-Instruct"
+    named, given = names_of(flags(checkpoint, typed, target))
+    assert named["draft"] == HubName("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+    assert "draft" in given
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "says"),
+    [
+        ("llama3.1-8B", "3", "llama3.1-8B has 2"),
+        ("llama3.1-8B", "0", "llama3.1-8B has 2"),
+        ("gemma4-tiny", "1", "gemma4-tiny names none"),
+        ("phi4", None, "no draft head is known for phi4: type --draft"),
+    ],
+)
+def test_a_head_that_the_entry_has_not_is_said(target, draft, says):
+    with pytest.raises(ValueError, match=says):
+        names_of(flags(None, draft, target))
+
+
+@pytest.fixture
+def named(hub_pair, monkeypatch):
+    """qwen3-4B's entry names repositories of a random checkpoint of its kind; its head is the shipped one's."""
+    hub_pair.add(TARGETS["qwen3-4B"].repository, TINY.checkpoint)
+    hub_pair.add(TARGETS["qwen3-4B"].heads[0], TINY.draft)
+    return hub_pair
+
+
+def test_what_a_target_names_is_fetched_when_it_is_asked_for(named):
+    named_flags = ("--target-model", "qwen3-4B", *CPU)
+    line = refused(*named_flags)
+    assert "Qwen/Qwen3-4B (10.8 MB) and AngelSlim/Qwen3-4B_eagle3 (3.8 MB), not in the cache" in line
+    assert "--download to fetch 14.6 MB" in line
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*"))
+    given = flags(None, None, "qwen3-4B")
+    with find_sources(given, download=True).downloaded().local() as here:
+        assert same_files(here.checkpoint, TINY.checkpoint) and same_files(here.draft, TINY.draft)
+    named.requests.clear()
+    assert not find_sources(given).missing
+    assert named.requests == []
+
+
+def test_a_target_by_name_takes_a_checkpoint_of_ones_own_and_a_head_of_its_entry(named):
+    given = flags(TINY.checkpoint, None, "qwen3-4B")
+    with pytest.raises(FileNotFoundError, match=r"takes AngelSlim/Qwen3-4B_eagle3 \(3.8 MB\), not in the cache"):
+        find_sources(given)
+    (head,) = find_sources(flags(TINY.checkpoint, "1", "qwen3-4B")).missing
+    assert head.name == HubName("AngelSlim/Qwen3-4B_eagle3")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_gguf_file_of_a_repository_with_the_configuration_of_another(split, hub_pair, tmp_path):
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    name = "q/tiny-00001-of-00002.gguf" if split else "tiny-Q8_0.gguf"
+    (folder / name).parent.mkdir(exist_ok=True)
+    model = Gemma4ForCausalLM.from_pretrained(TINY.checkpoint)
+    gemma4_gguf(folder / name, model, {".weight": "Q8_0"})
+    if split:
+        shutil.copyfile(folder / name, folder / name.replace("00001-of", "00002-of"))
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    hub_pair.add("org/tiny-GGUF", folder)
+    assert f"type org/tiny-GGUF:FILE with one of other.gguf, {name}" in refused(
+        "--checkpoint", "org/tiny-GGUF", "--draft", HEAD, *CPU
+    )
+    given = ("--checkpoint", f"org/tiny-GGUF:{name}", "--config", TARGET, "--draft", HEAD, *CPU)
+    assert "type --download to fetch" in refused(*given, "--dry-run")
+    here = fetched(flags(f"org/tiny-GGUF:{name}", config_folder=Path(TARGET)))
+    assert here.checkpoint.read_bytes() == (folder / name).read_bytes()
+    assert len(list(here.checkpoint.parent.glob("*.gguf"))) == 1 + split
+    assert names_in(here.config_folder) == KEPT
+    assert here.as_json()["checkpoint"] == f"org/tiny-GGUF@{commit_of(folder)}:{name}"
+    if not split:  # what is here now is planned without being asked
+        run_command(export_main, *given, "--dry-run")
+
+
+def test_a_pickled_checkpoint_is_downloaded_for_a_dry_run_when_it_is_asked_for(hub_pair, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    folder = Path(shutil.copytree(TINY.draft, tmp_path / "pickled"))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    hub_pair.add("org/pickled", folder)
+    given = ("--target-model", "gemma4-tiny", "--draft", "org/pickled", *CPU, "--dry-run")
+    assert "has pickled weights" in refused(*given)
+    assert "org/pickled@" in run_command(export_main, *given, "--download").stdout
+
+
+@pytest.mark.parametrize("spoil", ["nothing", "adapter", "index"])
+def test_a_repository_without_weights_says_what_it_has(spoil, hub_pair, tmp_path):
+    folder = Path(shutil.copytree(TINY.draft, tmp_path / "spoiled"))
+    left = "adapter_model.safetensors" if spoil == "adapter" else "eagle.safetensors"
+    (folder / "model.safetensors").rename(folder / left)
+    if spoil == "index":
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    says = {"nothing": "but eagle.safetensors", "adapter": "LoRA adapter alone", "index": "names model-00001-of-00002"}
+    hub_pair.add("org/spoiled", folder)
+    assert says[spoil] in refused("--target-model", "gemma4-tiny", "--draft", "org/spoiled", *CPU)
+
+
+def test_where_only_paths_are_typed_nobody_is_asked(hub_pair, monkeypatch):
+    given = ("--checkpoint", TINY.checkpoint, "--draft", TINY.draft, *CPU, "--dry-run")
+    run_command(export_main, *given, "--download")
+    run_command(export_main, "--target-model", "gemma4-tiny", *CPU, "--dry-run")
+    assert hub_pair.requests == []
+
+
+def test_the_target_of_a_checkpoint_is_auto_and_of_nothing_a_usage_error(hub_pair):
+    code, line = fail_command(export_main, "--backend", "xnnpack")
+    assert code == 2 and "--target-model" in line and "--checkpoint" in line
+
+
+@pytest.mark.parametrize(
+    ("target", "checkpoint", "backend", "arch", "name"),
+    [
+        ("gemma4-31B", None, "cuda", "sm_90", "gemma4-31B-cuda-sm_90"),
+        ("gemma4-tiny", None, "xnnpack", None, "gemma4-tiny-xnnpack"),
+        ("auto", "Qwen/Qwen3-8B@main", "xnnpack", None, "Qwen3-8B-xnnpack"),
+        ("auto", "org/name:a/model-Q4_K_M.gguf", "xnnpack", None, "model-Q4_K_M-xnnpack"),
+        ("auto", "/models/my.model/", "cuda", "sm_80", "my.model-cuda-sm_80"),
+        ("auto", "/models/my.gguf", "cuda", "sm_80", "my-cuda-sm_80"),
+    ],
+)
+def test_the_name_of_an_output_folder(target, checkpoint, backend, arch, name):
+    given = ExportConfig(target, None, checkpoint and Path(checkpoint), backend=backend, cuda_arch=arch)
+    assert output_name(given) == Path(name)
+
+
+def test_an_output_folder_by_default_is_not_written_over(hub_pair):
+    made = Path("gemma4-tiny-xnnpack")
+    made.mkdir()
+    (made / "mine.txt").write_text("mine")
+    code, line = fail_command(export_main, "--target-model", "gemma4-tiny", "--backend", "xnnpack", "--dry-run")
+    assert code == 1 and f"{made} is not empty" in line
+
+
+def test_the_list_of_targets_has_repositories_and_heads():
+    text = run_command(export_main, "--list-targets").stdout
+    assert "google/gemma-4-31B-it" in text and "--draft 1  RedHatAI/gemma-4-31B-it-speculator.eagle3" in text
+    listed = json.loads(run_command(export_main, "--list-targets", "--json").stdout)
+    assert list(listed) == list(TARGETS)
+    for name, entry in listed.items():
+        assert (entry["repository"], tuple(entry["heads"])) == (TARGETS[name].repository, TARGETS[name].heads)
+
+
+def test_every_entry_names_repositories_in_their_form():
+    for spec in TARGETS.values():
+        for name in (*spec.heads, *filter(None, [spec.repository])):
+            assert hub_name(name) == HubName(name)
+        assert len(set(spec.heads)) == len(spec.heads)
+
+
+def test_the_environment_of_the_hub_is_heeded(hub_pair, tmp_path):
+    """In a process of its own: HF_ENDPOINT, HF_HOME and HF_TOKEN as everywhere."""
+    hub_pair.gated.add(TARGET)
+    heeded = {"HF_ENDPOINT": hub_pair.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "eagle3.export.cli", "--checkpoint", TARGET, "--draft", HEAD, *CPU[:2], "--json"]
+    env = os.environ | heeded
+    run = subprocess.run([*command, "--dry-run"], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    facts = json.loads(run.stdout)
+    assert facts["repositories"]["checkpoint"]["commit"] == commit_of(TINY.checkpoint)
+    assert (tmp_path / "home" / "hub" / "models--org--tiny").is_dir()
+    assert not any(Path.cwd().iterdir())
