@@ -40,7 +40,9 @@ class StandInHub:
     cut: dict[str, int] = field(default_factory=dict)
     """File to how many bytes of it are sent before the connection is cut, once."""
     told_sizes: dict[str, int] = field(default_factory=dict)
-    """File to the size that listings tell."""
+    """File to the size that every answer tells."""
+    listed_sizes: dict[str, int] = field(default_factory=dict)
+    """File to the size that lists of files tell."""
     down: bool = False
     requests: list[Request] = field(default_factory=list)
     endpoint: str = ""
@@ -143,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
         entries = []
         for file in files_of(folder):
             name, oid = str(file.relative_to(folder)), oid_of(file)
-            size = self.hub.told_sizes.get(name, file.stat().st_size)
+            size = (self.hub.told_sizes | self.hub.listed_sizes).get(name, file.stat().st_size)
             entry = {"type": "file", "path": name, "size": size, "oid": oid}
             if file.name.endswith(LARGE):
                 entry["lfs"] = {"oid": oid, "size": size, "pointerSize": 134}

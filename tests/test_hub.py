@@ -223,6 +223,13 @@ def test_a_file_that_is_not_as_long_as_the_hub_says_is_refused(told, hub_pair):
     assert "model.safetensors" in line and str(told) in line
 
 
+def test_a_file_that_is_not_as_long_as_it_is_listed_is_refused(hub_pair):
+    hub_pair.listed_sizes["model.safetensors"] = 20_000_000
+    for _ in range(2):  # what came stays in the cache
+        line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
+        assert "has 10706092 bytes, the hub lists 20000000" in line and "remove " in line
+
+
 def test_a_header_of_more_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
     hub_pair.told_sizes["model.safetensors"] = 1000
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU, "--dry-run")
@@ -418,6 +425,7 @@ def test_the_environment_of_the_hub_is_heeded(hub_pair, tmp_path):
     run = subprocess.run([*command, "--dry-run"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     facts = json.loads(run.stdout)
+    assert facts["target"] == "auto"
     assert facts["repositories"]["checkpoint"]["commit"] == commit_of(TINY.checkpoint)
     assert (tmp_path / "home" / "hub" / "models--org--tiny").is_dir()
     assert not any(Path.cwd().iterdir())

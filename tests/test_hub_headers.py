@@ -139,7 +139,7 @@ def test_a_head_whose_map_is_of_another_vocabulary_is_refused_by_its_values(hub_
     hub_pair.add("org/wrong", folder)
     given = ("--checkpoint", TARGET, "--draft", "org/wrong", *CPU, "--dry-run")
     code, line = fail_command(export_main, *given)
-    assert code == 1 and "d2t" in line
+    assert code == 1 and "org/wrong/" in line and "d2t" in line and "eagle3-headers" not in line
 
 
 def packed(method: str) -> list[str]:
