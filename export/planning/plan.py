@@ -341,8 +341,8 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
     folder = folder or path.parent
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config with the Hugging "
-            "Face folder, or ORG/NAME, of the model that it was made from"
+            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER or "
+            "ORG/NAME with the Hugging Face folder of the model that it was made from"
         )
     return path, folder
 
