@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.export import ExportedProgram
 
-    from eagle3.export.planning.config import ExportConfig
     from eagle3.export.planning.memory import GpuMemory
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator import Eagle3Speculator
@@ -44,8 +43,8 @@ class Backend(Protocol):
     def attention(self) -> "AttentionFactory":
         """What the layers of both models attend by."""
 
-    def architecture(self, config: "ExportConfig") -> str | None:
-        """Of the processor that an artifact is for; None where it is for any, or none is named and none is here."""
+    def local_arch(self) -> str | None:
+        """The architecture of the GPU at hand, such as "sm_90". None without a GPU, and for backends that use none."""
 
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, before any weight is read."""

@@ -1,7 +1,6 @@
 """``eagle3-export``. Nothing heavy is imported before an export is really wanted: ``--help`` answers at once."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ Examples:
 
 
 def _list_targets(as_json: bool) -> None:
-    """Names, the models' repositories on the hub, and the heads published for them by ``--draft``'s numbers."""
+    """Print each target with its repository on the hub and its draft heads, numbered as ``--draft`` takes them."""
     if as_json:
         entries = {
             name: {"summary": spec.summary, "repository": spec.repository, "heads": list(spec.heads)}
@@ -177,9 +176,11 @@ def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> Non
         return
     if flags["target_model"] is None and flags["checkpoint"] is None:
         raise click.UsageError("type --target-model with a name of --list-targets, or --checkpoint FOLDER or ORG/NAME")
-    config = ExportConfig(**flags | {"target_model": flags["target_model"] or "auto"})
-    if config.output_dir is None:
-        config = replace(config, output_dir=output_name(config))
+    flags["target_model"] = flags["target_model"] or "auto"
+    if flags["output_dir"] is None:
+        given = (flags[name] for name in ("target_model", "checkpoint", "backend", "cuda_arch"))
+        flags["output_dir"] = output_name(*given)
+    config = ExportConfig(**flags)
 
     from eagle3.export.output.folder import check_output
     from eagle3.export.output.lock import refuse_a_second
@@ -193,24 +194,26 @@ def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> Non
     from eagle3.export.output.progress import Progress
     from eagle3.export.output.report import plan_json, plan_text, result_text
 
-    sources, progress, twin = find_sources(config, download), Progress(), None
+    sources, progress = find_sources(config, download), Progress()
+    planned = None
     fetches = bool(sources.missing) and (download or not config.dry_run)
     if fetches:
         sources.check_disk()
     if sources.headers_suffice or not fetches:
         try:
-            with sources.local() as here:  # of what is not here by its headers: who is no pair is not downloaded
-                plan, twin = _planned(here, progress)
+            with sources.local() as here:  # headers stand in for missing weights: a wrong pair is not downloaded
+                planned = _planned(here, progress)
         except ValueError as error:
             if not (fetches and needs_values(error)):
                 raise
     if not config.dry_run:
         for line in sources.lines():
             progress.say(line)
-    if fetches:
+    if fetches or planned is None:
         sources = sources.downloaded()
         with sources.local() as here:
-            plan, twin = _planned(here, progress, twin)
+            planned = _planned(here, progress, planned and planned[1])
+    plan, twin = planned
     if config.dry_run:
         facts = plan_json(plan) | {"twin": twin, "repositories": sources.as_json()}
         click.echo(json.dumps(facts) if as_json else plan_text(plan, sources.lines()))
@@ -229,7 +232,8 @@ def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> Non
 def _planned(
     config: ExportConfig, progress: "Progress", twin: dict[str, Any] | None = None
 ) -> "tuple[Plan, dict[str, Any]]":
-    """The plan, its warnings printed, and what the twin check found; with ``twin`` only the files are new."""
+    """Return the plan and the twin check's result. Prints the plan's warnings. With ``twin``, a result that is known,
+    only the plan is made."""
     from eagle3.export.checks.preflight import preflight
     from eagle3.export.planning.plan import make_plan
 

@@ -122,7 +122,7 @@ TARGETS: dict[str, TargetSpec] = {
         "what config.json says: any decoder-only model of transformers whose twin agrees", DECODER_LAYERS
     ),
 }
-"""Repositories are named as published; whether a head is there still, and fits, a dry run says."""
+"""Repositories have the names under which they were published. A dry run tells whether a head still exists and fits."""
 
 
 def spec_for(name: str, model_type: str) -> TargetSpec:

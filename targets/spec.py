@@ -145,9 +145,9 @@ class TargetSpec:
     """Shipped with the package."""
     draft: Path | None = None
     repository: str | None = None
-    """Of the model on the Hugging Face hub: what stands for ``--checkpoint`` where that is not given."""
+    """The model's repository on the Hugging Face hub, which is taken where ``--checkpoint`` is not given."""
     heads: tuple[str, ...] = ()
-    """Repositories of the draft heads published for it; the first stands for ``--draft`` where that is not given."""
+    """Repositories of draft heads published for the model. The first is taken where ``--draft`` is not given."""
     max_seq_len: int = 4096
     """Default of ``--max-seq-len``, in tokens."""
     min_forward_len: Callable[["PreTrainedConfig"], int] = lambda _config: 1

@@ -20,7 +20,6 @@ from eagle3.export.cli import main as export_main
 from eagle3.export.hub.names import HubName, hub_name
 from eagle3.export.hub.sources import Sources, find_sources, names_of
 from eagle3.export.pipeline import make_manifest
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.defaults import output_name
 from eagle3.export.planning.plan import make_plan
 from eagle3.targets import TARGETS
@@ -182,7 +181,7 @@ def test_a_branch_that_moved_is_fetched_by_the_commit_of_its_plan(hub_pair, tmp_
     [
         ("org/nothing", "has no repository org/nothing that this user may see"),
         (f"{TARGET}@v9", f"{TARGET} has no revision v9"),
-        (f"{TARGET}:nothing.gguf", f"{TARGET} has no nothing.gguf"),
+        (f"{TARGET}:nothing.gguf", f"{TARGET} has no nothing.gguf and no other"),
         (f"{TARGET}:model.safetensors", f"type {TARGET} for the whole model"),
     ],
 )
@@ -271,9 +270,9 @@ def test_a_head_by_number_by_name_or_in_full(typed, target):
 @pytest.mark.parametrize(
     ("target", "draft", "says"),
     [
-        ("llama3.1-8B", "3", "llama3.1-8B has 2"),
-        ("llama3.1-8B", "0", "llama3.1-8B has 2"),
-        ("gemma4-tiny", "1", "gemma4-tiny names none"),
+        ("llama3.1-8B", "3", "llama3.1-8B has 2 heads"),
+        ("llama3.1-8B", "0", "llama3.1-8B has 2 heads"),
+        ("gemma4-tiny", "1", "gemma4-tiny has no heads"),
         ("phi4", None, "no draft head is known for phi4: type --draft"),
     ],
 )
@@ -359,7 +358,7 @@ def test_a_repository_without_weights_says_what_it_has(spoil, hub_pair, tmp_path
     if spoil == "index":
         index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    says = {"nothing": "but eagle.safetensors", "adapter": "LoRA adapter alone", "index": "names model-00001-of-00002"}
+    says = {"nothing": "but eagle.safetensors", "adapter": "only a LoRA adapter", "index": "names model-00001-of-00002"}
     hub_pair.add("org/spoiled", folder)
     assert says[spoil] in refused("--target-model", "gemma4-tiny", "--draft", "org/spoiled", *CPU)
 
@@ -388,8 +387,7 @@ def test_the_target_of_a_checkpoint_is_auto_and_of_nothing_a_usage_error(hub_pai
     ],
 )
 def test_the_name_of_an_output_folder(target, checkpoint, backend, arch, name):
-    given = ExportConfig(target, None, checkpoint and Path(checkpoint), backend=backend, cuda_arch=arch)
-    assert output_name(given) == Path(name)
+    assert output_name(target, checkpoint and Path(checkpoint), backend, arch) == Path(name)
 
 
 def test_an_output_folder_by_default_is_not_written_over(hub_pair):

@@ -157,7 +157,7 @@ class GGUFFile(Source):
 
 
 def part_names(file: str) -> list[str]:
-    """The names of all parts of the file that is called so, whole or split."""
+    """Return the names of all parts of a split file, given the name of one. A whole file is its only part."""
     split = _SPLIT.fullmatch(file)
     if split is None:
         return [file]

@@ -1,7 +1,7 @@
-"""Opens a safetensors file, or what a dry run keeps of one that was not downloaded: its header and few of its values.
+"""Opens safetensors files, and the header files that a dry run makes of those that it does not download.
 
-The latter is a small safetensors file itself. It holds the values, and the header is JSON in its metadata. Asking for
-another value raises ``HeaderAlone``.
+A header file is a small safetensors file. Its metadata holds the other file's header as JSON, and its tensors are the
+few values that were fetched. Asking for any other value raises ``HeaderAlone``.
 """
 
 import json
@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HEADER = "eagle3.header"
-"""The key of the metadata; no other file has it."""
+"""The key of the metadata under which a header file holds the other file's header."""
 
 
 class HeaderAlone(ValueError):
-    """A value was asked for, and the file has the header alone."""
+    """Raised for a value that a header file does not hold."""
 
 
 class Slice(Protocol):
@@ -30,7 +30,7 @@ class Slice(Protocol):
 
 
 class OpenFile(Protocol):
-    """What is used of safetensors' ``safe_open``."""
+    """The part of safetensors' ``safe_open`` that is used here."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -54,7 +54,7 @@ class HeaderSlice:
 
 
 class HeaderFile:
-    """``values`` is the file that stands for the one at ``path``, ``header`` what its metadata says of that one."""
+    """A header file. ``values`` is the open file itself, ``header`` the header that it holds of another file."""
 
     def __init__(self, path: Path, values: OpenFile, header: dict[str, Any]):
         self.path, self._values, self._header = path, values, header
@@ -79,14 +79,14 @@ class HeaderFile:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[OpenFile]:
-    """Raises safetensors' SafetensorError for what is no such file."""
+    """Open a safetensors file or a header file. Raises SafetensorError for a file that is neither."""
     with safe_open(path, framework="pt") as file:
         header = (file.metadata() or {}).get(HEADER)
         yield file if header is None else HeaderFile(path, file, json.loads(header))
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Whether ``HeaderAlone`` is the cause."""
+    """Return whether ``error``, or what caused it, is ``HeaderAlone``."""
     return error is not None and (isinstance(error, HeaderAlone) or needs_values(error.__cause__))
 
 
@@ -96,5 +96,5 @@ def save_header(
     metadata: Mapping[str, str],
     values: Mapping[str, Tensor],
 ) -> None:
-    """Write what stands for a file that was not downloaded: ``tensors`` are name to shape and safetensors' dtype."""
+    """Write a header file. ``tensors`` maps each name to its shape and safetensors' dtype."""
     save_file(dict(values), path, metadata={HEADER: json.dumps({"tensors": dict(tensors), "metadata": dict(metadata)})})

@@ -1,1 +1,1 @@
-"""Checkpoints by their names on the Hugging Face hub: in the cache, downloaded, or by their headers alone."""
+"""Checkpoints by their names on the Hugging Face hub: from the cache, downloaded, or known by their headers alone."""

@@ -1,4 +1,4 @@
-"""What the hub and its library answer, as one line that says what to type."""
+"""Turns the errors of the hub and of huggingface_hub into one line that says what to type."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +23,19 @@ LOG_IN = "type hf auth login, or set HF_TOKEN"
 
 
 class Unreachable(OSError):
-    """The hub did not answer: offline, no connection, or an error of its own."""
+    """Raised where the hub gives no answer: offline, without a connection, or while it is down."""
 
 
 @contextmanager
 def one_line(name: HubName, flag: str) -> Iterator[None]:
-    """Raises FileNotFoundError for what is not there, PermissionError for what this user may not have, ``Unreachable``
-    where nobody can say, OSError for a download that went wrong."""
+    """Replace errors about ``name``, which the user typed after ``flag``.
+
+    Raises:
+        FileNotFoundError: a repository, revision or file that does not exist
+        PermissionError: a repository that this user may not read
+        Unreachable: the hub gives no answer
+        OSError: a download that went wrong
+    """
     repository, hub = name.repository, constants.ENDPOINT
     try:
         yield
@@ -87,5 +93,5 @@ def _silent(name: HubName, error: Exception) -> str:
 
 
 def _first(error: Exception) -> str:
-    """The first line of a message that may have many."""
+    """Return the first line of the error's message."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

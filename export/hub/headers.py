@@ -1,4 +1,4 @@
-"""What a dry run fetches of a repository: small configurations, and by range requests headers of safetensors."""
+"""Fetches what a dry run reads of a repository: small configurations, and by range requests headers of safetensors."""
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +16,16 @@ from eagle3.export.hub.needed import SMALL
 from eagle3.export.hub.snapshots import Snapshot
 
 AT_ONCE = 8
-"""Requests, as many as the library makes."""
+"""The number of requests at a time, huggingface_hub's own default."""
 VALUES = ("d2t", "t2d", "weight_shape")
-"""Small tensors by the last part of their names, whose values a plan reads: of Gemma 4's head, 0.5 MB."""
+"""The last parts of the names of small tensors whose values a plan reads: 0.5 MB for Gemma 4 31B's head."""
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 
 
 def header_folder(snapshot: Snapshot, into: Path) -> Path:
-    """A new folder below ``into`` that a plan reads as it reads the checkpoint's own.
+    """Make a folder below ``into`` from which a checkpoint is planned like from its own, and return it.
 
-    Raises what ``one_line`` raises, ValueError for a file that is no safetensors file.
+    Raises what ``one_line`` raises, and ValueError for a file that is not a safetensors file or not whole.
     """
     folder = into / snapshot.name.repository / snapshot.commit[:12]
     folder.mkdir(parents=True)
@@ -41,7 +41,7 @@ def header_folder(snapshot: Snapshot, into: Path) -> Path:
 
 
 def _fetch(snapshot: Snapshot, file: str, path: Path) -> None:
-    """A whole file in the cache is linked to; of weights that are not there the header is saved."""
+    """Make ``path`` a link to the file in the cache, or a header file if the weights are not in the cache."""
     repository, commit = snapshot.name.repository, snapshot.commit
     found = try_to_load_from_cache(repository, file, revision=commit)
     if isinstance(found, str):

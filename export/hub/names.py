@@ -1,4 +1,4 @@
-"""What may be typed where a folder goes: ``org/name``, ``org/name@revision``, ``org/name:file.gguf``."""
+"""Parses names on the Hugging Face hub: ``org/name``, ``org/name@revision``, ``org/name:file.gguf``."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _WRITTEN = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@]+))
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of models; no revision: its main branch; no file: the whole model."""
+    """A repository of models. ``revision`` None means its main branch, ``file`` None the whole model."""
 
     repository: str
     revision: str | None = None
@@ -20,9 +20,10 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """``text`` as a name on the hub; None where it cannot be one. That no such path is there is the caller's to see."""
+    """Return ``text`` as a name on the hub, or None where it is not of that form. The caller checks first that no such
+    path exists."""
     written = _WRITTEN.fullmatch(text)
-    if written is None or written["repository"].lower().endswith(".gguf"):  # a file that is not there
+    if written is None or written["repository"].lower().endswith(".gguf"):  # a path
         return None
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

@@ -1,4 +1,4 @@
-"""Which files of a repository an export reads: configurations, the tokenizer, and the weights in one format."""
+"""Chooses the files of a repository that an export reads: configurations, the tokenizer, the weights in one format."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from eagle3.export.output.contents import TOKENIZER_FILES
 SAFETENSORS, PICKLED, GGUF = "safetensors", "pickled", "GGUF"
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 SMALL = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG)
-"""What a dry run downloads beside an index: a few kB, where a tokenizer is up to 33 MB."""
+"""The configurations that a dry run downloads. A tokenizer, of up to 33 MB, is not among them."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a repository is to an export. ``certain``: files that the hub is asked for, where the cache does not say
-    that the repository has none."""
+    """The part that a repository plays in an export, and the configurations that are read of it.
+
+    ``certain`` names files that a cache may lack only if it says that the repository has none.
+    """
 
     flag: str
     configurations: tuple[str, ...]
@@ -37,25 +39,29 @@ DRAFT = Role("--draft", (CONFIG, ADAPTER_CONFIG, TOKENIZER))
 
 @dataclass(frozen=True)
 class Needed:
+    """The files to read. ``kind`` is the format of the weights, "" without any. ``index`` is their index of shards."""
+
     files: tuple[str, ...]
     kind: str
-    """Of the weights, "" without any."""
     index: str | None = None
 
 
 def needed(
     name: HubName, role: Role, listed: Collection[str], read_index: Callable[[str], Iterable[str]] | None
 ) -> Needed:
-    """The files of those in ``listed`` that an export reads.
+    """Choose among the files in ``listed``.
 
-    ``read_index`` gives the files that an index names; None: those that look as if it named them, to count their bytes.
-    Raises ValueError for a repository without weights that are read, saying what it has.
+    Args:
+        read_index: returns the files that an index names. None guesses them by their names, to count their bytes.
+
+    Raises:
+        ValueError: the repository has no weights that are read; the message says what it has
     """
     configurations = tuple(file for file in role.configurations if file in listed)
     if not role.weights:
         return Needed(configurations, "")
     if name.file is not None:
-        return Needed((*configurations, *_gguf_parts(name, listed)), GGUF)
+        return Needed((*configurations, *_gguf_parts(name.repository, name.file, listed)), GGUF)
     for kind, form in ((SAFETENSORS, safetensors_folder), (PICKLED, pickled)):
         if form.SINGLE_FILE in listed:
             return Needed((*configurations, form.SINGLE_FILE), kind)
@@ -70,20 +76,21 @@ def _like_shards(single: str, listed: Collection[str]) -> list[str]:
     return [file for file in listed if file.startswith(f"{stem}-") and file.endswith(f".{suffix}")]
 
 
-def _gguf_parts(name: HubName, listed: Collection[str]) -> list[str]:
-    if not name.file.lower().endswith(SUFFIX):
-        raise ValueError(f"{name}: only GGUF files are named so: type {name.repository} for the whole model")
-    if name.file not in listed:
-        raise ValueError(f"{name.repository} has no {name.file}{_ggufs(listed) and f', but {_ggufs(listed)}'}")
-    folder, slash, file = name.file.rpartition("/")
-    return [f"{folder}{slash}{part}" for part in part_names(file)]
+def _gguf_parts(repository: str, file: str, listed: Collection[str]) -> list[str]:
+    if not file.lower().endswith(SUFFIX):
+        raise ValueError(f"{repository}:{file}: only GGUF files are named so: type {repository} for the whole model")
+    if file not in listed:
+        has = _ggufs(listed)
+        raise ValueError(f"{repository} has no {file}" + (f", but {has}" if has else " and no other GGUF file"))
+    folder, slash, own = file.rpartition("/")
+    return [f"{folder}{slash}{part}" for part in part_names(own)]
 
 
 def _without_weights(name: HubName, listed: Collection[str]) -> str:
     if ggufs := _ggufs(listed):
-        return f"has GGUF weights alone: type {name.repository}:FILE with one of {ggufs}"
+        return f"has GGUF weights only: type {name.repository}:FILE with one of {ggufs}"
     if has_adapter(listed):
-        return f"holds a LoRA adapter alone: {safetensors_folder.MERGE_ADAPTER}"
+        return f"holds only a LoRA adapter: {safetensors_folder.MERGE_ADAPTER}"
     other = [file for file in sorted(listed) if file.endswith((".safetensors", ".bin", ".pt", ".pth"))]
     has = f" but {', '.join(other[:3])}" if other else ""
     return f"has no weights that are read{has}: {safetensors_folder.SINGLE_FILE} or its index, or pytorch_model.bin"

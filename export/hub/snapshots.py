@@ -1,4 +1,4 @@
-"""A repository at a commit: what of it the cache has, what the hub lists, and the download of what is missing."""
+"""Finds a repository at a commit in the cache or on the hub, and downloads the files that are missing."""
 
 import glob
 import shutil
@@ -23,20 +23,23 @@ from eagle3.export.hub.needed import CONFIG, TOKENIZER, Role, has_adapter, neede
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``sizes``: bytes by file, of all that an export reads; 0 where a hub does not say. ``folder``: where the cache
-    has them, None where it lacks those in ``missing``."""
+    """The files of a repository at a commit that an export reads.
+
+    ``sizes`` maps each file to its bytes, 0 where the hub does not say. ``folder`` holds the files in the cache. It is
+    None where the cache is not known to be complete; ``missing`` are the files that it lacks.
+    """
 
     name: HubName
     role: Role
     commit: str
     kind: str
-    """Of the weights: safetensors, pickled, GGUF; "" where configurations alone are read."""
+    """The format of the weights: safetensors, pickled, GGUF, or "" where only configurations are read."""
     sizes: dict[str, int]
     index: str | None = None
     adapter: bool = False
-    """Whether a LoRA lies beside the weights."""
+    """Whether the repository has a LoRA beside the weights."""
     tokenizer: str | None = None
-    """What only the same tokenizer.json has: its sha256, or git's sha1."""
+    """The hash of tokenizer.json, sha256 or git's sha1. None without such a file."""
     folder: Path | None = None
     missing: tuple[str, ...] = ()
 
@@ -45,15 +48,15 @@ class Snapshot:
         return sum(self.sizes[file] for file in self.missing)
 
     def __str__(self) -> str:
-        """With the commit, as ``--checkpoint`` takes it."""
+        """Return the name with the commit, as ``--checkpoint`` takes it."""
         return str(replace(self.name, revision=self.commit))
 
 
 def cached(name: HubName, role: Role, lenient: bool = False) -> Snapshot | None:
-    """The repository as the cache has it, where it has all that is needed; nobody is asked. None otherwise.
+    """Return the snapshot if the cache holds all of its files, else None. Makes no request.
 
-    ``lenient``: also where other files than weights and configuration may be missing, which the cache does not say of
-    what other tools downloaded.
+    The cache does not list the files of repositories that other tools downloaded. With ``lenient`` such a snapshot
+    needs only its weights and config.json.
     """
     probe = name.file or CONFIG
     found = try_to_load_from_cache(name.repository, probe, revision=name.revision)
@@ -82,9 +85,10 @@ def cached(name: HubName, role: Role, lenient: bool = False) -> Snapshot | None:
 
 
 def listed(name: HubName, role: Role, with_index: bool) -> Snapshot:
-    """The repository as the hub lists it. ``with_index``: an index of shards is downloaded for their names.
+    """Return the snapshot as the hub lists it.
 
-    Raises what ``one_line`` raises, and ValueError for a repository that has no weights that are read.
+    ``with_index`` downloads an index of shards to read their names, which are guessed otherwise. Raises what
+    ``one_line`` raises, and ValueError for a repository without weights that are read.
     """
     with one_line(name, role.flag):
         info = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
@@ -93,6 +97,7 @@ def listed(name: HubName, role: Role, with_index: bool) -> Snapshot:
         def read_index(index: str) -> list[str]:
             return list(weight_map(Path(hf_hub_download(name.repository, index, revision=info.sha))).values())
 
+        commit = str(info.sha)
         chosen = needed(name, role, siblings, read_index if with_index else None)
         gone = [file for file in chosen.files if file not in siblings]
         if gone:
@@ -103,24 +108,24 @@ def listed(name: HubName, role: Role, with_index: bool) -> Snapshot:
         missing = [
             file
             for file in chosen.files
-            if not isinstance(try_to_load_from_cache(name.repository, file, revision=info.sha), str)
+            if not isinstance(try_to_load_from_cache(name.repository, file, revision=commit), str)
         ]
     tokenizer = siblings.get(TOKENIZER)
     return Snapshot(
         name=name,
         role=role,
-        commit=info.sha,
+        commit=commit,
         kind=chosen.kind,
         sizes={file: siblings[file].size or 0 for file in chosen.files},
         index=chosen.index,
         adapter=has_adapter(siblings),
-        tokenizer=tokenizer and (tokenizer.lfs.sha256 if tokenizer.lfs else tokenizer.blob_id),
+        tokenizer=None if tokenizer is None else tokenizer.lfs.sha256 if tokenizer.lfs else tokenizer.blob_id,
         missing=tuple(missing),
     )
 
 
 def check_disk(snapshots: list[Snapshot]) -> None:
-    """Raises OSError where the cache's disk has not the room for what is missing."""
+    """Raise OSError where the cache's disk has too little room for the missing files."""
     takes, cache = sum(snapshot.missing_bytes for snapshot in snapshots), Path(constants.HF_HUB_CACHE).resolve()
     free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
     if takes > free:
@@ -131,9 +136,9 @@ def check_disk(snapshots: list[Snapshot]) -> None:
 
 
 def download(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with all of its files in the cache. Files that are there are not fetched again.
+    """Download the missing files and return the complete snapshot.
 
-    Raises what ``one_line`` raises, OSError for a file that is not as long as the hub said.
+    Raises what ``one_line`` raises, and OSError for a file that is not as long as the hub listed it.
     """
     name = snapshot.name
     patterns = [glob.escape(file) for file in snapshot.sizes]

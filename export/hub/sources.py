@@ -1,4 +1,4 @@
-"""From flags to folders on this machine: names on the hub become paths before anything else looks at them."""
+"""Replaces names on the hub in the flags of an export by paths, before anything else reads them."""
 
 import os
 import re
@@ -14,33 +14,34 @@ from eagle3.export.planning.config import ExportConfig
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
+    from eagle3.export.hub.needed import Role
     from eagle3.export.hub.snapshots import Snapshot
 
 FLAGS = {"checkpoint": "--checkpoint", "config_folder": "--config", "draft": "--draft"}
-"""By the field of ``ExportConfig``: what may be a name on the hub."""
+"""Maps the fields of ``ExportConfig`` that may be names on the hub to their flags."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """``snapshots`` are the repositories, by field of ``config``."""
+    """The flags of an export and the repositories that they name, by field of ``config``."""
 
     config: ExportConfig
     snapshots: Mapping[str, "Snapshot"] = field(default_factory=dict)
 
     @property
     def missing(self) -> list["Snapshot"]:
-        """Repositories that the cache has not, or not all of."""
+        """The repositories of which the cache is not complete."""
         return [snapshot for snapshot in self.snapshots.values() if snapshot.folder is None]
 
     @property
     def headers_suffice(self) -> bool:
-        """Whether a plan can be made before anything is downloaded."""
+        """Whether the missing weights can be planned from their headers."""
         return all(snapshot.kind in ("safetensors", "") for snapshot in self.missing)
 
     @contextmanager
     def local(self) -> Iterator[ExportConfig]:
-        """The flags with paths alone; what is not here is a folder of configurations and headers until the end. Raises
-        ValueError where headers do not suffice."""
+        """Yield the flags with paths. A missing repository becomes a folder of configurations and headers, which is
+        removed at the end. Raises ValueError where headers do not suffice."""
         from eagle3.export.hub.headers import header_folder
 
         if not self.headers_suffice:
@@ -58,21 +59,22 @@ class Sources:
             )
 
     def check_disk(self) -> None:
-        """Raises OSError where the cache's disk has not the room for what is missing."""
+        """Raise OSError where the cache's disk has too little room for the missing files."""
         if self.missing:
             from eagle3.export.hub.snapshots import check_disk
 
             check_disk(self.missing)
 
     def downloaded(self) -> "Sources":
-        """The same with all in the cache; raises what ``download`` raises."""
+        """Download what is missing. Raises what ``download`` raises."""
         from eagle3.export.hub.snapshots import download
 
         whole = {name: snapshot if snapshot.folder else download(snapshot) for name, snapshot in self.snapshots.items()}
         return replace(self, snapshots=whole)
 
     def _with_paths(self, folders: Mapping[str, Path]) -> ExportConfig:
-        paths, names = dict(folders), {}
+        paths: dict[str, Any] = dict(folders)
+        names = {}
         for name, snapshot in self.snapshots.items():
             names[name] = replace(snapshot.name, revision=snapshot.commit)
             if snapshot.name.file is not None:
@@ -82,7 +84,7 @@ class Sources:
         return replace(self.config, **paths, repositories=names)
 
     def as_json(self) -> dict[str, Any]:
-        """Of a dry run: commits, and the bytes that an export would download."""
+        """Return each repository's id and commit, and the bytes that are still to download."""
         return {
             name: {
                 "id": snapshot.name.repository,
@@ -93,7 +95,7 @@ class Sources:
         }
 
     def lines(self) -> Iterator[str]:
-        """The same for a person, and what a dry run leaves out."""
+        """Yield a line on each repository, and warnings about what is not read or not compared."""
         for name, snapshot in self.snapshots.items():
             takes = f"{gigabytes(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
             yield f"hub      {FLAGS[name]} {snapshot}: {takes}"
@@ -103,12 +105,12 @@ class Sources:
             yield "hub      target and draft have different tokenizer files: an export compares them token by token"
 
     def _tokenizers_uncompared(self) -> bool:
-        """Whether both have a tokenizer.json, not known to be the same, of which a dry run does not fetch one."""
+        """Return whether both models have a tokenizer.json, the two may differ, and one is not here."""
         both = [self._tokenizer("config_folder") or self._tokenizer("checkpoint"), self._tokenizer("draft")]
         return bool(self.missing) and None not in both and both[0] != both[1]
 
     def _tokenizer(self, name: str) -> str | None:
-        """What only the same tokenizer.json has; None where there is none."""
+        """Return an identifier of the contents of a model's tokenizer.json, or None if it has none."""
         snapshot, path = self.snapshots.get(name), getattr(self.config, name)
         if snapshot is not None:
             return snapshot.tokenizer
@@ -118,7 +120,7 @@ class Sources:
 
 @contextmanager
 def _named_as_typed(folder: str) -> Iterator[None]:
-    """Errors name the repository, not a folder that is gone when they are read."""
+    """Remove the temporary ``folder`` from the messages of errors, so that their paths begin with the repository."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -128,12 +130,15 @@ def _named_as_typed(folder: str) -> Iterator[None]:
 
 
 def find_sources(config: ExportConfig, download: bool = False) -> Sources:
-    """Look up what of the flags, and of the target's entry, is a name on the hub: in the cache first.
+    """Look up the names on the hub in the flags and in the target's entry, in the cache first.
 
-    ``download``: what the user did not name may be fetched as well. Where only paths are given nobody is asked.
+    Makes no request if there are only paths.
+
+    Args:
+        download: allow the download of repositories that only the entry names
 
     Raises:
-        FileNotFoundError: a name that is not there, or that the entry brings and the cache has not
+        FileNotFoundError: a repository does not exist, or only the entry names it and the cache is not complete
         OSError, ValueError: see ``listed``
     """
     named, given = names_of(config)
@@ -154,9 +159,9 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
 
 
 def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
-    """Names on the hub by field, and the fields that the user gave; a path that is there is none.
+    """Return the names on the hub by field, and the fields that the user typed. An existing path is not a name.
 
-    Raises ValueError for a head's number that the target's entry has not, and for a target without any.
+    Raises ValueError for the number of a head that the target's entry does not have, and where no head is known.
     """
     spec, named = TARGETS[config.target_model], {}
     for name in FLAGS:
@@ -177,22 +182,22 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
 
 
 def _heads_for(checkpoint: HubName | None) -> tuple[str, ...]:
-    """Of the entry whose repository was typed as the checkpoint."""
+    """Return the heads of the target whose repository was typed as the checkpoint."""
     entries = (spec.heads for spec in TARGETS.values() if checkpoint and spec.repository == checkpoint.repository)
     return next(entries, ())
 
 
 def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
-    """One of an entry's heads by its number, its name without the organization, or in full."""
+    """Return the head with this number, or with this name after the organization's. None if ``text`` is neither."""
     if text.isdecimal():
         if not 1 <= int(text) <= len(heads):
-            has = f"has {len(heads)}" if heads else "names none"
-            raise ValueError(f"--draft {text}: {target} {has}: eagle3-export --list-targets lists the heads")
+            has = f"has {len(heads)} heads" if heads else "has no heads"
+            raise ValueError(f"--draft {text}: {target} {has}: eagle3-export --list-targets lists them")
         return HubName(heads[int(text) - 1])
     return next((HubName(head) for head in heads if text == head.partition("/")[2]), None)
 
 
-def _look_up(name: HubName, role: Any, allowed: bool) -> "Snapshot":
+def _look_up(name: HubName, role: "Role", allowed: bool) -> "Snapshot":
     from eagle3.export.hub.errors import Unreachable
     from eagle3.export.hub.snapshots import cached, listed
 

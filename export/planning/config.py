@@ -19,7 +19,7 @@ class ExportConfig:
     """See ``eagle3-export --help``. None leaves a value to the target, the draft head or the backend."""
 
     target_model: str
-    output_dir: Path | None
+    output_dir: Path
     checkpoint: Path | None = None
     draft: Path | None = None
     backend: str = "cuda"
@@ -44,10 +44,10 @@ class ExportConfig:
     config_folder: Path | None = None
     dry_run: bool = False
     repositories: Mapping[str, HubName] = field(default_factory=dict)
-    """Where paths among these came from, by field, each with its commit."""
+    """Maps a field whose path lies in the hub's cache to the name on the hub, with its commit."""
 
     def as_json(self) -> dict[str, Any]:
-        """The flags as they would be typed again: a name on the hub for a path into its cache."""
+        """Return the flags as they can be typed again, with names on the hub instead of paths into its cache."""
         given = {each.name: self.repositories.get(each.name, getattr(self, each.name)) for each in fields(self)}
         del given["repositories"], given["dry_run"]
         return {name: str(value) if isinstance(value, Path | HubName) else value for name, value in given.items()}

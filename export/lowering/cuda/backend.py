@@ -50,7 +50,7 @@ from eagle3.export.lowering.cuda.weights.quantization import (
 )
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.patches import FOR_CUDA, TESTED_WITH_GPU, check_versions
-from eagle3.export.planning.config import CUDA_RECIPES, ExportConfig
+from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
@@ -74,7 +74,7 @@ def local_arch() -> str | None:
 
 
 def named_arch(plan: Plan) -> str:
-    """What ``--cuda-arch`` says, which ``check`` asks for where there is no GPU."""
+    """What ``--cuda-arch`` says, which ``check`` asks for where there is no GPU, except in a dry run."""
     assert plan.config.cuda_arch is not None
     return plan.config.cuda_arch
 
@@ -86,8 +86,8 @@ class NvidiaBackend:
     attention: AttentionFactory = CudaAttention
     eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 
-    def architecture(self, config: ExportConfig) -> str | None:
-        return local_arch() or config.cuda_arch
+    def local_arch(self) -> str | None:
+        return local_arch()
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
@@ -118,7 +118,7 @@ class NvidiaBackend:
     def memory(self, plan: Plan) -> tuple[int, str]:
         if local_arch():
             return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
-        if plan.config.cuda_arch is None:  # a dry run for no architecture yet
+        if plan.config.cuda_arch is None:  # only a dry run comes so far without one
             gpu = max(gpus.GPUS.values(), key=lambda gpu: gpu.memory)
             return gpu.memory, f"the largest GPU that is known, {gpu.name},"
         gpu = GPUS[named_arch(plan)]

@@ -15,7 +15,6 @@ from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.patches import FOR_CPU, TESTED, check_versions
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class XnnpackBackend:
 
         return LlmOpsAttention
 
-    def architecture(self, config: ExportConfig) -> None:
+    def local_arch(self) -> None:
         return None
 
     def check(self, plan: Plan) -> None:
