@@ -99,7 +99,7 @@ def _fields(raw: Tensor, kind: str, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _of_rows(q: Tensor, pairs: Tensor, steps: Tensor, bits: int) -> KQuantTensor:
     """Of what ``by_row`` gives."""
     qdata, high = packed(q, bits)
-    return KQuantTensor(qdata, in_tiles(pairs), in_tiles(steps[:, :, None]).squeeze(2), q.shape, high)
+    return KQuantTensor(qdata, in_tiles(pairs), in_tiles(steps[:, :, None]).squeeze(2), q.shape, high=high)
 
 
 def _one_below_the_other(weights: Sequence[KQuantTensor], rows: Callable[[list[Tensor]], Tensor]) -> KQuantTensor:
@@ -109,4 +109,4 @@ def _one_below_the_other(weights: Sequence[KQuantTensor], rows: Callable[[list[T
     )
     high = None if weights[0].high is None else rows([weight.high for weight in weights if weight.high is not None])
     shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
-    return KQuantTensor(qdata, codes, steps, shape, high)
+    return KQuantTensor(qdata, codes, steps, shape, high=high)
