@@ -1,9 +1,10 @@
-"""Linears of one input as one product: queries, keys and values, and gate and up of an MLP.
+"""Merges linears with the same input into one: queries, keys and values, and gate and up of an MLP.
 
-A round on a GPU is a thousand launches without this, and each small one leaves part of the GPU idle; on the CPU a round
-of gemma4-tiny takes 2 to 4% less, and the export of a quantized model a sixth. The weights become one, along their
-outputs, and each linear a slice of the product. Which linears have the same input is proposed by their names and seen
-as they run: a slice whose input is another one gets a product of its own, so that no name can make an artifact wrong.
+Without this a round on a GPU has about a thousand launches, and each small one leaves part of the GPU idle. On the CPU
+a round of gemma4-tiny takes 2 to 4% less time, and the export of a quantized model a sixth less. The weights are
+concatenated along their outputs, and each linear becomes a slice of the result. Names propose which linears have the
+same input, and the inputs are compared at run time: a slice with another input is computed separately, so a wrong name
+cannot make an artifact wrong.
 """
 
 from itertools import accumulate, pairwise
@@ -13,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.joining import form, joined
+from eagle3.export.concatenation import concatenated, form
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""What transformers calls the linears of a module that multiply one input."""
+"""Names in transformers of a module's linears that multiply the same input."""
 
 
 def merge_linears(model: nn.Module, folder: Path) -> None:
-    """Merge what can be merged in ``model``, in place; ``folder`` as ``joined`` takes it.
+    """Merge the linears of ``model`` in place. ``folder`` is for large weights, see ``concatenated``.
 
-    A weight that another module holds too, such as a tied head, stays as it is.
+    A weight that another module holds too, such as a tied head, is not merged.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     holders: dict[int, int] = {}
@@ -42,7 +43,7 @@ def merge_linears(model: nn.Module, folder: Path) -> None:
 
 def _merge(parent: nn.Module, group: dict[str, nn.Linear], folder: Path) -> None:
     linears = list(group.values())
-    weight = joined([linear.weight.data for linear in linears], folder)
+    weight = concatenated([linear.weight.data for linear in linears], folder)
     product = nn.Linear(1, 1, bias=False, device="meta")
     product.in_features, product.out_features = linears[0].in_features, weight.shape[0]
     product.weight = nn.Parameter(weight, requires_grad=False)
@@ -56,7 +57,7 @@ def _merge(parent: nn.Module, group: dict[str, nn.Linear], folder: Path) -> None
 
 
 class Slice(nn.Module):
-    """Outputs ``start`` to ``stop`` of a product whose weights its parent holds: [..., K] -> [..., stop - start]."""
+    """Outputs ``start`` to ``stop`` of a merged linear, which the parent holds: [..., K] -> [..., stop - start]."""
 
     def __init__(self, shared: "_Shared", start: int, stop: int):
         super().__init__()
@@ -67,7 +68,8 @@ class Slice(nn.Module):
 
 
 class _Shared:
-    """The product of an input, kept until all its slices are taken. Not a module: a trace wants no state there."""
+    """Computes a merged linear and keeps the result until all slices are taken. It is not a module, because a trace
+    allows no such state in modules."""
 
     def __init__(self, parent: nn.Module, name: str, slices: int):
         self._parent, self._name, self._slices = parent, name, slices

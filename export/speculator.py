@@ -1,6 +1,6 @@
-"""A target and its draft head as the methods of an artifact: tensor mathematics only.
+"""The methods of an artifact, computed by a target and its draft head: tensor operations only.
 
-Acceptance, rollback and stopping belong to the runner; the methods' shapes stand in ``eagle3.runner.contract``.
+Acceptance, rollback and stopping belong to the runner. The methods' shapes are in ``eagle3.runner.contract``.
 """
 
 import torch
@@ -11,8 +11,8 @@ from eagle3.targets import TapTarget
 
 
 class Eagle3Speculator(nn.Module):
-    """``taps`` are the target's layers whose inputs the draft head fuses, ascending; ``gives_logits``: the methods have
-    logits, in float32, as a last output."""
+    """Runs the methods. ``taps``: the target's layers whose inputs the draft head fuses, ascending. ``gives_logits``:
+    the last output of a method is logits in float32."""
 
     def __init__(self, target: TapTarget, draft: DraftHead, taps: tuple[int, ...], gives_logits: bool = True):
         super().__init__()
@@ -39,8 +39,8 @@ class Eagle3Speculator(nn.Module):
     def speculate(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,C], input_pos [C] -> greedy ids and the next window [2,C], that window [1,C], its positions [C].
 
-        Every shape is static: draft slots behind the accepted tokens are written as well, and written again before
-        anything attends to them. The length of the chain is that of the window.
+        Every shape is static. Draft slots after the accepted tokens are written too, and are written again before
+        anything attends to them. The chain length is C - 1.
         """
         state, taps = self.target(tokens, input_pos, self.taps)
         ids = self.target.scores(state).argmax(-1)
@@ -56,7 +56,7 @@ class Eagle3Speculator(nn.Module):
         return torch.cat((ids, window)), window, following
 
     def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor]:
-        """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner wants them."""
+        """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner expects."""
         state, _ = self.target(tokens, input_pos, ())
         return (self.target.logits(state[:, -1:]).float(),)
 
@@ -88,7 +88,7 @@ class SpeculatorMethod(nn.Module):
 
 
 def trace_inputs(name: str, length: int, feature_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Example inputs of a method at ``length`` rows."""
+    """Return example inputs of a method with ``length`` rows."""
     tokens, input_pos = torch.zeros(1, length, dtype=torch.long), torch.arange(length)
     if name == "draft_decode":
         return tokens, torch.zeros(1, length, feature_size, dtype=dtype), input_pos

@@ -1,8 +1,9 @@
-"""Which tensors of a target's checkpoint may go unread: those that transformers does not read either, and those of a
-multimodal model's parts that read no text.
+"""Finds the tensors of a target's checkpoint that may be ignored: those that transformers ignores too, and those of the
+parts of a multimodal model that read no text.
 
-transformers lists by class what it leaves unread (``_keys_to_ignore_on_load_unexpected``): layers that predict further
-tokens (MTP), masks of old. Whatever else has no place in the model is refused by ``tensors.check_target``.
+transformers lists by class the tensors that it ignores (``_keys_to_ignore_on_load_unexpected``), such as multi-token
+prediction layers (MTP) and obsolete masks. Other tensors without a place in the model are refused by
+``tensors.check_target``.
 """
 
 import re
@@ -18,30 +19,30 @@ if TYPE_CHECKING:
     from eagle3.targets.wrapper import Wrapper
 
 UNREAD = {
-    r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are made anew",
+    r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are computed again",
     r"(model\.)?(vision_tower|vision_model|visual|embed_vision|multi_modal_projector)\..*": "of the vision tower",
     r"(model\.)?(audio_tower|embed_audio)\..*": "of the audio tower",
     r"(model\.)?mtp(_layers)?\..*": "layers that predict further tokens (MTP)",
 }
-"""Full names of a target's tensors that may go unread, and what they are."""
+"""Patterns of full names of a target's tensors that may be ignored, and a description of each."""
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.*)")
 _MTP = ("eh_proj", "enorm", "hnorm")
-"""Modules that only a layer that predicts further tokens has: DeepSeek V3's and GLM-4.5's."""
+"""Modules that only a multi-token prediction layer has: DeepSeek V3's and GLM-4.5's."""
 
 
 def is_read(name: str) -> bool:
-    """Whether a target's tensor of this name must have a place in a model, whatever the model is."""
+    """Return True if a target's tensor of this name must have a place in every model."""
     return not any(re.fullmatch(pattern, name) for pattern in UNREAD)
 
 
 def unread(
     without: Collection[str], headers: Collection[str], model: "nn.Module", config: "PreTrainedConfig", checkpoint: Path
 ) -> set[str]:
-    """Of the tensors ``without`` a place in ``model``, those that may go unread.
+    """Return those of the tensors ``without`` a place in ``model`` that may be ignored.
 
     Args:
-        without: names in the checkpoint
-        headers: the names of all its tensors
+        without: names of tensors in the checkpoint
+        headers: names of all its tensors
         model: transformers' text model, or ExecuTorch's
         config: its text configuration
         checkpoint: the folder of ``config.json``
@@ -57,7 +58,8 @@ def unread(
 
 
 def _further_layers(names: Collection[str], layers: int) -> set[str]:
-    """The tensors of layers behind the last that have the modules of an MTP layer: ``model.layers.N.*``."""
+    """Return the tensors of MTP layers: layers ``model.layers.N`` after the last one, with the modules of such a
+    layer."""
     by_layer: dict[tuple[str, int], list[tuple[str, str]]] = defaultdict(list)
     for name in names:
         if (found := _LAYER.fullmatch(name)) and int(found[2]) >= layers:
@@ -71,7 +73,8 @@ def _further_layers(names: Collection[str], layers: int) -> set[str]:
 
 
 def _lies_behind(pattern: str, layers: int) -> bool:
-    """Whether a pattern of transformers' names no layer of the model itself: a class has one for each size."""
+    """Return True if a pattern of transformers matches no layer of the model itself. A class has a pattern for each
+    model size."""
     found = re.search(r"\.(\d+)", pattern)
     return found is None or int(found[1]) >= layers
 

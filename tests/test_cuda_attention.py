@@ -214,7 +214,7 @@ def compiled(
         KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
         DIRECT=not divided, BLOCK_D=width, COLUMNS=min(width, 128),
         BLOCK_M=kernels.rows_of_tile(groups, divided, width), WIDTH=heads + 16 * width, Q_WEIGHTED=True,
-        K_WEIGHTED=True, BIASED=False, PLUS=0.0, TURNED=width, APART=width // 2, REPEATED=1, ANGLES=width,
+        K_WEIGHTED=True, BIASED=False, PLUS=0.0, ROTARY=width, APART=width // 2, REPEATED=1, ANGLES=width,
         **config.kwargs,
     )  # fmt: skip
     constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
@@ -241,7 +241,7 @@ def compiled(
         ("sm_120", 256, 2, 8, 32, 4, 2, {}),
         ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
         ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
-        ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "TURNED": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
+        ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "ROTARY": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
     ],
     ids=["sm_90", "sm_89", "sm_120", "one more than a weight", "by half a table", "neighbours of a half"],
 )

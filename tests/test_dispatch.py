@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from transformers import LlamaConfig
 
-from eagle3.export.joining import joined
+from eagle3.export.concatenation import concatenated
 from eagle3.export.lowering.cuda.graph.check import check_linears, quantized_uses
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
@@ -180,7 +180,7 @@ def test_unquantized_bfloat16_goes_the_same_two_ways():
 
 def test_several_int4_weights_of_one_input_take_one_product(tmp_path):
     model = packed()
-    head = joined([model.proj.weight.data, model.lm_head.weight.data], tmp_path)
+    head = concatenated([model.proj.weight.data, model.lm_head.weight.data], tmp_path)
     model.lm_head.weight = nn.Parameter(head, requires_grad=False)
     with small_m_dispatch(8):
         verify, prefill = traced(model, 2, 8), traced(model, 9, 64)

@@ -8,8 +8,8 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from transformers import LlamaConfig
 
-from eagle3.export import joining
-from eagle3.export.joining import form, joined
+from eagle3.export import concatenation
+from eagle3.export.concatenation import concatenated, form
 from eagle3.export.lowering.cuda.weights.k_quants import laid_out
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.merged_linears import Slice, merge_linears
@@ -78,20 +78,20 @@ def k_quant(kind: str, rows: int) -> torch.Tensor:
     return laid_out(ExportableGGUFTensor(blocks, kind.lower(), torch.bfloat16))
 
 
-@pytest.mark.parametrize("on_disk", [joining.ON_DISK, 0])
+@pytest.mark.parametrize("on_disk", [concatenation.ON_DISK, 0])
 @pytest.mark.parametrize(
     ("kind", "outputs"),
     [("plain", ()), ("quantized", ()), ("Q4_K", (128, 64)), ("Q5_K", (50, 7)), ("Q6_K", (128, 65, 2))],
 )
 def test_joined_weights_have_the_values_of_their_parts(kind, outputs, on_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(joining, "ON_DISK", on_disk)
+    monkeypatch.setattr(concatenation, "ON_DISK", on_disk)
     if kind == "plain":
         weights = [torch.randn(n, 256) for n in (8, 24)]
     elif kind == "quantized":
         weights = recipe()
     else:
         weights = [k_quant(kind, rows) for rows in outputs]
-    one = joined(weights, tmp_path)
+    one = concatenated(weights, tmp_path)
     plain = [w.dequantize() if isinstance(w, TorchAOBaseTensor) else w for w in (one, *weights)]
     assert one.shape == plain[0].shape and torch.equal(plain[0], torch.cat(plain[1:]))
     assert not list(tmp_path.iterdir())

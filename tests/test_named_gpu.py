@@ -23,10 +23,10 @@ from triton.runtime import driver
 
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, toolchain
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
-from eagle3.export.lowering.cuda.named_gpu.answers import answers
 from eagle3.export.lowering.cuda.named_gpu.choices import choices
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
+from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
 from eagle3.export.lowering.cuda.named_gpu.operators import operators
@@ -52,7 +52,7 @@ def test_operators_of_fake_tensors_on_the_gpu_ask_for_no_device():
 def test_answers_are_those_of_the_gpu_named_last():
     assert not has_triton()  # an answer that PyTorch keeps
     for arch, capability in (("sm_90", (9, 0)), ("sm_86", (8, 6))):
-        with answers(GPUS[arch]):
+        with fake_device(GPUS[arch]):
             from torch._inductor.codegen.cuda.cuda_env import get_cuda_arch
 
             assert torch.cuda.is_available() and has_triton()
@@ -236,7 +236,7 @@ class Table(torch.nn.Module):
 def test_weights_are_fake_on_the_gpu_and_know_their_data_on_the_host():
     module = Table()
     program = torch.export.export(module, (torch.tensor([1, 2]),))
-    with answers(GPUS["sm_90"]), weights_on_host():
+    with fake_device(GPUS["sm_90"]), weights_on_host():
         moved = on_named_gpu(program)
         weight = moved.state_dict["table"]
         assert weight.device.type == "cuda" and weight.shape == (4, 8)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
-from eagle3.export.joining import joined
+from eagle3.export.concatenation import concatenated
 from eagle3.export.lowering.cuda.kernels import int4 as kernel4
 from eagle3.export.lowering.cuda.kernels import small_m, sums
 from eagle3.export.lowering.cuda.weights.int4_tensor import laid_out
@@ -172,7 +172,7 @@ def test_int4_is_executorchs_own_weight_laid_out_anew(n, k, group):
 
 def test_several_int4_weights_of_one_input_make_one(tmp_path):
     weights = [int4_weight(n, 512) for n in (128, 40, 100)]
-    both = joined([laid_out(coalesced(weight)) for weight in weights], tmp_path)
+    both = concatenated([laid_out(coalesced(weight)) for weight in weights], tmp_path)
     assert torch.equal(both.dequantize(), torch.cat([coalesced(weight).dequantize() for weight in weights]))
     assert [each.data_ptr() for each in both.parts[0]] == [weight[0].data_ptr() for weight in weights]
     for m in (5, 9):  # ExecuTorch's own op for up to 4 rows is CUDA's alone
@@ -182,7 +182,7 @@ def test_several_int4_weights_of_one_input_make_one(tmp_path):
         each = [F.linear(x, coalesced(weight)) for weight in weights]
         assert torch.equal(F.linear(x, both), torch.cat(each, 1))
     with pytest.raises(ValueError, match="4 weights: one launch takes 3"):
-        joined([both, laid_out(coalesced(weights[0]))], tmp_path)
+        concatenated([both, laid_out(coalesced(weights[0]))], tmp_path)
 
 
 def test_int8_is_torchaos_own_weight():

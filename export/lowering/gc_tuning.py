@@ -1,17 +1,17 @@
-"""Python's search for garbage, while graphs of millions of objects are built that nearly all stay."""
+"""Makes Python's garbage collector run rarely while graphs of millions of long-lived objects are built."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (50_000, 20, 100)
-"""700, 10 and 10 otherwise. The last search, through all that there is, takes seconds: it is left to ExecuTorch, which
-asks for one before and after a method is compiled."""
+"""Thresholds of the three generations; Python's defaults are 700, 10 and 10. A full collection takes seconds.
+ExecuTorch requests one before and after a method is compiled, which is enough."""
 
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Within it, what is there already is never looked through, and what is made is so seldom."""
+    """Within this context, existing objects are never collected, and new ones rarely."""
     earlier = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

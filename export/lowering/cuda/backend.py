@@ -74,7 +74,7 @@ def local_arch() -> str | None:
 
 
 def named_arch(plan: Plan) -> str:
-    """What ``--cuda-arch`` says, which ``check`` asks for where there is no GPU, except in a dry run."""
+    """Return the value of ``--cuda-arch``; ``check`` requires it without a GPU, except in a dry run."""
     assert plan.config.cuda_arch is not None
     return plan.config.cuda_arch
 
@@ -229,8 +229,8 @@ BACKEND: Backend = NvidiaBackend()
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:
-    """What the compiler takes each dynamic dimension of a program to be. Code that holds for some of the lengths alone
-    narrows it."""
+    """Return the range of each dynamic dimension of a program, as the compiler sees it. Code that is valid for some
+    lengths only narrows it."""
     values = (node.meta.get("val") for node in program.graph.nodes)
     shapes = next(value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor))
     assert shapes is not None  # a trace has one

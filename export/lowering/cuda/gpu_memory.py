@@ -1,8 +1,8 @@
-"""What a run takes of a GPU's memory, from configurations and headers alone, before any weight is read.
+"""Estimates the GPU memory of a run from configurations and headers alone, before any weight is read.
 
-Weights are counted as their kernels hold them, caches as they are. Intermediate tensors are known once a method is
-compiled (``launches.py``); before that, the largest of a long chunk are counted: the partial sums of the draft's
-products, gate, up and their product.
+Weights are counted in the layout of their kernels. The exact size of intermediate tensors is known once a method is
+compiled (``launches.py``). Before that, the largest tensors of a long chunk are counted: gate, up and their product,
+and the partial sums of the draft's matmuls.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ def _target_bytes(plan: Plan, skeleton: Skeleton) -> int:
 
 
 def header_bytes(header: TensorHeader) -> int:
-    """Of a checkpoint's tensor as the GPU holds it."""
+    """Return the bytes that a checkpoint's tensor takes on the GPU."""
     if not header.quantized:
         return header.elements * BFLOAT16
     if "Int4" in header.dtype:
@@ -61,13 +61,14 @@ def header_bytes(header: TensorHeader) -> int:
 
 
 def int4_bytes(group: int) -> float:
-    """A weight's code, its shares of a scale's and a zero point's code, and of the two's float16 steps."""
+    """Return the bytes per INT4 weight: its code, and its share of the codes and float16 steps of scale and zero
+    point."""
     return 1 / 2 + 2 / group + 4 / int4.BLOCK
 
 
 def module_bytes(model: nn.Module, recipe: QuantRecipe | None) -> int:
-    """Of the parameters of a model on the meta device. What two names share is there once, unless the recipe stores
-    the two apart."""
+    """Return the bytes of the parameters of a model on the meta device. A parameter with two names is counted once,
+    unless the recipe stores the two in different types."""
     matrices = {f"{name}.weight" for name, m in _modules(model).items() if isinstance(m, nn.Linear | nn.Embedding)}
     total, counted = 0.0, set()
     for name, value in model.named_parameters(remove_duplicate=False):
@@ -98,7 +99,7 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
 
 
 def _layer_linears(model: nn.Module) -> list[nn.Linear]:
-    """Those that every row goes through: not the head, nor experts whose kernels take the weights as they are."""
+    """Return the linears that every row goes through. The LM head and experts with fused kernels are left out."""
     modules = _modules(model)
     fused = {id(linear) for m in modules.values() if isinstance(m, Experts) and is_fused(m) for linear in m.children()}
     linears = ((name, m) for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) not in fused)
@@ -106,18 +107,18 @@ def _layer_linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def _row_bytes(linears: list[nn.Linear]) -> int:
-    """Of a row: gate, up and their product, or as wide a thing, beside the layer's own states."""
+    """Return the bytes per row of gate, up and their product, or of tensors as wide."""
     return BFLOAT16 * 3 * max(max(m.in_features, m.out_features) for m in linears)
 
 
 def _part_bytes(linear: nn.Linear) -> int:
-    """Of a row: partial sums of a draft's product, few rows or many."""
+    """Return the bytes per row of the partial sums of a draft's matmul."""
     count = sums.splits(linear.out_features, -(-linear.in_features // int4.BLOCK), bf16.BLOCK_N)
     return 4 * count * linear.out_features if count > 1 else 0
 
 
 def suggest_flags(plan: Plan, has: int) -> str | None:
-    """Flags with which a run takes no more than ``has`` bytes, the least that do; None where none do."""
+    """Return the fewest flags with which a run fits in ``has`` bytes, None if no flags suffice."""
     flags: list[str] = []
     for flag, smaller in _smaller(plan):
         plan = smaller
@@ -128,7 +129,7 @@ def suggest_flags(plan: Plan, has: int) -> str | None:
 
 
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Plans that take less and less, with the flag of each."""
+    """Yield (flag, plan) for plans that take less and less memory."""
     if plan.draft_qlinear == "none":
         plan = replace(plan, draft_qlinear="default")
         yield "--draft-qlinear default", plan

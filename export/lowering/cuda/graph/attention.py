@@ -1,4 +1,4 @@
-"""Attention on CUDA: one op for every layer and length, over the positions that its rows attend to and no others."""
+"""Attention on CUDA: one op for every layer and length. It reads only the positions that its rows attend to."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from eagle3.targets.attention import EagerAttention, KVCacheShape
 
 
 class CudaAttention(EagerAttention):
-    """See ``EagerAttention``, of which it has the caches."""
+    """Attention by the CUDA kernel, with the caches of ``EagerAttention``."""
 
     def __init__(self, shape: KVCacheShape):
         super().__init__(shape)
         self.longest = shape.window or shape.slots
 
     def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last position that each row attends to, [T] each."""
+        """Return the first and the last position that each row attends to, [T] each."""
         window = self.shape.window
         if not window:
             return torch.zeros_like(input_pos), input_pos
@@ -44,13 +44,13 @@ class CudaAttention(EagerAttention):
 
 
 def most_rows(length: int | torch.SymInt) -> int:
-    """The greatest that a dimension of a traced tensor may be."""
+    """Return the upper bound of a dimension of a traced tensor."""
     return length if isinstance(length, int) else int(length.node.shape_env.bound_sympy(length.node.expr).upper)
 
 
 def from_one_row(length: int | torch.SymInt) -> bool:
-    """Whether a dimension of a traced tensor is the rows of a method for one row and more, with a P-EAGLE's mask rows
-    or without: to a trace, lengths from 1 on are 2 and more."""
+    """Return True if a dimension of a traced tensor is the number of rows of a method that takes one row or more, with
+    or without the mask rows of a P-EAGLE. A trace gives lengths from 1 on the lower bound 2."""
     if isinstance(length, int):
         return length == 1
     return any(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)

@@ -1,7 +1,7 @@
-"""Which kernel each quantized linear of a traced method takes, and whether the method may hold it.
+"""Finds the kernel of each quantized linear of a traced method, and refuses kernels that the method must not use.
 
-A verify forward is worth its rows only if each weight is read once for all of them, so a linear that reads its weights
-once a row, or writes a dequantized matrix to memory first, is refused with its name.
+Verifying several rows is cheap only if each weight is read once for all of them. A linear that reads its weights once
+per row, or writes a dequantized matrix to memory first, is therefore refused by name.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _OPS |= dict.fromkeys(("eagle3::int4_matmul", "eagle3::int8_matmul", "eagle3::k_
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a quantized weight in a graph; ``rows`` is None where the length of the method is not fixed."""
+    """One use of a quantized weight in a graph. ``rows`` is None if the length of the method is dynamic."""
 
     layer: str
     kind: str
@@ -29,7 +29,7 @@ class Use:
 
 
 def quantized_uses(program: ExportedProgram) -> Iterator[Use]:
-    """Every use of a quantized weight, in the order of the graph's inputs."""
+    """Yield every use of a quantized weight, in the order of the graph's inputs."""
     for node in program.graph.find_nodes(op="placeholder"):
         name = program.graph_signature.inputs_to_parameters.get(node.name)
         if name is None or not isinstance(program.state_dict[name], TorchAOBaseTensor):
@@ -53,11 +53,11 @@ def _use(layer: str, node: torch.fx.Node) -> Use:
 
 
 def check_linears(method: str, program: ExportedProgram) -> dict[str, int]:
-    """How many quantized linears take the small-M op, how many a product that decodes its weights as it goes, and how
-    many dequantize: ``{"small_m", "large_m", "dequantize"}``.
+    """Count the quantized linears by kernel: ``{"small_m", "large_m", "dequantize"}``. A large-M kernel decodes weights
+    while it multiplies; the last kind dequantizes the matrix first.
 
-    Raises ValueError naming a layer whose linear the method must not hold: none reads its weights once a row; in
-    ``prefill`` the small-M op serves what runs over one row, elsewhere it serves all.
+    Raises ValueError, which names the layer, for a linear that reads its weights once per row, for one in ``prefill``
+    that uses the small-M op over more than one row, and for one in another method that does not use the small-M op.
     """
     linears: dict[str, set[str]] = {SMALL_M: set(), LARGE_M: set(), DEQUANTIZE: set()}
     for use in quantized_uses(program):

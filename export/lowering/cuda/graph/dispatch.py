@@ -1,10 +1,10 @@
-"""The dispatch of quantized linears, swapped in for the trace of one export.
+"""The dispatch of linears to kernels, which replaces ExecuTorch's own while an export is traced.
 
-ExecuTorch's own sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which reads the weights once a row beyond 4
-and lives in ExecuTorch's CUDA runtime alone, and dequantizes for more. Here a linear whose rows are known to be more
-than ``limit`` takes the product that decodes its weights as it goes; every other takes the small-M op, whose weights
-are read once for each 16 rows. Linears of unquantized bfloat16 go to the small-M op or stay. A quantized embedding
-dequantizes the rows that it looks up, not the whole table (that of K-quants does so by itself).
+ExecuTorch sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which exists only in its CUDA runtime, and
+dequantizes the matrix for more. Here a linear that is known to have more than ``limit`` rows takes the large-M kernel,
+which decodes its weights while it multiplies. Every other linear takes the small-M op, which reads each weight once
+for 16 rows. Unquantized bfloat16 linears with more than ``limit`` rows stay as they are. A quantized embedding
+dequantizes only the rows that it looks up (the one of K-quants does so by itself).
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what is swapped out)
+import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (the dispatch that is replaced)
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -43,11 +43,12 @@ Handler = Callable[[Any, Any, Any, Any], Tensor]
 Product = Callable[[Tensor, Any], Tensor]  # of rows [M, K] and a weight
 
 _COUNTERS = {torch.device("cpu"): counters()}
-"""Of a device's products and attention. Of the host's a trace makes a constant: they are there before it begins."""
+"""The counters of a device's matmuls and attention. Those of the host exist before a trace, which makes them a
+constant."""
 
 
 def shared_counters(x: Tensor) -> Tensor:
-    """Counters on the device of ``x``."""
+    """Return the counters on the device of ``x``."""
     if x.device not in _COUNTERS:
         _COUNTERS[x.device] = counters(x.device)
     return _COUNTERS[x.device]
@@ -98,7 +99,7 @@ def _multiplied(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 class _Unquantized(TorchFunctionMode):
-    """Sends linears of few rows and plain bfloat16 weights to their product."""
+    """Sends linears with few rows and plain bfloat16 weights to the small-M op."""
 
     def __init__(self, limit: int):
         super().__init__()
@@ -123,7 +124,7 @@ def _is_plain(x: Tensor, weight: Tensor, **_bias: object) -> bool:
 
 
 def _embedding(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """Rows of an INT8 table: [...] int64 -> [..., width]."""
+    """Look up rows of an INT8 table: [...] int64 -> [..., width]."""
     ids, table = args[:2]
     groups = table.scale.shape[1]
     codes = table.qdata[ids].unflatten(-1, (groups, -1)).to(table.dtype)
@@ -136,12 +137,12 @@ KERNELS: dict[type[TorchAOBaseTensor], tuple[Product, Product]] = {
     IntxUnpackedToInt8Tensor: (_int8, _int8_many),
     KQuantTensor: (_k_quant, _k_quant_many),
 }
-"""By the class of a weight, what multiplies few rows with it, and many."""
+"""By the class of a weight, its kernels for few rows and for many rows."""
 
 
 @contextmanager
 def small_m_dispatch(limit: int) -> Iterator[None]:
-    """Within it, ``F.linear`` and ``F.embedding`` of CUDA's quantized tensors go as this module's docstring says."""
+    """Within this context, ``F.linear`` and ``F.embedding`` dispatch as this module's docstring says."""
     with ExitStack() as stack:
         for kind, (few, many) in KERNELS.items():
             product = _linear(few, many, limit)

@@ -1,8 +1,9 @@
-"""The gate of an MLP in the launch of its product: ``act(gate) * up`` where the sums that both are made of end.
+"""Moves the gate of an MLP, ``act(gate) * up``, into the launch of the matmul that computes gate and up.
 
-Found in a traced graph by what is computed, whatever a family calls it: a small-M product, its two halves, an
-activation of the first, and the product of that with the second. Where anything else reads one of them, a bias say, all
-stay. So do those of INT8 and of K-quants, whose kernels spill registers on sm_90 and sm_120 with a gate in them.
+The pattern is found in a traced graph by its computation, whatever a family calls it: a small-M matmul, its two halves,
+an activation of the first half, and the product with the second. The graph stays unchanged if anything else reads one
+of them, such as a bias. It also stays unchanged for INT8 and K-quants, whose kernels spill registers on sm_90 and
+sm_120 with a gate.
 """
 
 import torch
@@ -16,11 +17,11 @@ from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 aten = torch.ops.aten
 PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default")
 WHOLE = 128
-"""What outputs of a half and of a weight are multiples of: then no tile of a kernel is of both halves."""
+"""The outputs of each half and of each weight must be a multiple of this, so that no tile spans both halves."""
 
 
 def gate_in_products(program: ExportedProgram) -> None:
-    """Put what is gated into the product that it is gated from, in place."""
+    """Move the gates of a program into their matmuls, in place."""
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         for activated, up in (node.args, node.args[::-1]):
             wide, activation = _gated(activated, up), _activation(activated)
@@ -32,7 +33,8 @@ def gate_in_products(program: ExportedProgram) -> None:
 
 
 def _gated(activated: Argument, up: Argument) -> Node | None:
-    """The product, reshaped, whose first half is ``activated`` and whose second is ``up``; all of it goes to them."""
+    """Return the reshaped matmul whose first half is activated to ``activated`` and whose second half is ``up``; None
+    if there is none, or if anything else reads it."""
     if _activation(activated) is None or _half(activated.args[0]) != 0 or _half(up) != 1:
         return None
     gate, parent = activated.args[0], up.args[0]
@@ -53,7 +55,7 @@ def _gated(activated: Argument, up: Argument) -> Node | None:
 
 
 def _activation(node: Argument) -> str | None:
-    """The name of the activation that ``node`` is."""
+    """Return the name of the activation that ``node`` computes, None if it is another operation."""
     if not isinstance(node, Node):
         return None
     if node.target is aten.gelu.default and node.kwargs.get("approximate") == "tanh":
@@ -62,7 +64,7 @@ def _activation(node: Argument) -> str | None:
 
 
 def _half(node: Argument) -> int | None:
-    """0 or 1 for the first or the second half of another node, along its last dimension."""
+    """Return 0 or 1 if ``node`` is the first or second half of another node's last dimension, otherwise None."""
     found = part(node)
     if found is None or 2 * found.width != found.whole.meta["val"].shape[-1]:
         return None

@@ -1,8 +1,8 @@
-"""Heads of a product of queries, keys and values as attention takes them, found in a traced graph by what is computed.
+"""Finds the attention heads that are computed from one matmul of queries, keys and values, in a traced graph.
 
-They are outputs of the product, with a bias or without; normed or not, by a weight or one more than that; their leading
-dimensions, all of them or none, turn by a table of angles, a half with the other or neighbours. Dtypes in between are
-passed over: what is rounded there the kernel keeps in float32.
+The heads are outputs of the matmul, with or without a bias. They may be normed, by a weight or by 1 + weight. All, some
+or none of their dimensions may have rotary embeddings (RoPE), whose pairs are two halves or adjacent dimensions. Casts
+in between are ignored: the kernel keeps in float32 what the graph rounds there.
 """
 
 from dataclasses import dataclass, replace
@@ -13,27 +13,30 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import Argument
 
-from eagle3.export.lowering.cuda.graph.nodes import is_, joined, part, uncast, width_of
+from eagle3.export.lowering.cuda.graph.nodes import concatenated, is_, part, uncast, width_of
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The first ``count`` dimensions turn, the two of a pair ``apart``, by tables [1, T, columns]: d by column d //
-    ``repeated``, which begin anew behind the last."""
+class Rotary:
+    """Rotary embedding of the first ``dims`` dimensions. The two of a pair are ``pair_distance`` apart. Dimension d
+    uses column d // ``repeat`` of the tables ``cos`` and ``sin`` [1, T, columns], modulo the number of columns."""
 
     cos: Node
     sin: Node
-    count: int
-    apart: int
-    repeated: int
+    dims: int
+    pair_distance: int
+    repeat: int
 
 
 @dataclass(frozen=True)
 class Heads:
-    """[1, T, count, head_dim] or, ``swapped``, [1, count, T, head_dim]: the outputs of ``product`` [T, N], and of
-    ``bias`` [N], from ``start``; normed unless ``eps`` is 0, times ``weight`` + ``plus``; then turned by ``turn``."""
+    """Heads [1, T, count, head_dim] or, if ``swapped``, [1, count, T, head_dim].
+
+    They are the outputs of the matmul ``product`` [T, N] from ``start`` on, plus ``bias`` [N]. Unless ``eps`` is 0,
+    they are normed and multiplied by ``weight`` + ``plus``. Then ``rotary`` is applied.
+    """
 
     product: Node
     bias: Node | None
@@ -43,56 +46,59 @@ class Heads:
     eps: float = 0.0
     weight: Node | None = None
     plus: float = 0.0
-    turn: Turn | None = None
+    rotary: Rotary | None = None
 
 
 def heads_of(node: Argument) -> Heads | None:
-    """What ``node`` is as heads of a product, None for anything else."""
+    """Return ``node`` as heads of a matmul, None if it is anything else."""
     node = uncast(node)
     if is_(node, aten.transpose.int):
         found = heads_of(node.args[0]) if set(node.args[1:]) == {1, 2} else None
         return found and replace(found, swapped=not found.swapped)
     if is_(node, aten.add.Tensor, aten.cat.default):
-        return _turned(node)
+        return _with_rotary(node)
     if is_(node, aten.rms_norm.default, aten.mul.Tensor):
         return _normed(node)
     return _sliced(node) if is_(node, aten.unflatten.int, aten.view.default, aten.reshape.default) else None
 
 
-def _turned(node: Node) -> Heads | None:
-    """What turns whole, or ``cat(what turns, the rest)``."""
+def _with_rotary(node: Node) -> Heads | None:
+    """Return heads with rotary embeddings on all dimensions, or on the first ones: ``cat(rotary part, rest)``."""
     ahead, rest = _pair(node)
     behind = part(rest)
     rotation = _rotation(uncast(ahead) if behind else node)
     if rotation is None:
         return None
-    x, cos, sin, apart = rotation
-    count = width_of(x)
+    x, cos, sin, pair_distance = rotation
+    dims = width_of(x)
     if behind:
         run = part(x)
-        x = uncast(run.whole) if run and run[1:] == (0, count, 1) else x
-        if uncast(behind.whole) is not x or behind[1:] != (count, width_of(x) - count, 1):
+        x = uncast(run.whole) if run and run[1:] == (0, dims, 1) else x
+        if uncast(behind.whole) is not x or behind[1:] != (dims, width_of(x) - dims, 1):
             return None
     found = heads_of(x)
-    if found is None or found.turn:
+    if found is None or found.rotary:
         return None
     of_cos, of_sin = _table(cos, found), _table(sin, found)
     if of_cos is None or of_sin is None:
         return None
-    (cos, repeated), (sin, as_often) = of_cos, of_sin
-    if repeated != as_often or width_of(cos) != width_of(sin) or repeated > 1 and apart > 1:
+    (cos, repeat), (sin, repeat_of_sin) = of_cos, of_sin
+    if repeat != repeat_of_sin or width_of(cos) != width_of(sin) or repeat > 1 and pair_distance > 1:
         return None
-    return replace(found, turn=Turn(cos, sin, count, apart, repeated))
+    return replace(found, rotary=Rotary(cos, sin, dims, pair_distance, repeat))
 
 
 def _pair(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[Argument, Argument]:
-    both = joined(node, kind)
+    both = concatenated(node, kind)
     return both if len(both) == 2 else (None, None)
 
 
 def _rotation(node: Argument) -> tuple[Node, Node, Node, int] | None:
-    """What turns, cos, sin, and how far apart the two of a pair are: ``x * cos + cat(-second half, first half) * sin``,
-    the same with a stack of neighbours, or its halves apart."""
+    """Return (x, cos, sin, pair distance) of a rotary embedding, None for anything else.
+
+    It is ``x * cos + cat(-second half, first half) * sin``, the same with a stack of adjacent dimensions, or the form
+    of ``_rotation_of_halves``.
+    """
     if is_(node, aten.cat.default):
         return _rotation_of_halves(*_pair(node))
     if not is_(node, aten.add.Tensor) or node.kwargs or not all(is_(each, aten.mul.Tensor) for each in node.args):
@@ -113,7 +119,7 @@ def _rotation(node: Argument) -> tuple[Node, Node, Node, int] | None:
 
 
 def _rotation_of_halves(minus: Argument, plus: Argument) -> tuple[Node, Node, Node, int] | None:
-    """``cat(first * cos - second * sin, second * cos + first * sin)``."""
+    """Match ``cat(first * cos - second * sin, second * cos + first * sin)``; see ``_rotation``."""
     if not is_(minus, aten.sub.Tensor) or not is_(plus, aten.add.Tensor) or minus.kwargs or plus.kwargs:
         return None
     products = *minus.args, *plus.args
@@ -129,11 +135,13 @@ def _rotation_of_halves(minus: Argument, plus: Argument) -> tuple[Node, Node, No
 
 
 def _table(node: Node, heads: Heads) -> tuple[Node, int] | None:
-    """A table [1, T, columns], as it was before it was rounded, where ``node`` is one for each head; how many
-    dimensions in a row have the same column."""
-    node, repeated = uncast(node), 1
+    """Return (table [1, T, columns], repeat) if ``node`` is a table broadcast over the heads, otherwise None.
+
+    The table is taken before it is rounded. ``repeat`` consecutive dimensions have the same column.
+    """
+    node, repeat = uncast(node), 1
     if is_(node, aten.repeat_interleave.self_int) and node.args[1:] in ((2, -1), (2, 3)):
-        node, repeated = uncast(node.args[0]), 2
+        node, repeat = uncast(node.args[0]), 2
         run = part(node)
         node = uncast(run.whole) if run and (run.start, run.step) == (0, 1) else node
     if not is_(node, aten.unsqueeze.default) or node.args[1] != (1 if heads.swapped else 2):
@@ -142,11 +150,11 @@ def _table(node: Node, heads: Heads) -> tuple[Node, int] | None:
     while is_(table, aten.mul.Tensor) and table.args[1] == 1.0:
         table = uncast(table.args[0])
     shape, rows = table.meta["val"].shape, heads.product.meta["val"].shape[0]
-    return (table, repeated) if len(shape) == 3 and shape[0] == 1 and statically_known_true(shape[1] == rows) else None
+    return (table, repeat) if len(shape) == 3 and shape[0] == 1 and statically_known_true(shape[1] == rows) else None
 
 
 def _normed(node: Node) -> Heads | None:
-    """``rms_norm(x, weight)``, or the same written out as ``weight * (x * rsqrt(mean(x^2) + eps))``."""
+    """Match ``rms_norm(x, weight)``, or the same written out as ``weight * (x * rsqrt(mean(x^2) + eps))``."""
     if node.target is aten.rms_norm.default:
         x, over, weight, eps = (*node.args, None, None)[:4]
         plus = 0.0
@@ -164,13 +172,13 @@ def _normed(node: Node) -> Heads | None:
             return None
     found, width = heads_of(x), x.meta["val"].shape[-1:]
     fits = (weight is None or weight.meta["val"].shape == width) and isinstance(eps, float) and eps > 0
-    if found is None or found.eps or found.turn or not fits:
+    if found is None or found.eps or found.rotary or not fits:
         return None
     return replace(found, eps=eps, weight=weight, plus=plus)
 
 
 def _weighted(node: Node) -> tuple[Node, Node | None, float]:
-    """Of ``x * weight`` or ``x * (weight + plus)``: x, weight and plus; of another product: itself."""
+    """Return (x, weight, plus) of ``x * weight`` or ``x * (weight + plus)``, (node, None, 0) of another product."""
     for weight, x in (node.args, node.args[::-1]):
         if isinstance(weight, Node) and weight.meta["val"].ndim == 1:
             weight = uncast(weight)
@@ -181,7 +189,7 @@ def _weighted(node: Node) -> tuple[Node, Node | None, float]:
 
 
 def _sliced(node: Node) -> Heads | None:
-    """Outputs of a product [T, N], as [1, T, heads, head_dim]."""
+    """Match outputs of a matmul [T, N], viewed as [1, T, heads, head_dim]."""
     run = part(node.args[0])
     whole, start, bias = run.whole if run else node.args[0], run.start if run else 0, None
     if is_(whole, aten.add.Tensor) and not whole.kwargs:

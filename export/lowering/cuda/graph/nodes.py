@@ -1,4 +1,4 @@
-"""What a node of a traced graph is of another: a part of its last dimension, the same numbers in another dtype."""
+"""Relations between nodes of a traced graph: a part of another's last dimension, the same numbers in another dtype."""
 
 import operator
 from collections.abc import Callable
@@ -14,7 +14,7 @@ CASTS = (aten.alias.default, aten.to.dtype, aten.to.dtype_layout, aten.type_as.d
 
 
 class Part(NamedTuple):
-    """``width`` places of the last dimension of ``whole``, ``step`` apart, from ``start``."""
+    """A slice of the last dimension of ``whole``: ``width`` elements, ``step`` apart, from ``start`` on."""
 
     whole: Node
     start: int
@@ -27,13 +27,13 @@ def is_(node: Argument, *targets: Callable[..., Any]) -> bool:
 
 
 def width_of(node: Argument) -> int:
-    """Places of the last dimension, 0 of what has none."""
+    """Return the size of the last dimension, 0 if there is none."""
     shape = node.meta["val"].shape if isinstance(node, Node) else ()
     return shape[-1] if shape else 0
 
 
 def part(node: Argument) -> Part | None:
-    """What a slice along the last dimension is, or a piece of what is chunked along it."""
+    """Return ``node`` as a slice or a chunk along the last dimension of another node, None if it is neither."""
     if is_(node, aten.slice.Tensor) and len(node.args) >= 4:
         whole, dim, start, _, *step = node.args
     elif is_(node, operator.getitem) and is_(node.args[0], aten.chunk.default):
@@ -46,13 +46,14 @@ def part(node: Argument) -> Part | None:
     return Part(whole, start, width_of(node), *step) if known and _is_last(dim, whole) else None
 
 
-def joined(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[Node, ...]:
-    """What is concatenated, or stacked, along the last dimension of ``node``."""
+def concatenated(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[Node, ...]:
+    """Return the nodes that ``node`` concatenates (or stacks, by ``kind``) along its last dimension; () if it does
+    neither."""
     return tuple(node.args[0]) if is_(node, kind) and _is_last((*node.args, 0)[1], node) else ()
 
 
 def uncast(node: Argument) -> Argument:
-    """What ``node`` was before it changed among floating dtypes."""
+    """Return ``node`` before its casts between floating dtypes."""
     while is_(node, *CASTS) and all(each.meta["val"].is_floating_point() for each in (node, node.args[0])):
         node = node.args[0]
     return node

@@ -1,8 +1,9 @@
-"""The norms and the rotation of queries and keys, and the writing of keys and values, in the launch of their attention.
+"""Moves norms and rotary embeddings of queries and keys, and the cache writes, into the launch of their attention.
 
-Found in a traced graph by what is computed, whatever a family calls it: heads of one product (see ``heads``), queries
-and keys turned alike, and a cache that an attention of few rows reads. A family that does it otherwise (a norm over all
-heads or behind the rotation, queries scaled by their positions) has a launch for it, of Inductor's.
+The pattern is found in a traced graph by its computation, whatever a family calls it: heads of one matmul (see
+``heads``), the same rotary embedding for queries and keys, and a cache that an attention over few rows reads. For a
+family that differs (a norm over all heads or after RoPE, queries scaled by their positions), Inductor makes a separate
+launch.
 """
 
 import operator
@@ -19,11 +20,12 @@ aten = torch.ops.aten
 OP = torch.ops.eagle3.attention_of_product.default
 ATTENTION = "eagle3.attention.default"
 DIVIDED_ROWS = 8
-"""The place of that argument of the op."""
+"""The index of the argument ``divided_rows`` of the attention op."""
 
 
 def rotate_in_attention(program: ExportedProgram) -> None:
-    """Put what is between a product and its attention into the attention, in place, where it is of few rows."""
+    """Move the operations between a matmul and its attention into the attention, in place, for attention over few
+    rows."""
     for node in list(program.graph.nodes):
         if str(node.target) == ATTENTION and node.args[DIVIDED_ROWS]:
             _replace(node)
@@ -41,16 +43,17 @@ def _replace(node: Node) -> None:
     query, key, value = (heads_of(each) for each in (node.args[0], *(each.args[3] for each in written)))
     if query is None or key is None or value is None or not query.product is key.product is value.product:
         return
-    alike = query.bias is key.bias is value.bias and (query.turn, query.plus) == (key.turn, key.plus)
+    alike = query.bias is key.bias is value.bias and (query.rotary, query.plus) == (key.rotary, key.plus)
     kv_heads = caches[0].meta["val"].shape[1]
     if not alike or query.swapped or not key.swapped or not value.swapped or {key.count, value.count} != {kv_heads}:
         return
-    if value.turn or value.weight:
+    if value.rotary or value.weight:
         return
-    graph, parts, turn = node.graph, (query, key, value), query.turn
+    graph, parts, rotary = node.graph, (query, key, value), query.rotary
     with graph.inserting_before(node):
-        tables, turns = ((turn.cos, turn.sin), [turn.count, turn.apart, turn.repeated]) if turn else ((None, None), [])
-        shapes = query.count, [each.start for each in parts], [each.eps for each in parts], query.plus, turns
+        tables = (rotary.cos, rotary.sin) if rotary else (None, None)
+        rotary_sizes = [rotary.dims, rotary.pair_distance, rotary.repeat] if rotary else []
+        shapes = query.count, [each.start for each in parts], [each.eps for each in parts], query.plus, rotary_sizes
         made = (query.product, query.bias, *caches, *node.args[3:6], *tables, query.weight, key.weight, *shapes)
         call = graph.call_function(OP, (*made, *node.args[6:]))
         values = node.meta["val"], *(cache.meta["val"] for cache in caches)
@@ -68,7 +71,7 @@ def _replace(node: Node) -> None:
 
 
 def _at(written: Node, last: Node) -> bool:
-    """Whether rows go into a cache at the slots of the positions ``last``."""
+    """Return True if rows are written into a cache at the slots of the positions ``last``."""
     cache, dim, at = written.args[:3]
     slots = cache.meta["val"].shape[2]
     in_ring = is_(at, aten.remainder.Scalar) and at.args == (last, slots)

@@ -1,9 +1,9 @@
-"""What Inductor is told of Triton kernels as it lowers to CUDA.
+"""Saves work that Inductor does for Triton kernels while it lowers to CUDA.
 
-For each call of a Triton kernel Inductor compiles the kernel to Triton's IR, to see which tensors it writes: twice a
-linear, a tenth of a second and more each time, though a model calls a few kernels with a few shapes. Of what a kernel
-writes and sets back it would make a copy for each call. And it writes a program that repeats the compilation, with the
-source of every kernel once a call, for a log that nobody keeps.
+For each call of a Triton kernel, Inductor compiles the kernel to Triton's IR to see which tensors it writes. That takes
+a tenth of a second or more, twice per linear, although a model calls a few kernels with a few shapes. Inductor would
+also copy a tensor that a kernel writes and sets back, for each call. And it writes a program that reproduces the
+compilation, with the source of every kernel once per call, for a log that nobody keeps.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,15 @@ from eagle3.export.patches import original, replaced
 
 _NAMES = ("identify_accessed_tensors", "identify_mutated_tensors")
 ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if hasattr(triton_kernel_wrap, name))
-"""PyTorch's analysis of a kernel: what it reads and writes. That of 2.11 has another name and gives what is written."""
+"""PyTorch's analysis of what a kernel reads and writes. In 2.11 it has another name and returns only what is
+written."""
 COUNTERS = "ARRIVED"
 Kernel: TypeAlias = JITFunction | Autotuner
 
 
 @contextmanager
 def analyzed_once() -> Iterator[None]:
-    """Within it, calls of one kernel that differ in nothing but tensors of the same dtypes are analyzed once."""
+    """Within this context, calls of a kernel that differ only in tensors of the same dtypes are analyzed once."""
     analyze = original(ANALYSIS)
     known: dict[Any, Any] = {}
 
@@ -48,7 +49,8 @@ def analyzed_once() -> Iterator[None]:
 
 @contextmanager
 def counters_unchanged() -> Iterator[None]:
-    """Within it, kernels only read the counters of products (``kernels/sums.py``): they are zeros before and after."""
+    """Within this context, the analysis says that kernels do not write the counters (``kernels/sums.py``), because
+    these are zero before and after each call."""
     analyze = original(ANALYSIS)
 
     def analyze_without(*args: Any) -> object:
@@ -64,20 +66,21 @@ def counters_unchanged() -> Iterator[None]:
 
 @contextmanager
 def no_repro() -> Iterator[None]:
-    """Within it, no program that repeats a compilation is written."""
+    """Within this context, no program that reproduces a compilation is written."""
     with replaced("torch._dynamo.repro.after_aot.save_graph_repro", lambda *_args, **_kwargs: None):
         yield
 
 
 def _source(kernel: Kernel) -> object:
-    """What the analysis sees of a kernel. A call that says how many warps it takes has an autotuner of its own."""
+    """Return the part of a kernel that the analysis depends on. Each call with a number of warps has an autotuner of
+    its own."""
     if not isinstance(kernel, Autotuner):
         return kernel
     return kernel.fn, tuple(kernel.configs[0].kwargs.items()) if kernel.configs else ()
 
 
 def _seen_as(value: object) -> object:
-    """What the analysis sees of an argument: of a tensor its dtype, of a symbol that it is one."""
+    """Return the part of an argument that the analysis depends on: a tensor's dtype, or the type of a symbol."""
     if isinstance(value, torch.Tensor | TensorBox):
         return type(value), value.dtype
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):

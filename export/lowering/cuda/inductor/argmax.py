@@ -1,4 +1,4 @@
-"""The greatest of long rows over many blocks: Inductor's own argmax takes one block a row, of 262,144 logits too."""
+"""An argmax of long rows over many blocks. Inductor's own uses one block per row, even for 262,144 logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ BLOCK = 2048
 
 
 def block_of(width: int) -> int:
-    """What rows of ``width`` are divided into: their divisor nearest to ``BLOCK``, if one is near. Filling rows up is a
-    launch of its own."""
+    """Return the block size for rows of ``width``: their divisor nearest to ``BLOCK``, if there is one within a factor
+    of 2, otherwise ``BLOCK``. Padding the rows would be a launch of its own."""
     near = (size for size in range(BLOCK // 2, 2 * BLOCK) if width % size == 0)
     return min(near, key=lambda size: abs(size - BLOCK), default=BLOCK)
 
 
 def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """As ``torch.argmax`` over the last dimension, the first of equals too: the first block's, and in it the first.
+    """Compute ``torch.argmax`` over the last dimension, with the first of equal values as the result.
 
-    What has another dimension, or rows of two blocks at most, is left to Inductor.
+    Returns NotImplemented, which leaves it to Inductor, for another dimension and for rows of at most two blocks.
     """
     if dim not in (-1, x.ndim - 1) or x.shape[-1] <= 2 * BLOCK:
         return NotImplemented
@@ -37,7 +37,7 @@ def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -
 
 @contextmanager
 def argmax_over_blocks() -> Iterator[None]:
-    """Within it, Inductor takes ``argmax_of_blocks``."""
+    """Within this context, Inductor uses ``argmax_of_blocks``."""
     decomposition.fast_random_decomps.cache_clear()
     try:
         with with_items(

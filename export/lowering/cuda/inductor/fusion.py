@@ -1,9 +1,9 @@
-"""What Inductor fuses besides what it does by itself: each launch saved is time in a round of a thousand of them.
+"""Makes Inductor fuse more than it does by default, because a round has many hundreds of launches.
 
-Kernels that do not depend on each other become one, a program of which does the work of one of them: the norms and
-rotations of queries and of keys, the norms of a draft head's two inputs. The tables of rotary positions are computed
-once a forward instead of by each kernel of each layer that rotates, where the exact sine of a large angle takes memory
-of its own.
+Kernels that do not depend on each other are combined into one, such as the norms and rotary embeddings of queries and
+keys, or the norms of a draft head's two inputs. A program of the combined kernel does the work of one of them. The
+rotary tables are computed once per forward instead of in each kernel that applies them, where the exact sine of a large
+angle takes additional memory.
 """
 
 import math
@@ -25,17 +25,18 @@ COMBINED = {
     "combo_kernel_peak_memory_pct_threshold": None,  # see MOST
 }
 MOST = 1 << 18
-"""Places that a kernel to be combined is over: those of a few rows. Weights that a chunk of prefill dequantizes, which
-depend on nothing either, stay where they are wanted."""
+"""The most elements that a kernel to be combined covers, which suits a few rows. Weights that a chunk of prefill
+dequantizes do not depend on anything either, but they must stay beside their use."""
 KEPT = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
-"""What is computed once, however many read it."""
+"""Operations whose results are computed once and kept, however many kernels read them."""
 
 
 @contextmanager
 def fused_further() -> Iterator[None]:
-    """Within it, Inductor combines independent kernels, reductions and others alike, and keeps the results of ``KEPT``.
+    """Within this context, Inductor combines independent kernels, with and without reductions, and keeps the results of
+    ``KEPT``.
 
-    A torch that has no such kernels with blocks of their own combines none.
+    A torch without combined kernels whose parts have their own block sizes combines none.
     """
     partition = "torch._inductor.codegen.triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm"
     group = "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels"
@@ -50,8 +51,11 @@ def fused_further() -> Iterator[None]:
 
 
 def _independent(scheduler: Scheduler) -> list[list[BaseSchedulerNode]]:
-    """The small kernels of each level of the graph, none of which depends on another. What reduces over the rows of a
-    chunk, as the counting of rows by experts does, is compiled by itself: Inductor refuses some of it."""
+    """Return the small kernels of each level of the graph, which do not depend on each other.
+
+    Reductions over the rows of a chunk, such as counting rows by expert, are left out, because Inductor refuses some of
+    them.
+    """
 
     def small(node: BaseSchedulerNode) -> bool:
         *_, reduced = numels = node.group[1]

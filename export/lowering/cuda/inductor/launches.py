@@ -1,9 +1,9 @@
-"""What each method launches, as Inductor's code generation knows it: kernels, grids, and the bytes that they take.
+"""Records the launches of each method from Inductor's code generation: kernels, grids, and the bytes that they read.
 
-A library (``.so``) holds the kernels' machine code alone. How often each is launched, over which grid and which
-weights, stands in generated C++ that is compiled into it; so it is recorded here, while it is written. With both,
-``eagle3-inspect --cost`` counts what a call costs (``runner/cost/bound.py``). Kernels of other libraries (cuBLAS),
-which ExecuTorch's backend does without, would not be seen.
+A library (``.so``) holds the kernels' machine code. How often each kernel is launched, over which grid and with which
+weights, is in generated C++ that is compiled into the library, so it is recorded here while the C++ is written. With
+both, ``eagle3-inspect --cost`` computes lower bounds for the time of a call (``runner/cost/bound.py``). Kernels of
+other libraries (cuBLAS) would not be seen; ExecuTorch's backend does not use them.
 """
 
 import math
@@ -35,24 +35,25 @@ from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
-"""Of a buffer, as it is given to a kernel."""
+"""Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """What a kernel of matrix products does in an iteration of its main loop, and how often over its whole grid."""
+    """The work of a matmul kernel: per iteration of its main loop, and the number of iterations over the whole grid."""
 
     weights: int
-    """Weights of an iteration: outputs of the tile times its run of K."""
+    """Weights per iteration: outputs of the tile times the block size along K."""
     multiply_adds: int
-    """The least of an iteration on the matrix units, by which an unrolled loop is known."""
+    """The least multiply-adds of an iteration on the tensor cores. An unrolled loop is recognized by them."""
     iterations: int
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. ``weight_bytes``: of weights read; ``buffer_bytes``: of each other tensor but the caches, of which
-    only so much is read as there are tokens; ``shared_bytes``: dynamic shared memory of a block."""
+    """One launch. ``weight_bytes``: bytes of weights that it reads. ``buffer_bytes``: bytes of each other tensor,
+    without caches, which are read only as far as there are tokens. ``shared_bytes``: dynamic shared memory of a
+    block."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -65,10 +66,11 @@ class Launch:
 
 @contextmanager
 def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
-    """Within it, what ExecuTorch's CUDA backend compiles is recorded by method, as ``export.json`` has it.
+    """Within this context, the launches that ExecuTorch's CUDA backend compiles are recorded by method, in the form of
+    ``export.json``.
 
-    ``rows`` has the number of rows by method for which grids and bytes are counted: what every dynamic size of the
-    method is; ``longest`` that for which the workspace is. One whose sizes are all static may be left out.
+    ``rows`` gives for each method the number of rows (the value of every dynamic size) for which grids and bytes are
+    computed; ``longest`` gives the number of rows for the workspace. Methods with static sizes may be left out.
     """
     recorded: dict[str, dict[str, Any]] = {}
     compiling: list[str] = []
@@ -108,7 +110,8 @@ def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> It
 
 
 def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows: int) -> dict[str, Any]:
-    """``weight_bytes``: of every weight once; equal launches are one entry with their ``count``."""
+    """Return the record of a method. ``weight_bytes`` counts every weight once. Equal launches are one entry with a
+    ``count``."""
     read: dict[str, int] = {}
     counted: Counter[Launch] = Counter()
     for kernel, arguments in calls:
@@ -123,7 +126,7 @@ def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows
 
 
 def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[Launch, dict[str, int]]:
-    """The launch, and the bytes that it reads of each weight by name."""
+    """Return the launch, and the bytes that it reads of each weight by name."""
     known = CudaKernelParamCache.get(kernel)
     meta = known["inductor_meta"]
     values = {
@@ -156,8 +159,8 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
 
 
 def workspace(lines: Iterable[Any], rows: int) -> int:
-    """The most bytes on the GPU that the intermediate tensors of a method hold at a time, of ``rows`` rows: as its code
-    makes, reuses and frees them."""
+    """Return the peak GPU memory in bytes of a method's intermediate tensors for ``rows`` rows, following its code as
+    it allocates, reuses and frees them."""
     held: dict[str, int] = {}
     now = most = 0
     for line in lines:
@@ -179,7 +182,7 @@ def _hold(held: dict[str, int], node: Buffer, rows: int) -> int:
 
 
 def _number(argument: str | SymbolicCallArg | sympy.Expr | int, rows: int) -> int | None:
-    """An argument as a number, None for a tensor."""
+    """Return an argument as a number, None for a tensor."""
     if isinstance(argument, SymbolicCallArg):
         argument = argument.inner_expr
     return None if isinstance(argument, str) else _counted(argument, rows)
@@ -191,8 +194,8 @@ def _counted(expression: sympy.Expr | int, rows: int) -> int:
 
 
 def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
-    """The places that a kernel is over, None where it does not say; of combined ones those of the largest, the loops
-    rounded up to powers of 2."""
+    """Return the number of elements that a kernel covers, None if it is not known. For a combined kernel it is that of
+    the largest part, with loops rounded up to powers of 2."""
     combined = meta.get("combo_grid_meta")
     if combined is None:
         spaces = [value for name, value in values.items() if "numel" in name]
@@ -207,13 +210,14 @@ def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
 
 
 def _bytes(shape: Iterable[int], dtype: torch.dtype, elements: int | None) -> int:
-    """Of a tensor that a kernel takes; one over ``elements`` places reads no more of it, of a table its rows."""
+    """Return the bytes that a kernel reads of a tensor: at most those of ``elements`` elements, as for a few rows of a
+    table."""
     size = math.prod(shape)
     return (size if elements is None else min(size, elements)) * dtype.itemsize
 
 
 def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
-    """A kernel's compile-time numbers: those of a template stand in its source alone."""
+    """Return a kernel's compile-time integers. Those of a template are only in its source."""
     found = re.findall(r"^\s*(\w+)(?: : tl\.constexpr)? = (\d+)$", source, re.MULTILINE)
     numbers = {name: int(value) for name, value in found}
     given = known["triton_meta"].get("constants", {}) | known["config"]
@@ -221,10 +225,10 @@ def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
 
 
 def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
-    """Of a kernel of quantized weights or a template, by the function's name and constants; None where it is neither.
+    """Return the work of a matmul kernel for quantized weights or of a template, None for any other kernel.
 
-    They are found by the names of its constants: ``N``, or ``N0`` and so on of several weights, ``K``, ``BLOCK_N`` and
-    ``BLOCK_K``.
+    The sizes are found by the names of its constants: ``N`` (or ``N0`` and so on for several weights), ``K``,
+    ``BLOCK_N`` and ``BLOCK_K``.
     """
     outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
     k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))

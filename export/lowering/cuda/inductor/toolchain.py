@@ -1,9 +1,9 @@
-"""Part 6: what compiles and links a CUDA program, and where it is found.
+"""Part 6: finds the tools that compile and link a CUDA program.
 
-nvcc and CUDA's headers come from the pip packages of the extra ``cuda``; a system's toolkit is used if they are not
-there. The link asks for libcuda, the driver's library: a stub with its name and its functions, the driver has the real
-one. Without the functions a linker that keeps only what is needed (``--as-needed``, which Ubuntu's g++ says) would drop
-it, and ExecuTorch's runtime, which does not load libcuda itself, would not find them.
+nvcc and CUDA's headers come from the pip packages of the extra ``cuda``, otherwise from the system's toolkit. The link
+needs libcuda, the driver's library. It is replaced by a stub with the same name and functions; at run time the driver
+has the real one. Without the functions, a linker with ``--as-needed`` (the default of Ubuntu's g++) would drop the
+library, and ExecuTorch's runtime, which does not load libcuda itself, would not find them.
 """
 
 import importlib.util
@@ -20,7 +20,8 @@ from eagle3.export.patches import environment
 
 
 def cuda_home() -> Path:
-    """The folder that holds ``bin/nvcc`` and ``include/cuda.h``. Raises FileNotFoundError saying what to install."""
+    """Return the folder with ``bin/nvcc`` and ``include/cuda.h``. Raises FileNotFoundError, which says what to
+    install."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) / "cu13" for place in (spec and spec.submodule_search_locations or ())]
     folders += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -43,14 +44,14 @@ def _has_headers(toolkit: Path) -> bool:
 
 
 def _toolkit_of(nvcc: Path) -> Path:
-    """What an nvcc that may be a script around the real one says of the toolkit that it takes."""
+    """Ask an nvcc for the toolkit that it uses. It may be a script around the real nvcc."""
     said = subprocess.run([nvcc, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
     return Path(top[1]).resolve() if top else nvcc.parent.parent
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor will call. Raises FileNotFoundError saying what to install."""
+    """Return the C++ compiler that Inductor will call. Raises FileNotFoundError, which says what to install."""
     name = os.environ.get("CXX", "g++")
     found = shutil.which(name)
     if found is None:
@@ -61,7 +62,7 @@ def cpp_compiler() -> str:
 
 
 def nvcc_version() -> str:
-    """Such as "13.0.88"."""
+    """Return nvcc's version, such as "13.0.88"."""
     printed = subprocess.run([cuda_home() / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True)
     found = re.search(r"V([\d.]+)", printed.stdout)
     assert found is not None, printed.stdout
@@ -69,8 +70,8 @@ def nvcc_version() -> str:
 
 
 def driver_functions(home: Path) -> list[str]:
-    """What libcuda exports, by the header of the toolkit in ``home``: some functions are declared under another name
-    than they are exported."""
+    """Return the functions that libcuda exports, according to the header of the toolkit in ``home``. Some functions are
+    declared under another name than the exported one."""
     header = (home / "include" / "cuda.h").read_text(errors="replace")
     declared = re.findall(r"\bCUDAAPI\s+(cu\w+)\s*\(", header)
     renamed = re.findall(r"^\s*#\s*define\s+cu\w+\s+(cu\w+)\s*$", header, re.MULTILINE)
@@ -79,7 +80,8 @@ def driver_functions(home: Path) -> list[str]:
 
 @contextmanager
 def toolchain() -> Iterator[None]:
-    """Within it, ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` name what ``cuda_home`` found and a stub of libcuda."""
+    """Within this context, ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` point to ``cuda_home`` and a stub of
+    libcuda."""
     home, compiler = cuda_home(), cpp_compiler()
     with tempfile.TemporaryDirectory() as stubs:
         stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", f"{stubs}/libcuda.so"]

@@ -1,25 +1,25 @@
-"""Attention to a KV cache that reads each key and value once for all rows that share them, in Triton.
+"""Attention over a KV cache in Triton; each key and value is read once for all rows that share them.
 
-A row attends to a run of positions, from its ``first`` up to its own. Position p lies in slot p modulo the slots of the
-cache, so that a ring of two windows is swept over one. The rows of a program are those of all query heads of a
-key-value head, below each other; only a chunk of prefill, or heads too wide for the registers, takes more programs,
-which find the keys in L2.
+A row attends to a range of positions, from its ``first`` up to its own. Position p is in slot p modulo the slots of the
+cache, so of a ring of two windows the kernel reads about one. The rows of a program are those of all query heads of a
+key-value head, stacked. Only a chunk of prefill, or heads too wide for the registers, needs more programs, which find
+the keys in L2.
 
-A few rows fill a GPU only when the positions are divided: among programs of ``chunk`` positions each, counted from
-position 0. Each leaves its maximum, sum and weighted values in float32, at its number modulo the programs; the last to
-arrive (see ``sums``) adds them in the order of these numbers. So neither what is added nor its order depends on the
-other rows of a call, and positions that a row does not attend to add exact zeros: as compiled for a method, the kernel
-gives a row the same bits with any number of rows up to ``FEW``.
+A few rows fill a GPU only if the positions are divided among programs of ``chunk`` positions each, counted from
+position 0. Each program writes its maximum, sum and weighted values in float32, at its number modulo the programs. The
+last one to arrive (see ``sums``) adds them in the order of these numbers. Neither the terms nor their order depend on
+the other rows of a call, and positions that a row does not attend to add exact zeros. The kernel, as compiled for a
+method, therefore gives a row the same bits for any number of rows up to ``FEW``.
 
-Softmax is in powers of 2 and float32, its weights are rounded to bfloat16 for the product with the values. A softcap
+The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
 
-Of few rows, what a layer does between its product and its attention is part of the launch (``attention_of_product``):
-bias, norms and rotation of queries, keys and values, and the writing of keys and values into the cache. No program
-waits for another: each makes the queries that it has, and writes those of the new keys and values that it will read. So
-several may write a place of the cache, the same bits, and what a program reads it has written itself, before a barrier,
-or an earlier launch did. Where a method for one row is given a chunk of prefill, its tiles write what the ones before
-them do once more.
+For few rows, the operations between a layer's matmul and its attention are part of the launch
+(``attention_of_product``): bias, norms and rotary embeddings of queries, keys and values, and the cache writes. No
+program waits for another. Each computes its own queries, and writes those of the new keys and values that it will read.
+Several programs may therefore write the same bits to the same place of the cache, and a program reads only what it
+wrote itself before a barrier, or what an earlier launch wrote. If a method for one row gets a chunk of prefill, its
+tiles repeat the writes of the tiles before them.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ from eagle3.export.lowering.cuda.kernels.sums import arrive
 from eagle3.targets.attention import attend
 
 FEW = 16
-"""Rows up to which the positions are divided."""
+"""The most rows for which the positions are divided among programs."""
 MOST_PARTS = 64
-"""Among which the positions are divided."""
+"""The most programs that the positions are divided among."""
 
 
 class Product(NamedTuple):
-    """What queries and the new keys and values are made of; see ``attention_of_product``."""
+    """The matmul output that queries and the new keys and values are computed from; see ``attention_of_product``."""
 
     out: Tensor
     bias: Tensor | None = None
@@ -54,7 +54,7 @@ class Product(NamedTuple):
     starts: Sequence[int] = (0, 0, 0)
     eps: Sequence[float] = (0.0, 0.0, 0.0)
     plus: float = 0.0
-    turn: Sequence[int] = ()
+    rotary: Sequence[int] = ()
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _attention_kernel(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
     V_AT: tl.constexpr, BIASED: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr,
-    Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr, PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr,
+    Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr, PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr,
     REPEATED: tl.constexpr, ANGLES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]. Unless DIRECT: PARTS float32 [parts, rows,
@@ -97,12 +97,12 @@ def _attention_kernel(
     if WIDTH > 0:
         write_queries(
             Q, PRODUCT, BIAS, COS, SIN, Q_WEIGHT, tile * BLOCK_M, kv_head, rows, KV_HEADS, GROUPS, D, BLOCK_D, BLOCK_M,
-            WIDTH, Q_AT, BIASED, Q_EPS, Q_WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
+            WIDTH, Q_AT, BIASED, Q_EPS, Q_WEIGHTED, PLUS, ROTARY, APART, REPEATED, ANGLES,
         )  # fmt: skip
         written = tl.load(LAST).to(tl.int32)
         write_keys_and_values(
             K, V, PRODUCT, BIAS, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0), end - written, kv_head, D,
-            SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, BIASED, K_EPS, V_EPS, K_WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
+            SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, BIASED, K_EPS, V_EPS, K_WEIGHTED, PLUS, ROTARY, APART, REPEATED, ANGLES,
         )  # fmt: skip
         tl.debug_barrier()
 
@@ -182,7 +182,7 @@ divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 
 
 
 def parts_of(longest: int, slots: int, groups: int) -> tuple[int, int]:
-    """Positions of a part, and the parts that a tile of up to ``FEW`` rows needs at most."""
+    """Return the positions of a part, and the most parts that a tile of up to ``FEW`` rows needs."""
     chunk = 128 if groups <= 4 else 256  # what a part of 8 rows leaves behind is at most half of what it reads
 
     def needed() -> int:  # the positions of a ring's window begin anywhere in a chunk
@@ -194,7 +194,7 @@ def parts_of(longest: int, slots: int, groups: int) -> tuple[int, int]:
 
 
 def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
-    """Rows of a program, those of all query heads of a key-value head: what its registers hold at most."""
+    """Return the rows of a program, counting all query heads of a key-value head: at most what its registers hold."""
     most = 128 if width <= 64 else 64 if width <= 256 else 32
     return min(most, max(16, triton.next_power_of_2(groups * divided_rows))) if divided_rows else most
 
@@ -204,7 +204,8 @@ def launch(
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, product: Product | None = None,
     **options,
 ) -> Tensor:  # fmt: skip
-    """What ``attention`` returns; of a ``product`` the ``query`` is written too, the keys and values in place."""
+    """Return the result of ``attention``. With a ``product``, ``query`` is written too, and keys and values are written
+    in place."""
     if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
         raise ValueError(f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16")
     if not (keys.is_contiguous() and values.is_contiguous()):
@@ -227,11 +228,11 @@ def launch(
     optional = made.bias, made.cos, made.sin, made.q_weight, made.k_weight
     starts = dict(zip(("Q_AT", "K_AT", "V_AT"), made.starts, strict=True))
     eps = dict(zip(("Q_EPS", "K_EPS", "V_EPS"), made.eps, strict=True))
-    turn = dict(zip(("TURNED", "APART", "REPEATED"), made.turn or (0, 1, 1), strict=True))
+    rotary = dict(zip(("ROTARY", "APART", "REPEATED"), made.rotary or (0, 1, 1), strict=True))
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
         query, keys, values, first, last, sinks if has_sinks else query, arrived, unsummed, stats, out, rows, parts,
         made.out, *(query if each is None else each for each in optional),
-        WIDTH=product.out.shape[1] if product else 0, **starts, **eps, **turn, PLUS=made.plus,
+        WIDTH=product.out.shape[1] if product else 0, **starts, **eps, **rotary, PLUS=made.plus,
         ANGLES=1 if made.cos is None else made.cos.shape[-1], BIASED=made.bias is not None,
         Q_WEIGHTED=made.q_weight is not None, K_WEIGHTED=made.k_weight is not None, KV_HEADS=kv_heads, GROUPS=groups,
         D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct,
@@ -254,20 +255,20 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax-weighted values of the positions that each row attends to, which the cache holds. On CUDA the kernel of
-    this module, on the host ``attention_reference``. One node of an exported program.
+    """Return the softmax-weighted values of the positions that each row attends to, which must be in the cache. On CUDA
+    this is the kernel of this module, on the host ``attention_reference``. It is one node of an exported program.
 
     Args:
         query: bfloat16 [1, T, heads, head_dim], T may be dynamic
         keys, values: bfloat16 [1, kv_heads, slots, head_dim], contiguous; position p is in slot p % slots
-        first, last: int64 [T], what row t attends to, inclusively; neither falls from row to row
-        arrived: ``sums.counters()``, as they were when it returns
-        scale: factor on the products of query and key
+        first, last: int64 [T], the first and last position that row t attends to; neither decreases from row to row
+        arrived: ``sums.counters()``, zero again when it returns
+        scale: factor on the dot products of query and key
         longest: the most positions that a row attends to
-        divided_rows: the positions are divided among programs for up to ``FEW`` rows, which the tiles suit best for
-            this number of them; 0: they never are, T is that of a chunk of prefill
-        softcap: the scaled products x become softcap * tanh(x / softcap); 0: they stay
-        sinks: [heads], a logit that each softmax has besides, with a value of zero
+        divided_rows: for up to ``FEW`` rows, the positions are divided among programs; the tiles suit this number of
+            rows best. 0: they are never divided, T is that of a chunk of prefill
+        softcap: a scaled dot product x becomes softcap * tanh(x / softcap); 0: no softcap
+        sinks: [heads], an additional logit of each softmax, whose value is zero
 
     Returns:
         bfloat16 [1, T, heads, head_dim]; the bits of a row do not depend on the others for up to ``FEW`` of them

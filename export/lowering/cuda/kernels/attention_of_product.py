@@ -1,4 +1,4 @@
-"""Attention that takes a layer's product of queries, keys and values as it is; see ``attention``."""
+"""Attention whose input is a layer's matmul of queries, keys and values; see ``attention``."""
 
 import torch
 from torch import Tensor
@@ -25,35 +25,37 @@ def attention_of_product(
     starts: list[int],
     eps: list[float],
     plus: float,
-    turn: list[int],
+    rotary: list[int],
     scale: float,
     longest: int,
     divided_rows: int,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attention`` of what a layer's product of queries, keys and values and its bias hold, in one launch: heads are
-    normed (``x / rms(x) * (weight + plus)``), those of queries and keys rotated (``x * cos + across * sin``), all in
-    float32, and keys and values written at ``last`` before the rows attend.
+    """Compute ``attention`` from a layer's matmul of queries, keys and values, in one launch.
+
+    The bias is added, heads are normed (``x / rms(x) * (weight + plus)``), rotary embeddings are applied to queries and
+    keys (``x * cos + across * sin``), all in float32. Keys and values are written at ``last`` before the rows attend.
 
     Args:
         product: bfloat16 [T, N]
         bias: [N], None: 0
-        keys, values: as ``attention`` has them, without the rows' own
+        keys, values: as for ``attention``, without the rows' own
         first, last, arrived, scale, longest, divided_rows, softcap, sinks: see ``attention``; ``last`` is consecutive,
-            ``divided_rows`` not 0
-        cos, sin: floating [1, T, columns], None where nothing turns
-        q_weight, k_weight: [head_dim], None: 1 and no ``plus``
-        heads: those of queries
-        starts: where queries, keys and values begin in the product's outputs
-        eps: of the norms of queries, keys and values, added to the mean of squares; 0: it has none
+            ``divided_rows`` is not 0
+        cos, sin: floating [1, T, columns], None without rotary embeddings
+        q_weight, k_weight: [head_dim]; None for a weight of 1 without ``plus``
+        heads: number of query heads
+        starts: the first outputs of queries, keys and values in the product
+        eps: added to the mean of squares in the norms of queries, keys and values; 0: no norm
         plus: added to the weights
-        turn: how many dimensions of a head turn, from the first on; how far apart the two of a pair are; how many in a
-            row have the same column of ``cos`` and ``sin``, which begin anew behind their last. Empty: nothing turns
+        rotary: the number of leading dimensions of a head with rotary embeddings; the distance between the two
+            dimensions of a pair; how many consecutive dimensions use the same column of ``cos`` and ``sin`` (modulo the
+            number of columns). Empty: no rotary embeddings
 
     Returns:
-        bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to. A lowered program has them in
-        the place of those before, which nothing else reads.
+        bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to. A lowered program writes them
+        in place of the old ones, which nothing else reads.
 
     Raises:
         ValueError: see ``attention``
@@ -61,7 +63,7 @@ def attention_of_product(
     keys, values = keys.clone(), values.clone()
     query = torch.empty(1, product.shape[0], heads, keys.shape[3], dtype=product.dtype, device=product.device)
     tables = (table if table is None else table.contiguous() for table in (cos, sin))
-    made = Product(product.contiguous(), bias, *tables, q_weight, k_weight, heads, starts, eps, plus, turn)
+    made = Product(product.contiguous(), bias, *tables, q_weight, k_weight, heads, starts, eps, plus, rotary)
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
     return launch(wrap_triton(divided_kernel), *given, made), keys, values
 
@@ -83,7 +85,7 @@ def attention_of_product_reference(
     starts: list[int],
     eps: list[float],
     plus: float,
-    turn: list[int],
+    rotary: list[int],
     scale: float,
     longest: int,
     divided_rows: int,
@@ -95,11 +97,11 @@ def attention_of_product_reference(
 
     biased = product.float() if bias is None else product.float() + bias
 
-    def made(start: int, count: int, eps: float, weight: Tensor | None, rotated: bool) -> Tensor:
+    def made(start: int, count: int, eps: float, weight: Tensor | None, with_rotary: bool) -> Tensor:
         x = biased[None, :, start : start + count * width].unflatten(-1, (count, width))
         x = F.rms_norm(x, [width], eps=eps) if eps else x
         x = x if weight is None else x * (weight.float() + plus)
-        return (_rotated(x, cos, sin, *turn) if rotated and turn else x).to(product.dtype)
+        return (_with_rotary(x, cos, sin, *rotary) if with_rotary and rotary else x).to(product.dtype)
 
     query = made(starts[0], heads, eps[0], q_weight, True)
     key, value = made(starts[1], kv_heads, eps[1], k_weight, True), made(starts[2], kv_heads, eps[2], None, False)
@@ -108,10 +110,10 @@ def attention_of_product_reference(
     return attention_reference(query, keys, values, first, last, arrived, *rest), keys, values
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, count: int, apart: int, repeated: int) -> Tensor:
-    columns = torch.arange(count) // repeated % cos.shape[-1]
+def _with_rotary(x: Tensor, cos: Tensor, sin: Tensor, dims: int, pair_distance: int, repeat: int) -> Tensor:
+    columns = torch.arange(dims) // repeat % cos.shape[-1]
     cos, sin = (table[:, :, None, columns] for table in (cos, sin))
-    x, rest = x[..., :count], x[..., count:]
-    first, second = x.unflatten(-1, (-1, 2, apart)).unbind(-2)
+    x, rest = x[..., :dims], x[..., dims:]
+    first, second = x.unflatten(-1, (-1, 2, pair_distance)).unbind(-2)
     across = torch.stack((-second, first), -2).flatten(-3)
     return torch.cat((x * cos + across * sin, rest), -1)

@@ -1,15 +1,16 @@
-"""Linear layers of few rows over bfloat16 weights that read each weight byte once for 16 rows, in Triton.
+"""Linear layers of few rows over bfloat16 weights in Triton; each weight byte is read once for 16 rows.
 
-``y = x @ w.T`` on tensor cores, bf16 to float32, for a draft head and whatever else of a model stays unquantized.
-Memory is what it takes: a draft head of Gemma 4 31B is 1.48 GB, 0.31 ms at 4.8 TB/s. A program keeps 64 KB of weights
-on their way (4 blocks of 64 outputs x 128 of K) in 80 KB of shared memory, by 4 warps: two programs fit on an SM of
-sm_80, sm_90 and sm_100, one where a program may have 99 KB. The main loop takes 1.3 instructions a weight, counted in
-the machine code; reading 2 bytes a weight leaves time for 12 on an H200.
+The kernel computes ``y = x @ w.T`` on tensor cores, bf16 to float32, for a draft head and other unquantized weights.
+Its time is that of reading memory: a draft head of Gemma 4 31B is 1.48 GB, 0.31 ms at 4.8 TB/s. A program has 64 KB of
+weights in flight (4 blocks of 64 outputs x 128 of K) in 80 KB of shared memory, loaded by 4 warps. Two programs fit on
+an SM of sm_80, sm_90 and sm_100, one if a program may have 99 KB. The main loop takes 1.3 instructions per weight,
+counted in the machine code; reading 2 bytes per weight leaves time for 12 on an H200.
 
-Each warp takes a quarter of a block of K: the quarters are the batch dimension of a 3D ``tl.dot``, which keeps to the
-same matrix instruction on every architecture and for every number of rows. The quarters are added in pairs, what
-programs share of K as ``sums`` says: no order depends on the number of rows, so a row has the same bits in every call.
-More than 16 rows go in tiles of 32; tiles that read the same weights start together, so that L2 serves all but one.
+Each warp takes a quarter of a block of K. The quarters are the batch dimension of a 3D ``tl.dot``, which uses the same
+matrix instruction on every architecture and for every number of rows. The quarters are added in pairs; the sums of
+programs that divide K are added as ``sums`` says. No order depends on the number of rows, so a row has the same bits in
+every call. More than 16 rows use tiles of 32. Tiles that read the same weights start together, so L2 serves all but
+one.
 """
 
 from typing import Any
@@ -22,9 +23,9 @@ from torch.library import triton_op, wrap_triton
 from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
 
 ALIGNED = 8
-"""K is a multiple of it: rows begin where a copy of 16 bytes may."""
+"""K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
 STAGES = {16: 5, 32: 4}
-"""By the rows of a tile: blocks in flight in shared memory, and one."""
+"""By the rows of a tile: the blocks in flight in shared memory, plus one."""
 BLOCK_N, BLOCK_K = 64, 128
 WARPS = 4
 
@@ -70,7 +71,7 @@ def _bf16_small_m_kernel(
 def _launch_bf16(
     kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", count: int | None = None
 ) -> Tensor:
-    """``count``: programs along K, if not as ``splits`` says."""
+    """Launch the kernel. ``count``: programs along K; None for ``splits``."""
     _check(x, weight)
     if not weight.is_contiguous():
         raise ValueError(f"the weight of {tuple(weight.shape)} has strides {weight.stride()}: not contiguous")
@@ -89,13 +90,14 @@ def _launch_bf16(
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})
 def bf16_small_m(x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "") -> Tensor:
-    """``x @ weight.T``, ``gated`` (see ``sums``). On CUDA the kernel of this module, on the host ``bf16_reference``.
+    """Compute ``x @ weight.T``, ``gated`` by an activation (see ``sums``). On CUDA this is the kernel of this module,
+    on the host ``bf16_reference``.
 
     Args:
         x: bfloat16 [M, K], K a multiple of ``ALIGNED``; M may be dynamic
         weight: bfloat16 [N, K]
-        arrived: ``sums.counters()``, as they were when it returns
-        activation: of a gate, the first half of the outputs; none: they are not gated
+        arrived: ``sums.counters()``, zero again when it returns
+        activation: applied to the gate, the first half of the outputs; "": the outputs are not gated
 
     Returns:
         bfloat16 [M, N], gated [M, N / 2]; a row's bits do not depend on the other rows or their number

@@ -1,4 +1,4 @@
-"""Heads of a product as attention takes them, in Triton: normed, turned by the angles of their rows, written."""
+"""Computes and writes the heads that attention needs from a matmul, in Triton: norms, rotary embeddings, stores."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,11 @@ import triton.language as tl
 def _head(
     PRODUCT, BIAS, WEIGHT, COS, SIN, row, column, here, d,
     D: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, EPS: tl.constexpr, WEIGHTED: tl.constexpr,
-    PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
+    PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    # float32 [places, BLOCK_D]: the heads that begin at ``column`` ([places, 1], or one for all) of rows of PRODUCT,
-    # with their bias, normed unless EPS is 0, the first TURNED dimensions turned by the angles of their rows. What it
-    # takes is loaded at once, before the first of it is waited for.
+    # Returns float32 [places, BLOCK_D]: the heads that begin at ``column`` ([places, 1], or one for all) in rows of
+    # PRODUCT, with their bias, normed unless EPS is 0, with rotary embeddings on the first ROTARY dimensions. All loads
+    # are issued before the first result is used.
     at = row[:, None] * WIDTH + column
     real = (d < D)[None, :]
     inside = here[:, None] & real
@@ -21,19 +21,19 @@ def _head(
         bias = tl.load(BIAS + column + d[None, :], mask=real, other=0).to(tl.float32)
     if WEIGHTED:
         weight = tl.load(WEIGHT + d, mask=d < D, other=0).to(tl.float32)[None, :] + PLUS
-    if TURNED > 0:
-        if 2 * APART == TURNED:  # as below, in fewer registers
+    if ROTARY > 0:
+        if 2 * APART == ROTARY:  # as below, in fewer registers
             second = d >= APART
-            across = (d + APART) % TURNED
+            across = (d + APART) % ROTARY
         else:
             second = d // APART % 2 == 1
             across = tl.where(second, d - APART, d + APART)
-        turning = (d < TURNED)[None, :]
+        turning = (d < ROTARY)[None, :]
         y = tl.load(PRODUCT + at + across[None, :], mask=here[:, None] & turning, other=0)
         if BIASED:
             bias_across = tl.load(BIAS + column + across[None, :], mask=turning, other=0).to(tl.float32)
         if WEIGHTED:
-            weight_across = tl.load(WEIGHT + across, mask=d < TURNED, other=0).to(tl.float32)[None, :] + PLUS
+            weight_across = tl.load(WEIGHT + across, mask=d < ROTARY, other=0).to(tl.float32)[None, :] + PLUS
         angle = row[:, None] * ANGLES + (d // REPEATED % ANGLES)[None, :]
         cos = tl.load(COS + angle, mask=here[:, None] & turning, other=1).to(tl.float32)
         sin = tl.load(SIN + angle, mask=here[:, None] & turning, other=0).to(tl.float32)
@@ -47,13 +47,13 @@ def _head(
     if EPS > 0:
         shrunk = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)[:, None]
         x = x * shrunk
-        if TURNED > 0:
+        if ROTARY > 0:
             y = y * shrunk
     if WEIGHTED:
         x = x * weight
-        if TURNED > 0:
+        if ROTARY > 0:
             y = y * weight_across
-    if TURNED > 0:
+    if ROTARY > 0:
         x = x * cos + y * sin
     return x
 
@@ -63,9 +63,9 @@ def write_queries(
     Q, PRODUCT, BIAS, COS, SIN, WEIGHT, begin, kv_head, rows,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr, AT: tl.constexpr, BIASED: tl.constexpr, EPS: tl.constexpr, WEIGHTED: tl.constexpr,
-    PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
+    PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    # those of a tile of the attention, from ``begin``
+    # Writes the queries of a tile of the attention, from ``begin``.
     MOST: tl.constexpr = 4096 // BLOCK_D
     PLACES: tl.constexpr = MOST if MOST < BLOCK_M else BLOCK_M
     d = tl.arange(0, BLOCK_D)
@@ -76,7 +76,7 @@ def write_queries(
         here = row < rows
         x = _head(
             PRODUCT, BIAS, WEIGHT, COS, SIN, row, (AT + head * D)[:, None], here, d,
-            D, WIDTH, BIASED, EPS, WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
+            D, WIDTH, BIASED, EPS, WEIGHTED, PLUS, ROTARY, APART, REPEATED, ANGLES,
         )  # fmt: skip
         at = (row * (KV_HEADS * GROUPS) + head) * D
         tl.store(Q + at[:, None] + d[None, :], x.to(Q.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
@@ -87,9 +87,9 @@ def write_keys_and_values(
     K, V, PRODUCT, BIAS, COS, SIN, WEIGHT, earliest, begin, end, kv_head,
     D: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, K_AT: tl.constexpr,
     V_AT: tl.constexpr, BIASED: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, WEIGHTED: tl.constexpr,
-    PLUS: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
+    PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    # those of the rows from ``begin`` to ``end``, of which row 0 has the position ``earliest``
+    # Writes the keys and values of the rows from ``begin`` to ``end``; row 0 has the position ``earliest``.
     PLACES: tl.constexpr = 8 if BLOCK_D > 256 else 16
     d = tl.arange(0, BLOCK_D)
     for place in tl.range(begin, end, PLACES, num_stages=1):
@@ -97,7 +97,7 @@ def write_keys_and_values(
         here = row < end
         k = _head(
             PRODUCT, BIAS, WEIGHT, COS, SIN, row, K_AT + kv_head * D, here, d,
-            D, WIDTH, BIASED, K_EPS, WEIGHTED, PLUS, TURNED, APART, REPEATED, ANGLES,
+            D, WIDTH, BIASED, K_EPS, WEIGHTED, PLUS, ROTARY, APART, REPEATED, ANGLES,
         )  # fmt: skip
         v = _head(
             PRODUCT, BIAS, WEIGHT, COS, SIN, row, V_AT + kv_head * D, here, d,

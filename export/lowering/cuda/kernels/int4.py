@@ -1,8 +1,8 @@
-"""Linear layers of few rows over INT4 weights that read each weight byte once for 16 rows, in Triton.
+"""Linear layers of few rows over INT4 weights in Triton; each weight byte is read once for 16 rows.
 
-The codes are ExecuTorch's (``CudaCoalescedInt4Tensor``) where they lie in a checkpoint, two a byte; scales and zero
-points are laid out for the kernel (``int4_tensor.py``). ExecuTorch's own kernel serves up to 4 rows, for a time that
-grows with each (pytorch/executorch PR 21456).
+The codes are those of ExecuTorch's ``CudaCoalescedInt4Tensor``, two per byte, in place in the checkpoint. Scales and
+zero points are laid out for the kernel (``int4_tensor.py``). ExecuTorch's own kernel serves up to 4 rows, and its time
+grows with each row (pytorch/executorch PR 21456).
 
 Bytes: a weight is 4 bits, two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear of
 5376 x 21504 (N x K, Gemma 4 31B's ``down_proj``) is 66.8 MB: 14 us at 4.8 TB/s, whatever the kernel. 8 rows add 0.34 MB
@@ -46,11 +46,11 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
 from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
 
 BLOCK = 256
-"""Weights of an output that share steps."""
+"""Consecutive weights of an output that share steps."""
 TILE = 128
 """Outputs of a program."""
 MOST = 3
-"""Weights of one input that one launch takes: a query's, a key's and a value's."""
+"""The most weights with the same input in one launch: those of query, key and value."""
 INT4 = Blocks(n=TILE, stages=4)
 """48 KB of codes in flight; two programs of 8 rows fit on an SM of sm_80 and sm_90, one of 16."""
 
@@ -181,7 +181,8 @@ def few_rows(
     kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, group: int,
     activation: str = "", choice: Blocks = INT4,
 ) -> tuple[int, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
-    """Programs along K, and what starts the kernel: ``run(grid, rows of a tile, out, parts)``."""
+    """Return the number of programs along K, and a function that starts the kernel: ``run(grid, rows of a tile, out,
+    parts)``."""
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
     count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
@@ -197,13 +198,14 @@ def few_rows(
 
 
 def as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """``MOST`` weights and their numbers of outputs, as the kernels take them: what is not there has none."""
+    """Return ``MOST`` weights and their numbers of outputs, as the kernels take them. Missing weights have 0
+    outputs."""
     missing = MOST - len(qdata)
     return (*qdata, *[qdata[0]] * missing), (*(each.shape[0] for each in qdata), *[0] * missing)
 
 
 def int4_group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> int:
-    """The group size; raises where the shapes do not make INT4 weights that ``x`` can be multiplied with."""
+    """Return the group size. Raises ValueError if the shapes are not those of INT4 weights that fit ``x``."""
     k, widths = x.shape[1], {2 * each.shape[1] for each in qdata}
     if not 1 <= len(qdata) <= MOST:
         raise ValueError(f"{len(qdata)} weights: the kernel takes 1 to {MOST}")
@@ -229,19 +231,20 @@ def int4_group(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor)
 def int4_small_m(
     x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, activation: str = ""
 ) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale``, each of the two a code by its step; of several w side by side;
-    ``gated`` (see ``sums``).
+    """Compute ``x @ w.T`` with ``w = (q - zero) * scale``; zero and scale are a code times a step. The results of
+    several w are side by side. They may be ``gated`` (see ``sums``).
 
-    On CUDA the kernel of this module, on the host ``int4_reference``. One node of an exported program, one launch.
+    On CUDA this is the kernel of this module, on the host ``int4_reference``. It is one node of an exported program and
+    one launch.
 
     Args:
         x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
         qdata: uint8 [N, K / 2] of each weight, 1 to ``MOST`` of them; the low 4 bits are the even k
         codes: uint8 [tiles, K / 256, 256 / G, 128, 2] of scale and zero, G of 32 (or 64, 128, 256); a tile is 128
-            outputs of one weight, of which the last one is filled up
+            outputs of one weight; the last tile is padded
         steps: float16 [tiles, K / 256, 128, 2] of scale and zero
-        arrived: ``sums.counters()``, as they were when it returns
-        activation: of a gate, the first half of the outputs; none: they are not gated
+        arrived: ``sums.counters()``, zero again when it returns
+        activation: applied to the gate, the first half of the outputs; "": the outputs are not gated
 
     Returns:
         bfloat16 [M, N of all], gated half of them; a row's bits do not depend on the other rows or their number
@@ -269,7 +272,7 @@ def int4_reference(
 
 
 def dequantized(qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> list[Tensor]:
-    """float32 [N, K] of each weight."""
+    """Return each weight as float32 [N, K]."""
     repeats = codes.shape[2]
     found, first = [], 0
     for each in qdata:
@@ -285,15 +288,15 @@ def dequantized(qdata: Sequence[Tensor], codes: Tensor, steps: Tensor) -> list[T
 
 
 def tiled(scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) -> tuple[Tensor, Tensor]:
-    """``codes`` and ``steps`` of ``CudaCoalescedInt4Tensor``'s parts: uint8 codes [N, K / G], float16 steps
-    [N, K / 256]."""
+    """Return the kernel's ``codes`` and ``steps`` for the parts of a ``CudaCoalescedInt4Tensor``: uint8 codes
+    [N, K / G] and float16 steps [N, K / 256]."""
     blocks = scale_step.shape[1]
     codes = torch.stack([scale, zero], dim=-1).unflatten(1, (blocks, -1))
     return in_tiles(codes), in_tiles(torch.stack([scale_step, zero_step], dim=-1)[:, :, None]).squeeze(2)
 
 
 def untiled(codes: Tensor, steps: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``scale``, ``scale_step``, ``zero``, ``zero_step``: what ``tiled`` was given."""
+    """Invert ``tiled``: return ``scale``, ``scale_step``, ``zero``, ``zero_step``."""
     (scale, zero), (scale_step, zero_step) = (
         in_rows(each, n).flatten(1, 2).unbind(-1) for each in (codes, steps.unsqueeze(2))
     )
@@ -301,8 +304,8 @@ def untiled(codes: Tensor, steps: Tensor, n: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def in_tiles(values: Tensor) -> Tensor:
-    """[N, blocks, groups, c], c of a byte to a word together -> [tiles, blocks, groups, TILE, c], the last tile filled
-    up; those of an output are moved as one number, for time."""
+    """Rearrange [N, blocks, groups, c] to [tiles, blocks, groups, TILE, c] and pad the last tile. The c values, 1 to 4
+    bytes together, are moved as one number, which is faster."""
     n, blocks, groups, count = values.shape
     number = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[count * values.element_size()]
     values, kind = values.contiguous().view(number).squeeze(-1), values.dtype
@@ -311,5 +314,5 @@ def in_tiles(values: Tensor) -> Tensor:
 
 
 def in_rows(values: Tensor, n: int) -> Tensor:
-    """What ``in_tiles`` was given, of ``n`` outputs."""
+    """Invert ``in_tiles`` for ``n`` outputs."""
     return values.permute(0, 3, 1, 2, 4).flatten(0, 1)[:n]

@@ -1,17 +1,18 @@
-"""Linear layers of many rows over INT4 weights that are decoded where they are multiplied, in Triton.
+"""Linear layers of many rows over INT4 weights in Triton; each weight is decoded while it is multiplied.
 
-The weights are ``int4``'s, in its layout. Each is decoded to (q - z) * s in float32 and rounded to bfloat16 once, as a
-matrix that is dequantized first would be; but no such matrix is written to memory and read again, which for a linear of
+The weights have the layout of ``int4``. Each is decoded to (q - z) * s in float32 and rounded to bfloat16 once, as in a
+matrix that is dequantized first. But no such matrix is written to memory and read again, which for a linear of
 5376 x 21504 (Gemma 4 31B's ``down_proj``) would be 231 MB each way, beside 66.8 MB of codes, scales and zero points.
 
-The bits of a code make a float32 without a conversion: where they lie in a word they are a number too small to be
-normal, and the multiplication that brings it to size also subtracts the zero point. Scales and zero points of a block
-are given to the lanes that need them through shared memory at once. 6.9 to 7.1 instructions a weight for 64 rows,
-counted in the machine code for sm_80 to sm_120.
+The bits of a code become a float32 without a conversion instruction: in place in a word they are a denormal number, and
+the multiplication that scales it also subtracts the zero point. Scales and zero points of a block reach the lanes that
+need them through shared memory together. The kernel takes 6.9 to 7.1 instructions per weight for 64 rows, counted in
+the machine code for sm_80 to sm_120.
 
-Up to 32 rows take the kernel of few in tiles of 16, with 3.0 to 3.5 instructions a weight. For 9 to 16 rows of Gemma 4
-31B that is 3.5 ms on an H200 for 6.9, counted by issue slots and bytes; for 17 to 32 as long as before, but on a 4090
-or a 5090, whose matrix units 64 rows would keep longer than memory, three quarters and half of it.
+Up to 32 rows use the small-M kernel in tiles of 16, with 3.0 to 3.5 instructions per weight. For 9 to 16 rows of Gemma
+4 31B that is 3.5 ms on an H200 instead of 6.9, estimated from issue slots and bytes. For 17 to 32 rows it takes the
+same time, except on a 4090 or a 5090, where a tile of 64 rows is limited by the tensor cores: there it takes three
+quarters and half of that time.
 """
 
 from collections.abc import Sequence
@@ -115,13 +116,13 @@ def _launch_matmul(
     kernel: Any, few: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor,
     count: Any = None,
 ) -> Tensor:  # fmt: skip
-    """``few``: the small-M kernel; ``count``: programs along K, if not as ``parts_of_k`` says."""
+    """Launch the kernel, or ``few``, the small-M kernel. ``count``: programs along K; None for ``parts_of_k``."""
     group = int4_group(x, qdata, codes, steps)
     check_contiguous(*qdata, codes, steps)
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
-    # Of two kernels Inductor would give each an x of its own; what is viewed by strides is one. Of the same sizes it
-    # would call what not every runtime has.
+    # Inductor would give each of two kernels a copy of x. A strided view stays one tensor. With the same sizes it would
+    # call a function that not every runtime has.
     x = x.contiguous().as_strided((*x.shape, 1), (k, 1, 1))
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
@@ -136,12 +137,13 @@ def _launch_matmul(
 
 @triton_op("eagle3::int4_matmul", mutates_args={})
 def int4_matmul(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale`` in float32, rounded to bfloat16; of several w side by side.
+    """Compute ``x @ w.T`` with ``w = (q - zero) * scale`` in float32, rounded to bfloat16. The results of several w are
+    side by side.
 
-    On CUDA the kernel of this module, for up to 32 rows that of ``int4_small_m``; on the host the dequantized weights.
-    One node of an exported program, one launch. The arguments are those of ``int4_small_m``, which it equals in all but
-    two things, both beyond 32 rows: weights are rounded, and a row's bits depend on the number of rows, by which K is
-    divided.
+    On CUDA this is the kernel of this module, or that of ``int4_small_m`` for up to 32 rows; on the host it multiplies
+    the dequantized weights. It is one node of an exported program and one launch. The arguments are those of
+    ``int4_small_m``. There are two differences beyond 32 rows: weights are rounded, and a row's bits depend on the
+    number of rows, which decides how K is divided.
 
     Raises:
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, or weights that are not contiguous

@@ -1,10 +1,10 @@
-"""Linear layers of many rows over INT8 weights that are decoded where they are multiplied, in Triton.
+"""Linear layers of many rows over INT8 weights in Triton; each weight is decoded while it is multiplied.
 
-The weights are torchao's ``IntxUnpackedToInt8Tensor``. Of a weight with one scale a row q - z is the operand, which
-bfloat16 holds exactly, and the sum is multiplied with the scale; of groups (q - z) * s in float32, rounded to bfloat16
-once. A code's bits, with their sign turned, make a float32 without a conversion, as in ``int4_matmul``; of a pair of
-codes the upper one is 2^8 times its value. For 64 rows 5.2 to 5.4 instructions a weight with one scale a row, 7.2 to
-7.5 with groups of 32, counted in the machine code for sm_80 to sm_120.
+The weights are torchao's ``IntxUnpackedToInt8Tensor``. With one scale per row, the operand is q - z, which bfloat16
+holds exactly, and the sum is multiplied by the scale. With groups, the operand is (q - z) * s in float32, rounded to
+bfloat16 once. A code's bits with the sign bit flipped become a float32 without a conversion instruction, as in
+``int4_matmul``; the upper code of a pair is 2^8 times its value. For 64 rows the kernel takes 5.2 to 5.4 instructions
+per weight with one scale per row and 7.2 to 7.5 with groups of 32, counted in the machine code for sm_80 to sm_120.
 """
 
 from typing import Any
@@ -124,7 +124,7 @@ def _int8_matmul_kernel(
 def _launch_matmul(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, count: Any = None
 ) -> Tensor:
-    """``count``: programs along K, if not as ``parts_of_k`` says."""
+    """Launch the kernel. ``count``: programs along K; None for ``parts_of_k``."""
     group, (n, k) = checked_int8_group(x, qdata, scale, zero), qdata.shape
     x = x.contiguous()
 
@@ -138,12 +138,12 @@ def _launch_matmul(
 
 @triton_op("eagle3::int8_matmul", mutates_args={})
 def int8_matmul(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale`` in float32, rounded to bfloat16 (on CUDA not where a row has one
-    scale).
+    """Compute ``x @ w.T`` with ``w = (q - zero) * scale`` in float32, rounded to bfloat16 (on CUDA not rounded if a row
+    has one scale).
 
-    On CUDA the kernel of this module, on the host the dequantized weights. One node of an exported program, one launch.
-    The arguments are those of ``int8_small_m``, which it equals in all but two things: weights are rounded, and a row's
-    bits depend on the number of rows, by which K is divided.
+    On CUDA this is the kernel of this module; on the host it multiplies the dequantized weights. It is one node of an
+    exported program and one launch. The arguments are those of ``int8_small_m``. There are two differences: weights are
+    rounded, and a row's bits depend on the number of rows, which decides how K is divided.
 
     Raises:
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, a group that is no multiple of 16, or

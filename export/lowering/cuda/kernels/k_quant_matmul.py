@@ -1,17 +1,18 @@
-"""Linear layers of many rows over GGUF's K-quants that are decoded where they are multiplied, in Triton.
+"""Linear layers of many rows over GGUF's K-quants in Triton; each weight is decoded while it is multiplied.
 
-What ``int4_matmul`` is to ``int4``, with its tiles and sums, this is to ``k_quants``, whose layout it reads: no matrix
-in bfloat16 is written to memory first and read again. Each weight is decoded to llama.cpp's own float32 value, by the
-lane that multiplies it, and rounded to bfloat16 once.
+The tiles and sums are those of ``int4_matmul``, the layout is that of ``k_quants``. No bfloat16 matrix is written to
+memory and read again. Each weight is decoded to llama.cpp's own float32 value, by the lane that multiplies it, and
+rounded to bfloat16 once.
 
 As in ``int4_matmul`` the bits of a code make a float32 without a conversion: where they lie in a word they are a number
 too small to be normal, and a multiplication by a power of 2 brings it to size. q * s is exact in float32 (a code of 6
 bits with its sign, one of 8 or 6 and a step of 11), so that the fused q * s - m is llama.cpp's, rounded once as there.
 
-A lane takes 2 codes of a word, at bits of its own: one selection puts low and high bits together, one turn of the word
-brings them to bits 0 and 16. The main loop takes 7.0 (Q4_K) and 8.2 to 8.6 (Q5_K, Q6_K) instructions for a weight and
+A lane takes 2 codes of a word, at bits of its own: one bit selection combines low and high bits, and one rotation of
+the word moves them to bits 0 and 16. The main loop takes 7.0 (Q4_K) and 8.2 to 8.6 (Q5_K, Q6_K) instructions per weight
+for
 64 rows, counted in the machine code for sm_80, sm_86, sm_89 and sm_120; no GPU has timed it yet. A warp's loads of
-codes and of x are whole sectors of 32 bytes, those of scales whole lines.
+codes and of x are whole sectors of 32 bytes, those of scales are whole lines.
 """
 
 from typing import Any
@@ -135,7 +136,7 @@ def _launch_k_quant_matmul(
     kernel: Any, x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor,
     count: Any = None,
 ) -> Tensor:  # fmt: skip
-    """``count``: programs along K, if not as ``parts_of_k`` says."""
+    """Launch the kernel. ``count``: programs along K; None for ``parts_of_k``."""
     bits, weight = checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
     x = x.contiguous()
@@ -152,11 +153,11 @@ def _launch_k_quant_matmul(
 def k_quant_matmul(
     x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor
 ) -> Tensor:
-    """``x @ w.T`` with ``w = q * scale - minimum`` in float32, rounded to bfloat16.
+    """Compute ``x @ w.T`` with ``w = q * scale - minimum`` in float32, rounded to bfloat16.
 
-    On CUDA the kernel of this module, on the host the dequantized weights. One node of an exported program, one launch.
-    The arguments are those of ``k_quant_small_m``, which it equals in all but two things: weights are rounded, and a
-    row's bits depend on the number of rows, by which K is divided.
+    On CUDA this is the kernel of this module; on the host it multiplies the dequantized weights. It is one node of an
+    exported program and one launch. The arguments are those of ``k_quant_small_m``. There are two differences: weights
+    are rounded, and a row's bits depend on the number of rows, which decides how K is divided.
 
     Raises:
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, or weights that are not contiguous

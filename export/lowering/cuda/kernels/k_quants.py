@@ -1,8 +1,8 @@
-"""Linear layers of 1 to 16 rows over GGUF's K-quants (Q4_K, Q5_K, Q6_K) that read each weight byte once, in Triton.
+"""Linear layers of 1 to 16 rows over GGUF's K-quants (Q4_K, Q5_K, Q6_K) in Triton; each weight byte is read once.
 
-As ``int4`` does, whose tiles, sums and division of K these are; what differs is the weight. Its values are llama.cpp's
-own, to the bit. ExecuTorch's layouts for these files would round scales to bfloat16, encode them anew and make zero
-points of the minima, which loses a group of scale 0 altogether.
+The tiles, the sums and the division of K are those of ``int4``. The weight's values are exactly llama.cpp's.
+ExecuTorch's layouts for these files would round scales to bfloat16, encode them again, and turn the minima into zero
+points, which loses a group with scale 0 completely.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m``: its minimum)::
 
@@ -51,7 +51,7 @@ from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 OF_WORD = {5: 4, 6: 2}
 """Outputs whose high bits share a word, by the bits of a code."""
 CHOICES = {4: Blocks(n=128, stages=4), 5: Blocks(n=64, stages=5), 6: Blocks(n=64, stages=5)}
-"""By the bits of a code: a tile of outputs, or half of one where two programs have no registers for more."""
+"""By the bits of a code: a tile of outputs, or half a tile if two programs would not have enough registers."""
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _k_quant_small_m_kernel(
 
 
 def code_bits(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> int:
-    """4, 5 or 6. Raises ValueError where the shapes make none of the three kinds."""
+    """Return the bits of a code: 4, 5 or 6. Raises ValueError if the shapes are not those of one of the three kinds."""
     n, k = qdata.shape[0], 2 * qdata.shape[1]
     bits = 4 if high is None else 6 if steps.shape[-1] == 1 else 5
     tiles, blocks = triton.cdiv(n, TILE), k // BLOCK
@@ -241,8 +241,8 @@ def _launch_k_quant(
 def checked_parts(
     x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor
 ) -> tuple[int, tuple[Tensor, ...]]:
-    """The bits of a code, and the weight as a kernel takes it, in tensors alone: in place of high bits that are not
-    there one whose pointer it does not follow. Raises for what kernels do not take."""
+    """Return the bits of a code, and the weight's tensors for a kernel. Missing high bits are replaced by a tensor that
+    the kernel does not read. Raises ValueError for a weight that the kernels do not take."""
     bits = agreeing_bits(x, qdata, high, codes, steps)
     weight = qdata, qdata if high is None else high, codes, steps
     check_contiguous(*weight)
@@ -260,18 +260,19 @@ def agreeing_bits(x: Tensor, qdata: Tensor, *parts: Tensor | None) -> int:
 def k_quant_small_m(
     x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor
 ) -> Tensor:
-    """``x @ w.T`` with ``w = q * scale - minimum``, each of the two a code by its step; the layout is this module's.
+    """Compute ``x @ w.T`` with ``w = q * scale - minimum``; scale and minimum are a code times a step. The module's
+    docstring has the layout.
 
-    On CUDA the kernel of this module, on the host ``k_quant_reference``. One node of an exported program.
+    On CUDA this is the kernel of this module, on the host ``k_quant_reference``. It is one node of an exported program.
 
     Args:
         x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
         qdata: uint8 [N, K / 2], the low 4 bits of the codes
         high: the high bits of 4 (Q5_K) or 2 (Q6_K) outputs a row, uint8 [N / 4 or N / 2, K / 2]; None for Q4_K
-        codes: of scale and minimum, uint8 [tiles, K / 256, 8, 128, 2]; a tile is 128 outputs, the last filled up. Of
-            Q6_K, whose q begins at -32, int8, of the scales of the two groups in 32 weights
-        steps: float16 [tiles, K / 256, 128, 2] of scale and minimum; of Q6_K [tiles, K / 256, 128, 1]
-        arrived: ``sums.counters()``, as they were when it returns
+        codes: of scale and minimum, uint8 [tiles, K / 256, 8, 128, 2]; a tile is 128 outputs, the last one is padded.
+            For Q6_K, whose q begins at -32, int8 codes of the scales of the two groups in 32 weights
+        steps: float16 [tiles, K / 256, 128, 2] of scale and minimum; for Q6_K [tiles, K / 256, 128, 1]
+        arrived: ``sums.counters()``, zero again when it returns
 
     Returns:
         bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
@@ -293,19 +294,19 @@ def k_quant_reference(
 
 
 def dequantized(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> Tensor:
-    """All weights: float32 [N, K], as llama.cpp has them."""
+    """Return all weights as float32 [N, K], with llama.cpp's values."""
     return _values(*by_row(qdata, high, codes, steps))
 
 
 def dequantized_rows(rows: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> Tensor:
-    """Of the weights some rows, int64 [R], and no others: float32 [R, K]."""
+    """Return only the given rows of the weights: int64 [R] -> float32 [R, K]."""
     bits, tile, output = code_bits(qdata, high, codes, steps), rows // TILE, rows % TILE
     q = unpacked(qdata[rows], None if high is None else high[rows // OF_WORD[bits]], rows, bits)
     return _values(q, codes[tile, :, :, output], steps[tile, :, output])
 
 
 def _values(q: Tensor, pairs: Tensor, steps: Tensor) -> Tensor:
-    """float32 [R, K] of what ``by_row`` gives."""
+    """Return the values float32 [R, K] of the result of ``by_row``."""
     q, terms = q.float(), pairs.float() * steps.float()[:, :, None]
     if steps.shape[-1] == 1:
         return ((q - 32).view(*terms.shape, 16) * terms[..., None]).flatten(1)
@@ -313,7 +314,8 @@ def _values(q: Tensor, pairs: Tensor, steps: Tensor) -> Tensor:
 
 
 def by_row(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, uint8 [N, K]; pairs of codes [N, K / 256, 8, 2] and one or two steps [N, K / 256, c]."""
+    """Return the codes uint8 [N, K], the pairs of scale codes [N, K / 256, 8, 2], and one or two steps
+    [N, K / 256, c]."""
     n, bits = qdata.shape[0], code_bits(qdata, high, codes, steps)
     if high is not None:
         high = high.repeat_interleave(OF_WORD[bits], 0)[:n]
@@ -322,7 +324,7 @@ def by_row(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> 
 
 
 def packed(q: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """``qdata`` and ``high`` of codes, uint8 [N, K]."""
+    """Pack codes uint8 [N, K] into ``qdata`` and ``high``."""
     n, k = q.shape
     q = q.view(n, k // 32, 2, 4, 2, 2).permute(0, 1, 3, 5, 4, 2).reshape(n, k // 2, 2)  # c, w, l, h to w, h, l, c
     low = q & 15
@@ -339,7 +341,8 @@ def packed(q: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def unpacked(qdata: Tensor, high: Tensor | None, rows: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 [R, K], of ``rows``, int64 [R]: what ``packed`` was given. Here ``high`` has a row of each."""
+    """Invert ``packed`` for ``rows``, int64 [R]: return codes uint8 [R, K]. Here ``high`` has one row for each of
+    them."""
     q = torch.stack([qdata & 15, qdata >> 4], dim=-1)
     if high is not None:
         mask = (1 << bits - 4) - 1
@@ -349,6 +352,6 @@ def unpacked(qdata: Tensor, high: Tensor | None, rows: Tensor, bits: int) -> Ten
 
 
 def _turned(words: Tensor, by: int) -> Tensor:
-    """uint8 [rows, K / 2], the bytes of each word of 4 turned by so many."""
+    """Rotate the 4 bytes of each word by ``by``: uint8 [rows, K / 2]."""
     words = words.unflatten(1, (-1, 4))
     return torch.cat([words[..., -by:], words[..., :-by]], dim=-1).flatten(1)

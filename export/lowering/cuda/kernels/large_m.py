@@ -1,16 +1,16 @@
-"""What products of many rows with quantized weights have in common (``int4_matmul``, ``int8_matmul``,
+"""The common parts of the kernels for many rows and quantized weights (``int4_matmul``, ``int8_matmul``,
 ``k_quant_matmul``).
 
-Each weight is decoded where it is multiplied and rounded to bfloat16 once, as a matrix that is dequantized first would
-be; but no such matrix is written to memory and read again.
+Each weight is decoded while it is multiplied and rounded to bfloat16 once, as in a matrix that is dequantized first.
+But no such matrix is written to memory and read again.
 
-A program takes 64 rows and 128 outputs, 64 of K at a time, in two products of 32. Each of its 4 warps has 32 outputs,
-so that every weight of a tile is decoded once: by the lane that multiplies it, in registers, as the operand of a matrix
-instruction. What a warp loads of weights and rows are whole sectors.
+A program takes 64 rows and 128 outputs, 64 of K at a time, in two matmuls of 32. Each of its 4 warps has 32 outputs, so
+every weight of a tile is decoded once: by the lane that multiplies it, in registers, as the operand of a matrix
+instruction. A warp loads whole sectors of weights and rows.
 
-Tiles of rows that read the same weights start together, so that L2 serves all but one. Where the tiles would leave half
-of a GPU idle, programs share K; what they add takes the memory of ``SLOTS`` tiles at most, and
-the last to arrive adds it in the order of K.
+Tiles of rows that read the same weights start together, so L2 serves all but one. If the tiles would leave half of a
+GPU idle, several programs divide K. Their partial sums take the memory of at most ``SLOTS`` tiles, and the last program
+to arrive adds them in the order of K.
 """
 
 from collections.abc import Callable
@@ -26,18 +26,18 @@ from eagle3.export.lowering.cuda.kernels.small_m import ROWS as SMALL_ROWS
 from eagle3.export.lowering.cuda.kernels.sums import arrive
 
 ROWS, TILE, BLOCK_K = 64, 128, 64
-"""Of a program: rows (with 128 the sums would leave too few registers), outputs, and K at a time."""
+"""Rows of a program (with 128 the accumulators would leave too few registers), its outputs, and K at a time."""
 STAGES = 4
-"""Blocks of K in flight in shared memory, and one."""
+"""Blocks of K in flight in shared memory, plus one."""
 WARPS = 4
 PROGRAM = {"BLOCK_M": ROWS, "BLOCK_N": TILE, "BLOCK_K": BLOCK_K, "STAGES": STAGES, "num_warps": WARPS}
-"""As kernels are given them."""
+"""The same as arguments of a kernel."""
 FEW = 32
-"""Rows up to which a small-M kernel, whose weights are decoded once for 16, takes no longer."""
+"""The most rows for which a small-M kernel, which decodes its weights once for 16 rows, takes no longer."""
 SLOTS = 264
-"""Programs that run at a time, two on each of 132 SMs (H100, H200): fewer tiles are divided along K."""
+"""Programs that run at a time, two on each of 132 SMs (H100, H200). With fewer tiles, K is divided."""
 MOST_PARTS = 8
-"""Of K."""
+"""The most programs that K is divided among."""
 
 
 @triton.jit
@@ -89,12 +89,12 @@ def launch(
     count: Any = None,
     few: tuple[int, Callable[[tuple, int, Tensor, Tensor], None]] | None = None,
 ) -> Tensor:
-    """bfloat16 [M, N]: what ``run(grid, out, parts, divided)`` writes.
+    """Return bfloat16 [M, N], which ``run(grid, out, parts, divided)`` writes.
 
-    The grid is tiles of rows, ``tiles`` of outputs and ``count`` programs along K, if not as ``parts_of_k`` says for
-    ``blocks``; ``parts`` is float32, room for what they add, or ``arrived`` where one program has all that it needs.
-    ``few``: programs along K, and the ``run`` of the small-M kernel (see ``sums.launch``) that takes up to ``FEW`` rows
-    in its stead; where the number of rows is known when it runs alone, the other's grid has 0 programs then.
+    The grid is tiles of rows, ``tiles`` of outputs, and ``count`` programs along K (None: ``parts_of_k`` for
+    ``blocks``). ``parts`` is float32 memory for the partial sums, or ``arrived`` if K is not divided. ``few`` is the
+    number of programs along K and the ``run`` of the small-M kernel (see ``sums.launch``), which takes up to ``FEW``
+    rows instead. If the number of rows is known only at run time, the grid of the other kernel then has 0 programs.
     Raises ValueError for another dtype of ``x``.
     """
     if x.dtype != torch.bfloat16:
@@ -104,7 +104,7 @@ def launch(
     count = count or parts_of_k(row_tiles, tiles, blocks)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     divided = not statically_known_true(count == 1)
-    # Of a size that is a number: for one that depends on the rows AOTInductor's code calls what not every runtime has.
+    # A constant size: for one that depends on the rows, AOTInductor's code calls a function that not every runtime has.
     most = next((rows for rows in (1, 2, 4, 8, 16) if statically_known_true(row_tiles <= rows)), SLOTS)
     room = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE if divided else 0
     fits = 0
@@ -122,8 +122,8 @@ def launch(
 
 
 def parts_of_k(row_tiles: Any, tiles: int, blocks: int) -> Any:
-    """Programs among which ``blocks`` blocks of K are divided, so that all run at a time; ``row_tiles`` may be
-    symbolic."""
+    """Return the number of programs that divide ``blocks`` blocks of K, so that all run at the same time. ``row_tiles``
+    may be symbolic."""
     if 2 * tiles > SLOTS:
         return 1
     return torch.sym_max(1, torch.sym_min(SLOTS // (row_tiles * tiles), min(blocks, MOST_PARTS)))

@@ -1,5 +1,5 @@
-"""Linear layers of few rows over INT8 weights that read each weight byte once for 16 rows, in Triton; and what the
-kernels of INT4 (``int4.py``) and GGUF's K-quants (``k_quants.py``) have in common with it.
+"""Linear layers of few rows over INT8 weights in Triton; each weight byte is read once for 16 rows. The kernels of INT4
+(``int4.py``) and of GGUF's K-quants (``k_quants.py``) share parts of this module.
 
 The weights are torchao's ``IntxUnpackedToInt8Tensor``. Arithmetic, for a row x and a group g of K (``q``: codes; ``s``,
 ``z``: the group's scale and zero point)::
@@ -28,19 +28,19 @@ from torch.library import triton_op, wrap_triton
 from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 
 ROWS = (8, 16)
-"""Rows of a tile: for up to 8 half the products and sums, each as for up to 16."""
+"""Rows of a tile. A tile of 8 has half the multiplications and sums of a tile of 16, with the same bits in each."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The choices for one kind of weight. A program has 8 warps, one for each group of a block."""
+    """The block sizes for one kind of weight. A program has 8 warps, one for each group of a block."""
 
     n: int
-    """Outputs of a program: for up to 8 rows what fits in 128 registers a thread, for two programs on an SM."""
+    """Outputs of a program. For up to 8 rows they fit in 128 registers per thread, so two programs fit on an SM."""
     stages: int
-    """Blocks in flight in shared memory, and one: two programs fit on an SM of sm_80 and sm_90, one on sm_86."""
+    """Blocks in flight in shared memory, plus one. Two programs fit on an SM of sm_80 and sm_90, one on sm_86."""
     parts: int | None = None
-    """Programs among which K is divided; None: as ``splits`` says."""
+    """Programs that K is divided among; None for ``splits``."""
 
 
 INT8 = Blocks(n=64, stages=4)
@@ -162,7 +162,7 @@ def _int8_small_m_kernel(
 
 
 def int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
-    """The group size; raises where the shapes do not make an INT8 weight that ``x`` can be multiplied with."""
+    """Return the group size. Raises ValueError if the shapes are not those of an INT8 weight that fits ``x``."""
     n, k = qdata.shape
     if x.shape[1] != k:
         raise ValueError(f"x has K = {x.shape[1]}, qdata {k}: they must agree")
@@ -183,7 +183,7 @@ def check_contiguous(*weight: Tensor) -> None:
 
 
 def checked_int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
-    """``int8_group``; raises for what the kernels do not take as well."""
+    """Return ``int8_group``. Also raises ValueError for a weight that the kernels do not take."""
     group = int8_group(x, qdata, scale, zero)
     check_contiguous(qdata, scale, zero)
     if group % 16:
@@ -210,16 +210,16 @@ def _launch_int8(
 
 @triton_op("eagle3::int8_small_m", mutates_args={})
 def int8_small_m(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor) -> Tensor:
-    """``x @ w.T`` with ``w = (q - zero) * scale``; the weights are torchao's ``IntxUnpackedToInt8Tensor``.
+    """Compute ``x @ w.T`` with ``w = (q - zero) * scale``; the weights are torchao's ``IntxUnpackedToInt8Tensor``.
 
-    On CUDA the kernel of this module, on the host ``int8_reference``. One node of an exported program.
+    On CUDA this is the kernel of this module, on the host ``int8_reference``. It is one node of an exported program.
 
     Args:
         x: bfloat16 [M, K]; M may be dynamic
         qdata: int8 [N, K]
         scale: bfloat16 [N, K / G], G a multiple of 16 up to K
         zero: int8 [N, K / G]
-        arrived: ``sums.counters()``, as they were when it returns
+        arrived: ``sums.counters()``, zero again when it returns
 
     Returns:
         bfloat16 [M, N]; a row's bits do not depend on the other rows or their number
@@ -239,6 +239,6 @@ def int8_reference(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrive
 
 
 def int8_dequantized(qdata: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """float32 [N, K]."""
+    """Return the dense weight as float32 [N, K]."""
     group = qdata.shape[1] // scale.shape[1]
     return (qdata.float() - zero.float().repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)

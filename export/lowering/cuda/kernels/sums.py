@@ -1,17 +1,17 @@
-"""What small-M products have in common: which programs a call starts, who adds what they made of K, and the gate of an
-MLP, whose two halves are one product.
+"""The common parts of the small-M kernels: the programs that a call starts, the addition of partial sums along K, and
+the gate of an MLP, whose two halves are one matmul.
 
-A call starts a kernel for each size of row tiles that its number of rows may need; where that number is known when it
-runs alone, the others have a grid of 0 programs, which nobody launches.
+A call starts a kernel for each size of row tiles that its number of rows may need. If that number is known only at run
+time, the kernels of the other sizes have a grid of 0 programs and are not launched.
 
-Each program writes its float32 sums, then takes a number from its tile's counter. Whoever takes the last one adds all
-sums in the order of K, whatever the order of arrival, and sets the counter back to 0 for the next call. Taking a number
-releases what the program wrote and acquires what the others did (PTX ISA, memory consistency model: by the barrier
-before it that holds for all threads of the program); what is then read comes from L2, where the others' sums are.
+Each program writes its float32 partial sums, then increments its tile's counter. The last one to arrive adds all sums
+in the order of K, whatever the order of arrival, and sets the counter back to 0 for the next call. The increment
+releases the program's writes and acquires those of the others (PTX ISA, memory consistency model; a barrier before it
+covers all threads of the program). The following loads bypass L1, because the others' sums are in L2.
 
-Of a gated product, ``act(gate) * up`` of its first and second half of outputs, a tile of the one and its like of the
-other share a counter: whoever comes last of both has all sums of both. Products, activation and result are rounded to
-bfloat16 one after the other, as by PyTorch and by Inductor's kernel for it, whose instructions they are made with.
+A gated matmul computes ``act(gate) * up`` from the first and second half of its outputs. Corresponding tiles of the two
+halves share a counter, so the last program of both has all sums of both. Matmul, activation and result are each rounded
+to bfloat16, as PyTorch and Inductor's kernel do, with the same instructions as the latter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +26,22 @@ from torch.nn import functional as F
 from triton.language.extra import libdevice
 
 COUNTERS = 1 << 16
-"""Tiles of a product that is divided along K, at most."""
+"""The most tiles of a matmul that is divided along K."""
 SILU, GELU_TANH = "silu", "gelu_tanh"
 """The activations of a gate."""
 
 
 def counters(device: torch.device | str = "cpu") -> Tensor:
-    """int32 [COUNTERS], zeros: what a call takes and gives back as it was. Calls that share them are on one stream."""
+    """Return int32 [COUNTERS] zeros. A call leaves them zero. Calls that share them must be on one stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def splits(n: int, blocks: int, block_n: int) -> int:
-    """Programs among which ``blocks`` blocks of K are divided: of the weight's shape alone, for sums of one order.
+    """Return the number of programs that divide ``blocks`` blocks of K. It depends on the weight's shape alone, so that
+    the order of the sum is fixed.
 
-    The least time when two programs run on an SM and starting one costs three blocks, summed over GPUs of 108 (A100),
-    132 (H100, H200) and 148 SMs (B200), whichever it runs on.
+    It minimizes the time, summed over GPUs with 108 (A100), 132 (H100, H200) and 148 SMs (B200), if two programs run on
+    an SM and starting one costs as much as three blocks.
     """
     tiles = triton.cdiv(n, block_n)
 
@@ -52,10 +53,10 @@ def splits(n: int, blocks: int, block_n: int) -> int:
 
 
 def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """``(size, tiles)`` of those sizes of row tiles that ``m`` rows, 1 or more, may take.
+    """Yield ``(size, tiles)`` for the sizes of row tiles that ``m`` rows (1 or more) may use.
 
-    The least that holds all rows in one tile takes them, more go in tiles of the last; all others have 0 tiles. Where
-    ``m`` is symbolic the numbers are, and sizes that no ``m`` in its range takes are left out.
+    The smallest size that holds all rows in one tile is used, or tiles of the last size; all other sizes have 0 tiles.
+    If ``m`` is symbolic, so are the numbers, and sizes that no ``m`` in its range uses are left out.
     """
     left = 1
     for size in sizes:
@@ -78,12 +79,12 @@ def launch(
     run: Callable[[tuple, int, Tensor, Tensor], None],
     activation: str = "",
 ) -> Tensor:
-    """bfloat16 [M, N], with an ``activation`` [M, N / 2]: what ``run(grid, rows of a tile, out, parts)`` writes, called
-    once for each size that is needed.
+    """Return bfloat16 [M, N], or [M, N / 2] with an ``activation``. ``run(grid, rows of a tile, out, parts)`` writes it
+    and is called once for each size of row tiles that is needed.
 
-    The grid is tiles of rows, ``tiles`` of ``tile`` outputs and ``count`` programs along K; ``parts`` is float32
-    [count, M, N], or ``arrived`` where one program has all that it needs. Raises ValueError for another dtype of ``x``,
-    for more tiles than there are counters, and for halves of other than whole tiles.
+    The grid is tiles of rows, ``tiles`` of ``tile`` outputs, and ``count`` programs along K. ``parts`` is float32
+    [count, M, N], or ``arrived`` if K is not divided. Raises ValueError for another dtype of ``x``, for more tiles than
+    there are counters, and for halves that are not whole tiles.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
@@ -105,7 +106,7 @@ def launch(
 
 @triton.jit
 def arrive(counter):
-    """How many programs were here before; what they wrote can be read, past L1, by whoever comes last."""
+    """Return how many programs arrived before. The last one can read what they wrote, by loads that bypass L1."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
 
@@ -160,8 +161,8 @@ def store(
 
 
 def gated(product: Tensor, activation: str) -> Tensor:
-    """[M, N] -> [M, N / 2]: ``act(gate) * up`` of the two halves; without an ``activation`` [M, N] as it is. What the
-    kernels do, in plain PyTorch, bit for bit but for CUDA's own exp and tanh."""
+    """Compute ``act(gate) * up`` of the two halves: [M, N] -> [M, N / 2]. Without an ``activation``, return the product
+    unchanged. This is the kernels' computation in plain PyTorch, bit for bit except for CUDA's own exp and tanh."""
     if not activation:
         return product
     gate, up = product.chunk(2, -1)

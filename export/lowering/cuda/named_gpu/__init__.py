@@ -1,19 +1,19 @@
 """Lowering to CUDA for a GPU that is named instead of present: no GPU, no driver, no CUDA toolkit.
 
-AOTInductor asks the GPU at hand what it is, compiles for it, times kernels on it, keeps weights on it, and links with
-its driver. Six parts answer in its place, each a context manager in a file of its own, and a seventh saves time:
+AOTInductor queries the GPU, compiles for it, times kernels on it, keeps weights on it, and links with its driver. Six
+context managers, each in a file of its own, replace these steps, and a seventh saves time:
 
-1. ``answers``    what PyTorch says of the GPU
-2. ``compiling``  Triton compiles for the named architecture; nothing is loaded or launched. Of the configurations of a
-   kernel written by hand the one is kept that ``configurations`` takes, by spills and by what is in flight
-3. ``choices``    nothing is timed: templates for products are ranked by ``matmuls``, from their tiles
-4. ``weights``    weights are fake CUDA tensors that remember where their data lies on the host
-5. ``operators``  Python's operators of fake CUDA tensors do not ask for their device
-6. ``toolchain``  nvcc from pip packages, a stub of the driver's library to link with
-7. ``processes``  methods are compiled in two processes: ``in_two_processes``
+1. ``fake_device``  PyTorch's queries return the properties of the named GPU
+2. ``compiling``    Triton compiles for the named architecture; nothing is loaded or launched. ``configurations``
+   chooses the configuration of a hand-written kernel by its spills and its loads in flight
+3. ``choices``      nothing is timed; matmul templates are ranked by ``matmuls``, from their tiles
+4. ``weights``      weights are fake CUDA tensors that refer to their data on the host
+5. ``operators``    Python operators on fake CUDA tensors do not switch to their device
+6. ``toolchain``    nvcc comes from pip packages, and a stub of the driver's library is linked
+7. ``processes``    methods are compiled in two processes: ``in_two_processes``
 
-They reach into private parts of PyTorch, Triton and ExecuTorch, so they are refused outside the versions that they were
-tested with. Where there is a GPU nothing here is used.
+They replace private parts of PyTorch, Triton and ExecuTorch, so other versions than the tested ones are refused. With a
+GPU, nothing here is used.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -31,27 +31,27 @@ def check_named_versions() -> None:
 
 @contextmanager
 def named_gpu(arch: str) -> Iterator[None]:
-    """Within it, ExecuTorch's CUDA backend lowers for ``arch`` (a key of ``GPUS``, such as "sm_90").
+    """Within this context, ExecuTorch's CUDA backend lowers for ``arch`` (a key of ``GPUS``, such as "sm_90").
 
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """
     check_named_versions()
     from eagle3.export.lowering.cuda.inductor.toolchain import toolchain
-    from eagle3.export.lowering.cuda.named_gpu.answers import answers
     from eagle3.export.lowering.cuda.named_gpu.choices import choices
     from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+    from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
     from eagle3.export.lowering.cuda.named_gpu.operators import operators
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
 
     gpu = GPUS[arch]
     with ExitStack() as parts:
-        for part in (toolchain(), answers(gpu), compiling(gpu), choices(gpu), weights_on_host(), operators()):
+        for part in (toolchain(), fake_device(gpu), compiling(gpu), choices(gpu), weights_on_host(), operators()):
             parts.enter_context(part)
         yield
 
 
 def in_two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], None]) -> AbstractContextManager[None]:
-    """See ``processes.two_processes``."""
+    """Compile methods in two processes; see ``processes.two_processes``."""
     from eagle3.export.lowering.cuda.named_gpu.processes import two_processes
 
     return two_processes(recorded, check)

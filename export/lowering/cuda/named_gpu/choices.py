@@ -1,4 +1,4 @@
-"""Part 3: nothing can be timed, so templates are chosen by what ``matmuls`` makes of their tiles."""
+"""Part 3: chooses matmul templates by the estimates of ``matmuls``, because nothing can be timed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from eagle3.export.patches import all_replaced
 INDUCTOR = "torch._inductor."
 
 UNTIMED = {
-    "compile_threads": 1,  # workers are processes of their own and know nothing of this substitution
+    "compile_threads": 1,  # workers are processes of their own, without these replacements
     "fx_graph_cache": False,
     "joint_graph_constant_folding": False,  # reads the values of weights, which are fake
     "benchmark_epilogue_fusion": False,
@@ -31,7 +31,7 @@ UNTIMED = {
 
 @contextmanager
 def choices(gpu: Gpu) -> Iterator[None]:
-    """Within it, Inductor benchmarks nothing, and the code that would tune kernels runs on fake tensors."""
+    """Within this context, Inductor benchmarks nothing, and the code that would tune kernels runs on fake tensors."""
     run_block = PythonWrapperCodegen.generate_and_run_autotune_block
     init_patterns = joint_graph.lazy_init
 
@@ -65,7 +65,7 @@ def choices(gpu: Gpu) -> Iterator[None]:
                 f"{INDUCTOR}codegen.wrapper.PythonWrapperCodegen.generate_and_run_autotune_block": run_block_on_fakes,
                 f"{INDUCTOR}select_algorithm.AlgorithmSelectorCache.do_autotuning": rank_by_estimate,
                 f"{INDUCTOR}template_heuristics.triton.BaseConfigHeuristic.get_mm_configs": with_more,
-                # Patterns are traced once a process, on tensors of the device that is asked for.
+                # Patterns are traced once per process, on tensors of the requested device.
                 f"{INDUCTOR}fx_passes.joint_graph.lazy_init": lambda _device=None: init_patterns(torch.device("cpu")),
             }
         ),

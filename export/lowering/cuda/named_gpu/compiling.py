@@ -1,10 +1,10 @@
 """Part 2: Triton compiles for the named GPU; nothing is loaded on a GPU or launched.
 
-Code is kept to what later architectures run as well. Triton would compile for sm_90a, whose PTX is for that one
-architecture (NVIDIA's PTX ISA, ".target"); here it compiles for sm_90, with the matrix instructions of sm_89: for wgmma
-and tcgen05 LLVM would end the process. So it would for a warp's maximum of floats in one instruction, which Triton
-takes for sm_100 and only sm_100a has: there it lowers to LLVM as for sm_90. A configuration that still needs more is
-passed over for the next one.
+The code must run on later architectures as well. Triton would compile for sm_90a, whose PTX runs on that architecture
+alone (NVIDIA's PTX ISA, ".target"). Here it compiles for sm_90 with the matrix instructions of sm_89, because LLVM
+would abort on wgmma and tcgen05. LLVM would also abort on a warp-wide maximum of floats in one instruction, which
+Triton uses for sm_100 although only sm_100a has it, so sm_100 is lowered to LLVM as sm_90 is. A configuration that
+still needs more is skipped for the next one.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ LAST_PLAIN = 89  # the last architecture whose matrix instructions every later o
 
 
 class NamedDriver:
-    """Stands where Triton's CUDA driver would: it names the target and has no device to offer."""
+    """Stands in for Triton's CUDA driver: it names the target and has no device."""
 
     def __init__(self, gpu: Gpu):
         properties = {
@@ -60,7 +60,7 @@ class NamedDriver:
 
 
 def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
-    """A kernel's grid is known by the configuration: one with other warps or stages has that of its tile."""
+    """Add a configuration's grid to a kernel's metadata. With other warps or stages it is the grid of the same tile."""
     grids = inductor_meta.get("precomputed_grids", ())
     named = config_to_dict(config)
     tiles = [grid for grid in grids if config.kwargs.items() <= grid["config"].items()]
@@ -70,8 +70,8 @@ def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
 
 @contextmanager
 def compiling(gpu: Gpu) -> Iterator[None]:
-    """Within it, each kernel is compiled with one of its configurations that fits ``gpu``, and kept: the first of those
-    that Inductor proposes, and of a kernel written by hand the one that ``configurations`` takes."""
+    """Within this context, each kernel is compiled with one configuration that fits ``gpu``, and kept. Of Inductor's
+    own kernels it is the first that fits, of a hand-written kernel the one that ``configurations`` chooses."""
 
     make_options = CachingAutotuner._create_compile_options
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
@@ -131,7 +131,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     driver.set_active(NamedDriver(gpu))
     try:
         with (
-            # Triton's cache does not know of the plain architecture, so that what is compiled here is kept apart.
+            # Triton's cache key does not include the plain architecture, so this code needs a cache of its own.
             environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
             all_replaced(
                 {

@@ -1,12 +1,12 @@
-"""Which configuration of a kernel written by hand is compiled, where none can be timed.
+"""Chooses the configuration of a hand-written kernel when none can be timed.
 
-Four groups are tried: those that load ahead, most elements first; the same tiles with other numbers of warps and two
-stages; those that do not load ahead, and they with other numbers of warps. Taken is the first of a group that spills no
-registers and leaves room for a second program on a multiprocessor, or else the first that spills none. Where all spill,
-the least of the spills is taken.
+Four groups are tried: configurations that load ahead, most elements first; the same tiles with other numbers of warps
+and two stages; configurations that do not load ahead; and these with other numbers of warps. The choice is the first of
+a group that spills no registers and leaves room for a second program on a multiprocessor, otherwise the first of the
+group that spills none. If all spill, it is the one with the fewest spilled bytes.
 
-A kernel with one configuration keeps it. If that spills, it is given the registers that are left: the assembler keeps
-256 threads to 128 for the sake of a second program, also where shared memory has no room for one.
+A kernel with one configuration keeps it. If it spills, it gets the registers that are left. The assembler limits 256
+threads to 128 registers each to leave room for a second program, even if shared memory has no room for one.
 """
 
 import re
@@ -26,16 +26,16 @@ from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
 WARPS, STAGES = (4, 8), (2, 1)
 MOST_REGISTERS = 255
-"""Of a thread, on any architecture."""
+"""The most registers of a thread, on any architecture."""
 
 
 def in_flight(config: Config) -> int:
-    """Elements of the tiles that are loaded ahead."""
+    """Return the number of elements that are loaded ahead."""
     return prod(size for name, size in config.kwargs.items() if "BLOCK" in name) * (config.num_stages - 1)
 
 
 def groups(configs: list[Config]) -> Iterator[list[Config]]:
-    """In the order in which they are tried."""
+    """Yield the groups of configurations in the order in which they are tried."""
     ranked, known = sorted(configs, key=in_flight, reverse=True), set()
     for stages in STAGES:
         given = [config for config in ranked if (in_flight(config) > 0) == (stages > 1)]
@@ -52,7 +52,7 @@ def groups(configs: list[Config]) -> Iterator[list[Config]]:
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread of the compiled kernel, and bytes of memory for what they do not hold."""
+    """Return the registers and the spilled bytes per thread of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -64,8 +64,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def best(configs: list[Config], compiled: Callable[[Config], CompileResult | None], gpu: Gpu) -> CompileResult | None:
-    """What one of the configurations is ``compiled`` to: Inductor's result, with the ``kernel``; None where none fits,
-    as for each that does not."""
+    """Return Inductor's result for the chosen configuration, None if none fits. ``compiled`` compiles a configuration
+    and returns None if it does not fit."""
     least: CompileResult | None = None
     fewest = 0
     for group in groups(configs):
@@ -88,8 +88,8 @@ def best(configs: list[Config], compiled: Callable[[Config], CompileResult | Non
 
 
 def only(config: Config, compiled: Callable[[Config], CompileResult | None], gpu: Gpu) -> CompileResult | None:
-    """As ``best``, of one configuration: with more registers a thread if it spills and the programs that run at a time
-    on a multiprocessor leave them."""
+    """Return Inductor's result for the only configuration, None if it does not fit. If it spills, it is also compiled
+    with all registers that the programs on a multiprocessor leave, and the better result is returned."""
     result = compiled(config)
     if result is None:
         return None

@@ -1,9 +1,9 @@
-"""What a product of two matrices takes with each of Inductor's templates, estimated from its tiles.
+"""Estimates the time of a matmul with each of Inductor's templates, from their tiles.
 
-A block of the grid walks along K, ``stages - 1`` steps ahead of what it multiplies. Its step takes the longest of the
-memory's latency over the steps that are under way, the bytes that the blocks of a multiprocessor load, and their
-products. So few rows want many bytes in flight, and many rows large tiles. No constant is exact, and none needs to be:
-templates differ by factors.
+A block of the grid goes along K and loads ``stages - 1`` steps ahead. A step takes the longest of: the memory latency
+divided by the steps in flight, the loads of all blocks of a multiprocessor, and their multiplications. Few rows
+therefore need many bytes in flight, and many rows need large tiles. The constants are not exact and need not be,
+because templates differ by factors.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from torch._inductor.virtualized import V
 
 from eagle3.runner.hardware.gpus import Gpu
 
-LATENCY = 800.0  # ns, of a load from memory that others load from too
-BYTES, FLOPS = 36.0, 3500.0  # a nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
-START = 3000.0  # ns, of a kernel
-BARRIER = 50.0  # ns, of a step
-OTHER_REGISTERS = 64  # of a thread, beside its sums
+LATENCY = 800.0  # ns, of a load from busy memory
+BYTES, FLOPS = 36.0, 3500.0  # per nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
+START = 3000.0  # ns, to start a kernel
+BARRIER = 50.0  # ns, per step
+OTHER_REGISTERS = 64  # per thread, in addition to its accumulators
 MORE = [
     GemmConfig(16, 32, 128, 4, 2),
     GemmConfig(16, 32, 128, 5, 2),
@@ -28,12 +28,12 @@ MORE = [
     GemmConfig(32, 64, 128, 4, 4),
     GemmConfig(128, 128, 64, 3, 8),
 ]
-"""Beside Inductor's own, which have no tile of few rows with more than two stages of 128 columns."""
+"""Tiles in addition to Inductor's own, which have none for few rows with more than two stages of 128 columns."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Of the output [m, n], ``k`` columns of the operands at a time."""
+    """A tile of the output [m, n], computed from ``k`` columns of the operands at a time."""
 
     m: int
     n: int
@@ -48,12 +48,12 @@ class Tile:
 
 
 def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu: Gpu) -> float:
-    """Of a batch of products, ``sizes`` (batch, M, N, K), of elements of ``itemsize`` bytes; infinite for a tile that
-    does not fit ``gpu``."""
+    """Estimate the time of a batched matmul of ``sizes`` (batch, M, N, K) with elements of ``itemsize`` bytes; infinite
+    for a tile that does not fit ``gpu``."""
     batch, m, n, k = sizes
-    loaded = (tile.m + tile.n) * tile.k * itemsize  # of a step, bytes
+    loaded = (tile.m + tile.n) * tile.k * itemsize  # bytes per step
     shared = tile.stages * loaded
-    registers = tile.m * tile.n // (32 * tile.warps) + OTHER_REGISTERS  # of a thread
+    registers = tile.m * tile.n // (32 * tile.warps) + OTHER_REGISTERS  # per thread
     if shared > gpu.shared_memory_per_block or registers > 255:
         return float("inf")
     blocks = batch * ceil(m / tile.m) * ceil(n / tile.n)
@@ -66,7 +66,7 @@ def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu
 
 
 def ranked(choices: list[TritonTemplateCaller], gpu: Gpu) -> dict[TritonTemplateCaller, float]:
-    """Those of one product, each with its estimated time."""
+    """Map the templates of one matmul to their estimated times."""
     hint = V.graph.sizevars.optimization_hint
     left, right = choices[0].input_nodes[-2:]
     *batch, m, n = (hint(size) for size in choices[0].layout.size)

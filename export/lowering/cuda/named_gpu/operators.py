@@ -1,8 +1,8 @@
-"""Part 5: Python's operators of tensors on a GPU that is not there.
+"""Part 5: makes Python operators work on fake tensors of a GPU that is not there.
 
-``~x``, ``x[i]``, ``x[i] = y`` and ``x.copy_(y)`` switch to the tensor's device first, which a CPU build of torch
-refuses, though the tensor is a fake one. The operations that they stand for ask nothing. ExecuTorch's Triton ops use
-these forms, and Inductor where it puts an assignment in place.
+``~x``, ``x[i]``, ``x[i] = y`` and ``x.copy_(y)`` first switch to the tensor's device, which a CPU build of torch
+refuses even for a fake tensor. The ATen operations that they stand for do not. ExecuTorch's Triton ops use these
+operators, and so does Inductor when it makes an assignment in place.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def _copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
 
 @contextmanager
 def operators() -> Iterator[None]:
-    """Within it, the operators work on fake tensors of a GPU, with the indices above."""
+    """Within this context, the operators work on fake tensors of a GPU, for the kinds of index above."""
     values = {"__getitem__": _item, "__setitem__": _set_item, "__invert__": _inverted, "copy_": _copied}
     with all_replaced({f"torch.Tensor.{name}": value for name, value in values.items()}):
         yield

@@ -1,8 +1,8 @@
-"""Part 7: methods are compiled in two processes, each about half of the work.
+"""Part 7: compiles the methods in two processes, each about half of the work.
 
-Inductor is Python and keeps one core busy. Without a GPU nothing forbids a fork, which has the traced programs and
-every weight at once. What comes back is a library a method and where its weights lie, which is where they lie in this
-process. A second process takes memory of its own for the graphs that it compiles.
+Inductor is Python and uses one core. Without a GPU a fork is possible, and it has the traced programs and all weights
+from the start. It sends back a library per method and the addresses of its weights, which are the same in this process.
+The second process takes memory of its own for the graphs that it compiles.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 @contextmanager
 def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], None]) -> Iterator[None]:
-    """Within it, ExecuTorch's CUDA backend compiles several methods in two processes, where there are two cores
-    and memory enough.
+    """Within this context, ExecuTorch's CUDA backend compiles several methods in two processes, if there are two cores
+    and enough memory.
 
-    ``check`` is called with the name of each method that the other process compiled, there; what is in ``recorded`` by
-    that name comes back with it. Results are as of one process, in the order of the methods.
+    The other process calls ``check`` with the name of each method that it compiled, and sends back the entry of
+    ``recorded`` under that name. The results are the same as with one process, in the order of the methods.
     """
 
     def preprocess(
@@ -84,7 +84,7 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
 
 
 def may_fork() -> bool:
-    """Whether there are two cores, and memory for a fork that comes to write to all that it shares."""
+    """Return True if there are two cores, and enough memory for a fork that writes to all memory it shares."""
     if len(os.sched_getaffinity(0)) < 2:
         return False
     held, free = linux_bytes("/proc/self/status", "RssAnon"), free_memory()
@@ -92,7 +92,7 @@ def may_fork() -> bool:
 
 
 def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
-    """Names in two groups of about the same weight."""
+    """Split names into two groups of about the same total weight."""
     groups: tuple[list[str], list[str]] = [], []
     sums = [0, 0]
     for name in sorted(weights, key=weights.__getitem__, reverse=True):
@@ -104,11 +104,11 @@ def halves(weights: dict[str, int]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def forked(work: Callable[[], Result], what: str) -> Iterator[Callable[[], Result]]:
-    """Begin ``work`` in a fork; call what is yielded to wait for its result, or for what it raised. The fork ends with
-    the context, and with this process."""
+    """Start ``work`` in a fork. The yielded function waits for its result, or raises what it raised. The fork is killed
+    at the end of the context, and when this process ends."""
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    gc.freeze()  # or each collection would write to, and so copy, all that is shared
+    gc.freeze()  # otherwise each collection would write to all shared memory, and so copy it
     process = context.Process(target=_work_and_send, args=(work, sender))
     process.start()
     sender.close()
@@ -137,7 +137,7 @@ def forked(work: Callable[[], Result], what: str) -> Iterator[Callable[[], Resul
 
 def _work_and_send(work: Callable[[], object], sender: Connection) -> None:
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     outcome: tuple[object, object]
     try:
         outcome = work(), None
@@ -147,7 +147,8 @@ def _work_and_send(work: Callable[[], object], sender: Connection) -> None:
 
 
 def _sendable(error: Exception) -> object:
-    """The error with its traceback as its cause; one of its text where it cannot be sent."""
+    """Return the error with its traceback as its cause. An error that cannot be pickled becomes a RuntimeError with its
+    text."""
     wrapped = ExceptionWithTraceback(error, error.__traceback__)
     try:
         pickle.loads(pickle.dumps(wrapped))
@@ -157,7 +158,8 @@ def _sendable(error: Exception) -> object:
 
 
 def _compiled(program: ExportedProgram, specs: list[Any], collector: CudaWeightCollector) -> Compiled:
-    """``CudaBackend._preprocess_with_weight_collector`` without the collecting, which has an order."""
+    """Do the same as ``CudaBackend._preprocess_with_weight_collector``, but do not collect the weights, which must
+    happen in the order of the methods."""
     with collector.capture(_aoti_device_type_for_weight) as capture:
         result = AotiBackend.preprocess.__func__(CudaBackend, program, specs)
     return result, capture.artifact
@@ -169,7 +171,7 @@ def _tensors(program: ExportedProgram) -> Iterator[Tensor]:
 
 
 def _as_sent(result: PreprocessResult, artifact: CudaWeightArtifact, held: dict[Place, Tensor]) -> Sent:
-    """A weight of both processes as its place, what compiling made as its bytes."""
+    """Prepare a result for sending: a weight that both processes have is sent as its place, other data as bytes."""
     store = result.data_store_output
     store.buffers = [data if isinstance(data, bytes) else data.to_bytes() for data in store.buffers]
     data = {

@@ -1,7 +1,8 @@
-"""Part 4: weights are fake CUDA tensors; each knows its data on the host, which goes from there into the ``.ptd``.
+"""Part 4: weights are fake CUDA tensors, each with a reference to its data on the host, which is written to the
+``.ptd``.
 
-The data is never copied: a memory-mapped checkpoint is read when its bytes are written, and hashed before only where
-another weight may be the same.
+The data is never copied. A memory-mapped checkpoint is read when its bytes are written; a weight is hashed before only
+if another weight may be equal.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ CHUNK = 8 << 20  # bytes
 
 
 class HostData(FileBackedData):
-    """A tensor's bytes where they lie, for ExecuTorch's serializer: read in chunks, never copied as a whole."""
+    """Gives ExecuTorch's serializer a tensor's bytes without copying them: they are read in chunks."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -68,7 +69,7 @@ class HostData(FileBackedData):
 
 
 def on_named_gpu(program: ExportedProgram) -> ExportedProgram:
-    """Point a program at cuda:0 with fake weights; ``host_value`` of each is the tensor that it stands for."""
+    """Move a program to cuda:0 with fake weights. The attribute ``host_value`` of each is the real tensor."""
     mode = next(n.meta["val"].fake_mode for n in program.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
 
     def fake_like(tensor: Tensor, in_mode: FakeTensorMode = mode) -> Tensor:
@@ -105,12 +106,12 @@ def on_named_gpu(program: ExportedProgram) -> ExportedProgram:
 
 
 def place(tensor: Tensor) -> Place:
-    """Where a tensor lies on the host, and how."""
+    """Return a tensor's address on the host, its shape, strides and dtype."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def host_data(collector: CudaWeightCollector, tensor: Tensor) -> HostData:
-    """Made once a collector: the methods' weights are the same tensors."""
+    """Return the ``HostData`` of a tensor, made once per collector, because methods share weights."""
     return collector.__dict__.setdefault("host_data", {}).setdefault(place(tensor), HostData(tensor))
 
 
@@ -120,7 +121,7 @@ def collect(
     _directory: str,
     device_type_for_weight: Callable[[Tensor], int],
 ) -> CudaWeightArtifact:
-    """``CudaWeightCollector.materialize`` without its copies: each weight is a ``HostData``."""
+    """Replaces ``CudaWeightCollector.materialize`` without making copies: each weight is a ``HostData``."""
     entries, storages = [], {}
     for name, (tensor, _) in weights.items():
         data = host_data(self, tensor)
@@ -144,7 +145,7 @@ def collect(
 
 @contextmanager
 def _known_again() -> Iterator[None]:
-    """A weight of several methods is not hashed to see that it is the same: it is the same ``HostData``."""
+    """Within this context, a weight that several methods share is recognized by its ``HostData``, without hashing."""
     add = CudaWeightCollector._add_weight
 
     def add_once(self: CudaWeightCollector, entry: CudaWeightEntry, data: FileBackedData, external_tag: str) -> None:
@@ -158,10 +159,10 @@ def _known_again() -> Iterator[None]:
 
 @contextmanager
 def _external_weights(target_device: torch.device) -> Iterator[None]:
-    """Replaces ExecuTorch's ``_compile_time_cpu_clones``: the runtime gives constants by name, on ``target_device``.
+    """Replaces ExecuTorch's ``_compile_time_cpu_clones``. The runtime sets constants by name, on ``target_device``.
 
-    The C++ wrapper writes down each constant's device as that of its data, which lies on the host here. A container
-    refuses a CUDA tensor for a constant of the CPU's.
+    The C++ wrapper would record the device of a constant's data, which is the host here. A container refuses a CUDA
+    tensor for a constant on the CPU, so the target device is written instead.
     """
     guard = cuda_backend._CPU_CLONE_GUARD
     earlier, guard.active = getattr(guard, "active", False), True
@@ -182,7 +183,7 @@ def _external_weights(target_device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def weights_on_host() -> Iterator[None]:
-    """Within it, ExecuTorch's CUDA backend leaves weights on the host and Inductor takes fake ones for real."""
+    """Within this context, ExecuTorch's CUDA backend leaves weights on the host, and Inductor works with fake ones."""
     same, clone, to_list = graph.is_same_tensor, compile_fx.clone_preserve_strides, FakeTensor.tolist
     original, get_attr = graph.GraphLowering.get_original_value_of_constant, graph.GraphLowering.get_attr
 

@@ -1,7 +1,7 @@
-"""What each tensor of a target becomes as it is read: quantized by the recipe, laid out for the kernels.
+"""Converts each tensor of a target while it is read: quantizes it by the recipe and lays it out for the kernels.
 
-Nothing that has been converted is needed again, so that a checkpoint is never in memory unquantized: a large weight is
-taken some rows at a time, and what is memory-mapped is only read.
+A tensor is not needed again after its conversion, so the whole unquantized checkpoint is never in memory. A large
+weight is converted some rows at a time, and memory-mapped data is only read.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
 from eagle3.targets.experts import Experts
 
 ELEMENTS = 1 << 25
-"""Of a weight, quantized at once: its float32 copies are what quantizing takes in memory."""
+"""Elements of a weight that are quantized at a time. Quantizing takes the memory of their float32 copies."""
 
 LAID_OUT = (Int4Tensor, ExportableInt4Tensor, IntxUnpackedToInt8Tensor)
 
@@ -42,10 +42,10 @@ class CudaWeights:
         }
         fused = (name for name, module in modules.items() if isinstance(module, Experts) and is_fused(module))
         self.fused = {f"{name}.{linear}.weight" for name in fused for linear in ("gate_up", "down")}
-        """Weights of experts, which ``use_fused_experts`` lays out once both are there."""
+        """Weights of experts; ``use_fused_experts`` lays them out when both are loaded."""
         self.k_quants: dict[int, KQuantTensor] = {}
         self.rounding: dict[str, float] = {}
-        """Of weights that another tool quantized: the largest relative rounding of a scale, by name."""
+        """The largest relative rounding of a scale, by name of a weight that another tool quantized."""
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
         if name not in self.packers:
@@ -71,7 +71,7 @@ class CudaWeights:
         return holder.get_parameter("weight").data
 
     def _k_quant(self, value: ExportableGGUFTensor) -> KQuantTensor:
-        """One tensor for a head and the embedding that it is tied to: the layout serves both."""
+        """Lay out a K-quant. A head and its tied embedding share one tensor, because the layout serves both."""
         blocks = value.raw.data_ptr()
         if blocks not in self.k_quants:
             self.k_quants[blocks] = laid_out(value)
@@ -84,7 +84,7 @@ class CudaWeights:
         return {"scales": {"weights": len(self.rounding), "largest_rounding": self.rounding[worst], "of": worst}}
 
     def _note_rounding(self, name: str, value: Tensor) -> None:
-        """Scales of INT8 are kept in the activations' dtype."""
+        """Record the rounding of INT8 scales, which are stored in the activations' dtype."""
         if isinstance(value, IntxUnpackedToInt8Tensor) and value.scale.dtype != self.dtype:
             held = value.scale.to(self.dtype).float()
             error = (held - value.scale.float()).abs() / value.scale.float().abs().clamp_min(1e-30)
@@ -92,7 +92,7 @@ class CudaWeights:
 
 
 def quantized(weight: Tensor, config: QuantConfig) -> Tensor:
-    """``quantize_weight`` of ``weight`` [N, K], some rows at a time: min-max knows nothing beyond a group, while HQQ
-    stops by the error of the whole."""
+    """Quantize ``weight`` [N, K], some rows at a time for min-max, which depends on single groups. HQQ takes all rows
+    at once, because it stops by the error of the whole weight."""
     rows = weight.shape[0] if config.method != "min_max" else max(1, ELEMENTS // weight.shape[1])
     return fuse_along_output([to_default("", quantize_weight(part, config)) for part in weight.split(rows)])

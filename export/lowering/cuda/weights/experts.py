@@ -1,8 +1,9 @@
-"""Experts on CUDA: ExecuTorch's ``triton::fused_moe``, which reads the weights of those alone that were chosen.
+"""Experts on CUDA by ExecuTorch's ``triton::fused_moe``, which reads only the weights of the chosen experts.
 
-It computes SiLU of one half times the other, without biases, from INT4 in groups of 32 without zero points, so that the
-weights of such experts are quantized to that whatever the recipe says of the rest. Other experts (gpt-oss) stay two
-linears over all of them: right, and slower by as much as there are more of them than are chosen.
+The kernel computes SiLU of one half times the other, without biases, from INT4 weights in groups of 32 without zero
+points. The weights of such experts are therefore quantized in this form, whatever the recipe says for other weights.
+Other experts (gpt-oss) stay two linears over all experts. That is correct, and slower by the ratio of all experts to
+the chosen ones.
 """
 
 import torch
@@ -20,14 +21,14 @@ SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_ma
 
 
 def expert_rules(model: nn.Module) -> list[QuantRule]:
-    """How the weights of the experts that the kernels compute are quantized; the routers stay as they are."""
+    """Return the quantization rules for experts with fused kernels. Their routers are not quantized."""
     fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and is_fused(module)]
     rules = [QuantRule(rf"(.*\.)?{name.rpartition('.')[0]}\.router\.weight", None) for name in fused]
     return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
 
 
 def is_fused(experts: Experts) -> bool:
-    """Whether the kernels compute such experts; their gate is known by what it does."""
+    """Return True if the fused kernels can compute these experts. Their gate is recognized by its results."""
     gate_up = torch.linspace(-3, 3, 4 * experts.width).view(2, -1)
     gate, up = gate_up.split(experts.width, dim=-1)
     plain = experts.gate_up.bias is None and torch.allclose(experts.gate(gate_up), F.silu(gate) * up, atol=1e-5)
@@ -35,7 +36,7 @@ def is_fused(experts: Experts) -> bool:
 
 
 def use_fused_experts(model: nn.Module) -> None:
-    """Replace every ``Experts`` whose weights are quantized as ``expert_rules`` say."""
+    """Replace every ``Experts`` whose weights are quantized by ``expert_rules``."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Experts) and _is_quantized(child) and is_fused(child):
@@ -47,8 +48,11 @@ def _is_quantized(experts: Experts) -> bool:
 
 
 class FusedExperts(nn.Module):
-    """See ``Experts``, of which it takes the weights. ``w1`` [experts, 2 * width, hidden / 2], ``w2``
-    [experts, hidden, width / 2]: two codes a byte, the even column in the low nibble; a scale for each 32 columns."""
+    """Computes ``Experts`` by the fused kernels, with their weights.
+
+    ``w1`` [experts, 2 * width, hidden / 2] and ``w2`` [experts, hidden, width / 2] hold two codes per byte, the even
+    column in the low nibble, with a scale for each 32 columns.
+    """
 
     def __init__(self, experts: Experts):
         super().__init__()
@@ -79,7 +83,8 @@ class FusedExperts(nn.Module):
         return self._routed(each, chosen.reshape(-1, 1), ones).unflatten(0, (-1, k)).sum(1)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """In a window a matrix is read once for each row that chose it; in a chunk rows are sorted by expert first."""
+        """Run the kernel for few or for many rows. For a verify window, a matrix is read once for each row that chose
+        it; for a chunk of prefill, rows are sorted by expert first."""
         few = most_rows(x.shape[0]) <= WINDOW_ROWS
         op = torch.ops.triton.fused_moe if few else torch.ops.triton.fused_moe_batched_gemm
         packed = self.w1, self.w1_scale, self.w2, self.w2_scale

@@ -1,9 +1,9 @@
-"""INT4 weights that another tool quantized, in CUDA's layout: codes and zero points as they are, scales as near as it
-can.
+"""Converts INT4 weights that another tool quantized to CUDA's layout: codes and zero points exactly, scales as near as
+possible.
 
-ExecuTorch's ``CudaCoalescedInt4Tensor`` holds a scale as a code of 8 bits times an fp16 step that 256 weights of a row
-share, and a zero point likewise. ExecuTorch takes the step from the largest of the 256 alone; a few steps are tried
-here, since fp16 is coarse where steps are (1e-5 and less are subnormal), and a step of 1 makes zero points exact.
+ExecuTorch's ``CudaCoalescedInt4Tensor`` stores a scale as an 8-bit code times an fp16 step, which 256 weights of a row
+share, and a zero point likewise. ExecuTorch computes the step from the largest of the 256 alone. Here several steps are
+tried, because fp16 is coarse for such small numbers (1e-5 and less are subnormal). A step of 1 makes zero points exact.
 """
 
 import torch
@@ -13,16 +13,16 @@ from torch import Tensor
 
 BLOCK = 256  # weights that share a step
 GROUPS = (32, 64, 128, 256)
-"""What the kernels take; a coarser group is several of 256."""
+"""Group sizes that the kernels support. A coarser group is stored as several of 256."""
 STEPS = range(255, 223, -1)
-"""Codes of the largest scale of a block that are tried."""
+"""Codes that are tried for the largest scale of a block."""
 ROWS = 1024  # at a time
 
 
 def exact_layout(name: str, weight: ExportableInt4Tensor) -> tuple[CudaCoalescedInt4Tensor, float]:
-    """The weight [N, K], and the largest relative rounding of a scale.
+    """Return the weight [N, K] in CUDA's layout, and the largest relative rounding of a scale.
 
-    ``has_whole_zeros`` is what it wants. Raises ValueError for scales that the layout has no code for.
+    The weight must satisfy ``has_whole_zeros``. Raises ValueError for scales outside the layout's range.
     """
     group, (rows, columns) = weight.group_size, weight.shape
     scale, zero = weight.scale.t(), weight.zero_point.t()  # [N, groups]
@@ -45,7 +45,8 @@ def exact_layout(name: str, weight: ExportableInt4Tensor) -> tuple[CudaCoalesced
 
 
 def _encoded(scale: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Scales [N, blocks, groups of a block]: codes uint8 [N, groups], steps fp16 [N, blocks], largest rounding."""
+    """Encode scales [N, blocks, groups of a block] as codes uint8 [N, groups] and steps fp16 [N, blocks]. Also return
+    the largest relative rounding."""
     scale = scale.float()
     largest = scale.amax(-1)
     best = torch.full_like(largest, torch.inf)
@@ -63,13 +64,13 @@ def _codes(scale: Tensor, step: Tensor) -> Tensor:
 
 
 def _rounding(scale: Tensor, codes: Tensor, step: Tensor) -> Tensor:
-    """The largest relative rounding in each block [N, blocks]; a scale of 0 is held exactly."""
+    """Return the largest relative rounding in each block, [N, blocks]. A scale of 0 is stored exactly."""
     held = codes * step.float().unsqueeze(-1)
     return ((held - scale).abs() / scale.clamp_min(1e-30)).amax(-1)
 
 
 def has_whole_zeros(weight: ExportableInt4Tensor) -> bool:
-    """Whether every zero point is one of the codes, which a step of 1 holds exactly."""
+    """Return True if every zero point is an integer from 0 to 255, which a step of 1 stores exactly."""
     zero = weight.zero_point
     return bool(((zero == zero.round()) & (zero >= 0) & (zero <= 255)).all())
 

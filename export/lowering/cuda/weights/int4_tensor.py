@@ -1,14 +1,14 @@
 """INT4 weights on CUDA: ExecuTorch's ``CudaCoalescedInt4Tensor`` with scales and zero points laid out for our kernel.
 
-The codes stay the bytes of the checkpoint, so that a mapped file is never copied. The rest is made anew on every way
-here and takes no more than it did: for each tile of 128 outputs and block of 256 of K, group by group, each output's
-scale and zero point side by side (``kernels/int4.py``). The last tile is filled up with zeros.
+The codes stay the bytes of the checkpoint, so a mapped file is never copied. Scales and zero points are rearranged and
+take no more memory than before: for each tile of 128 outputs and block of 256 along K, group by group, each output's
+scale and zero point are side by side (``kernels/int4.py``). The last tile is padded with zeros.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (what linears of many rows take)
+import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (used by linears with many rows)
 import torch
 from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, MOST, TILE, tiled, u
 
 
 class TiledInt4Tensor(TorchAOBaseTensor):
-    """A weight [N, K] of bfloat16; parts as ``int4_small_m`` takes them. It may be several, one below the other."""
+    """A weight [N, K] of dtype bfloat16, with the parts that ``int4_small_m`` takes. It may be several weights stacked
+    along N."""
 
     tensor_data_names = ["qdata", "codes", "steps"]
     optional_tensor_data_names = ["qdata1", "qdata2"]
@@ -47,7 +48,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
         return qdata, self.codes, self.steps
 
     def coalesced(self) -> list[CudaCoalescedInt4Tensor]:
-        """The same weight, or each of several, as ExecuTorch has it."""
+        """Return the weight, or each of several stacked ones, in ExecuTorch's layout."""
         found, first, group = [], 0, BLOCK // self.codes.shape[2]
         for qdata in self.parts[0]:
             last = first + -(-qdata.shape[0] // TILE)
@@ -57,8 +58,11 @@ class TiledInt4Tensor(TorchAOBaseTensor):
         return found
 
     @staticmethod
-    def join(weights: Sequence["TiledInt4Tensor"], rows: Callable[[list[Tensor]], Tensor]) -> "TiledInt4Tensor":
-        """See ``joined``. The codes stay where they are. Raises ValueError for more weights than the kernel takes."""
+    def concatenate(weights: Sequence["TiledInt4Tensor"], rows: Callable[[list[Tensor]], Tensor]) -> "TiledInt4Tensor":
+        """Concatenate weights along N (see ``concatenation.concatenated``); the codes are not copied.
+
+        Raises ValueError for more weights than the kernel takes.
+        """
         qdata = [each for weight in weights for each in weight.parts[0]]
         if len(qdata) > MOST:
             raise ValueError(f"{len(qdata)} weights: one launch takes {MOST}")
@@ -68,7 +72,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
         return TiledInt4Tensor(qdata[0], codes, steps, shape, **more)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Exact in float32, rounded once otherwise."""
+        """Return the dense weight: exact in float32, rounded once in other dtypes."""
         return torch.cat([weight.dequantize(dtype) for weight in self.coalesced()])
 
     def _quantization_type(self) -> str:
@@ -78,7 +82,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
 @TiledInt4Tensor.implements([torch.ops.aten.linear.default])
 @TiledInt4Tensor.implements_torch_function([F.linear])
 def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """As ExecuTorch does; for many rows it dequantizes the matrix first."""
+    """Compute a linear as ExecuTorch does, which dequantizes the matrix first for many rows."""
     x, weight, *bias = args
     found = [F.linear(x, each) for each in weight.coalesced()]
     out = found[0] if len(found) == 1 else torch.cat(found, -1)
@@ -86,7 +90,7 @@ def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: objec
 
 
 def laid_out(weight: CudaCoalescedInt4Tensor) -> TiledInt4Tensor:
-    """The same weight for our kernel."""
+    """Return the weight in the layout of our kernel."""
     codes, steps = tiled(weight.scale, weight.scale_step, weight.zero_point, weight.zero_point_step)
     return TiledInt4Tensor(weight.qdata, codes, steps, weight.shape)
 

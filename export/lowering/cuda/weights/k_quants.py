@@ -1,8 +1,8 @@
-"""GGUF's K-quants on CUDA: the weights of linears and embeddings, laid out for their kernel, values to the bit.
+"""GGUF's K-quants on CUDA: the weights of linears and embeddings, laid out for their kernel with bit-exact values.
 
-ExecuTorch's own conversion re-encodes scales and minima; here codes and float16 steps are those of the file, only
-their places change (``kernels/k_quants.py`` has the layout). One layout serves products and look-ups alike, so that a
-head tied to the embedding stays one tensor.
+ExecuTorch's own conversion re-encodes scales and minima. Here the codes and float16 steps are those of the file; only
+their order changes (``kernels/k_quants.py`` has the layout). One layout serves matmuls and look-ups, so a head tied to
+the embedding stays one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, in_tiles
 from eagle3.export.lowering.cuda.kernels.k_quants import by_row, code_bits, dequantized, dequantized_rows, packed
 
 _DECODED = {"q4_k": _q4_k_fields, "q5_k": _q5_k_fields, "q6_k": _q6_k_fields}
-_CHUNK = 1 << 24  # weights that are decoded at a time, a dozen bytes each
+_CHUNK = 1 << 24  # weights that are decoded at a time, about a dozen bytes each
 
 
 class KQuantTensor(TorchAOBaseTensor):
-    """A weight [N, K] of bfloat16; parts as ``k_quant_small_m`` takes them."""
+    """A weight [N, K] of dtype bfloat16, with the parts that ``k_quant_small_m`` takes."""
 
     tensor_data_names = ["qdata", "codes", "steps"]
     tensor_attribute_names = ["shape"]
@@ -43,16 +43,17 @@ class KQuantTensor(TorchAOBaseTensor):
         return self.qdata, self.high, self.codes, self.steps
 
     @staticmethod
-    def join(weights: Sequence["KQuantTensor"], rows: Callable[[list[Tensor]], Tensor]) -> "KQuantTensor":
-        """See ``joined``. Whole tiles stay as they are; where others than the last are filled up, all are made anew."""
+    def concatenate(weights: Sequence["KQuantTensor"], rows: Callable[[list[Tensor]], Tensor]) -> "KQuantTensor":
+        """Concatenate weights along N (see ``concatenation.concatenated``). If a weight before the last has a padded
+        tile, all tiles are rebuilt."""
         if not any(weight.shape[0] % TILE for weight in weights[:-1]):
-            return _one_below_the_other(weights, rows)
+            return _stacked(weights, rows)
         rows_of_all = zip(*(by_row(*weight.parts) for weight in weights), strict=True)
         q, pairs, steps = map(torch.cat, rows_of_all)
         return _of_rows(q, pairs, steps, code_bits(*weights[0].parts))
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Exact in float32, rounded once otherwise."""
+        """Return the dense weight: exact in float32, rounded once in other dtypes."""
         return dequantized(*self.parts).to(dtype)
 
     def _quantization_type(self) -> str:
@@ -62,7 +63,7 @@ class KQuantTensor(TorchAOBaseTensor):
 @KQuantTensor.implements([torch.ops.aten.linear.default])
 @KQuantTensor.implements_torch_function([F.linear])
 def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """The matrix is dequantized first; ``small_m_dispatch`` has products that decode it as they go."""
+    """Compute a linear with the dequantized matrix; ``small_m_dispatch`` has kernels that decode it instead."""
     x, weight, *bias = args
     return F.linear(x, weight.dequantize(x.dtype), *bias)
 
@@ -70,22 +71,23 @@ def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: objec
 @KQuantTensor.implements([torch.ops.aten.embedding.default])
 @KQuantTensor.implements_torch_function([F.embedding])
 def _embedding(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """[...] int64 -> [..., K]: the rows that are looked up are dequantized, not the table."""
+    """Look up rows: [...] int64 -> [..., K]. Only these rows are dequantized, not the table."""
     ids, table = args[:2] if isinstance(args[1], KQuantTensor) else args[1::-1]
     return dequantized_rows(ids.flatten(), *table.parts).to(table.dtype).unflatten(0, ids.shape)
 
 
 def laid_out(weight: ExportableGGUFTensor) -> KQuantTensor:
-    """The same weight for CUDA, in as many bytes but for what fills up a last tile."""
+    """Return the weight in CUDA's layout. It takes the same number of bytes, apart from the padding of the last
+    tile."""
     n, k = weight.shape
     rows, bits = max(1, _CHUNK // k // TILE) * TILE, K_QUANTS[weight.ggml_type.upper()]
     pieces = (weight.raw[start : start + rows] for start in range(0, n, rows))
-    return _one_below_the_other([_of_rows(*_fields(piece, weight.ggml_type, k), bits) for piece in pieces], torch.cat)
+    return _stacked([_of_rows(*_fields(piece, weight.ggml_type, k), bits) for piece in pieces], torch.cat)
 
 
 def _fields(raw: Tensor, kind: str, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``by_row`` gives, of some rows of blocks. ExecuTorch decodes scales as numbers: with steps of 1 these are
-    their codes."""
+    """Decode some rows of blocks to the form of ``by_row``. ExecuTorch decodes scales as numbers; with steps set to 1,
+    these numbers are the codes."""
     n = raw.shape[0]
     one = ExportableGGUFTensor(raw.clone(), kind, torch.float32)
     steps = super_scales(one).clone().view(n, k // BLOCK, -1)
@@ -97,13 +99,13 @@ def _fields(raw: Tensor, kind: str, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_rows(q: Tensor, pairs: Tensor, steps: Tensor, bits: int) -> KQuantTensor:
-    """Of what ``by_row`` gives."""
+    """Build a weight from the form of ``by_row``."""
     qdata, high = packed(q, bits)
     return KQuantTensor(qdata, in_tiles(pairs), in_tiles(steps[:, :, None]).squeeze(2), q.shape, high=high)
 
 
-def _one_below_the_other(weights: Sequence[KQuantTensor], rows: Callable[[list[Tensor]], Tensor]) -> KQuantTensor:
-    """Of whole tiles, but for the last; ``rows`` joins tensors."""
+def _stacked(weights: Sequence[KQuantTensor], rows: Callable[[list[Tensor]], Tensor]) -> KQuantTensor:
+    """Stack weights along N by ``rows``, which concatenates tensors. All but the last must have whole tiles."""
     qdata, codes, steps = (
         rows([getattr(weight, part) for weight in weights]) for part in KQuantTensor.tensor_data_names
     )

@@ -1,7 +1,7 @@
-"""Weight quantization: ExecuTorch's own recipes, fitted to a model's sizes, and its quantizer.
+"""Weight quantization by ExecuTorch's own recipes, fitted to a model's sizes, and by its quantizer.
 
-The recipes are Gemma 4 31B's, written for its 60 layers of width 5376: per-row scales and the layers that they call
-sensitive (the first and the last quarter) are moved to the sizes of the model at hand.
+The recipes are those of Gemma 4 31B, written for its 60 layers of width 5376. Per-row scales and the sensitive layers
+(the first and the last quarter) are scaled to the sizes of the model at hand.
 """
 
 import re
@@ -31,8 +31,8 @@ INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width o
 
 
 def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None = None) -> QuantRecipe:
-    """The recipe ``default`` or ``sensitive`` for a model of transformers' ``config``; with ``model`` also for its
-    experts and for widths that INT4 has no layout for."""
+    """Return the recipe ``default`` or ``sensitive`` for a model of transformers' ``config``. With ``model``, it also
+    has rules for experts and for widths that INT4 has no layout for."""
     width, layers = config.hidden_size, config.num_hidden_layers
 
     def fitted(rule: QuantRule) -> QuantRule:
@@ -48,14 +48,15 @@ def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None
 
 
 def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
-    """INT8 where INT4 would have to be padded (gpt-oss is 2,880 wide): it takes any multiple of 32 as it is."""
+    """Return rules that use INT8 where INT4 would need padding (gpt-oss is 2,880 wide). INT8 takes any multiple of
+    32."""
     linears = ((name, module.in_features) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     names = [re.escape(name) for name, width in linears if width % INT4_BLOCK and width % INT8.group_size == 0]
     return [QuantRule(rf"(.*\.)?({'|'.join(names)})\.weight", INT8)] if names else []
 
 
 def check_recipe(flag: str, name: str, model: nn.Module, config: "PreTrainedConfig") -> None:
-    """Raise ValueError for a linear that INT4 has no layout for, and where quantizing needs a GPU and there is none."""
+    """Raise ValueError for a linear that INT4 has no layout for, or if quantizing needs a GPU and there is none."""
     recipe = fitted_recipe(name, config, model)
     for linear, module in model.named_modules(remove_duplicate=False):
         rule = recipe.get_config(f"{linear}.weight") if isinstance(module, nn.Linear) else None
@@ -82,25 +83,25 @@ def check_quantized_headers(headers: dict[str, TensorHeader], skeleton: Skeleton
         if four_bits:
             _check_int4_width(name.removesuffix(".weight"), header.shape[1], "leave it unquantized, or in INT8")
         if four_bits and skeleton.key_map(name) in embeddings:
-            raise ValueError(f"{name} is an embedding of 4 bits, but 8 are what CUDA looks up: leave it unquantized")
+            raise ValueError(f"{name} is a 4-bit embedding, but CUDA looks up 8-bit ones: leave it unquantized")
         group, least = header.group, 32 if four_bits else 16
         if group and (group % least or (four_bits and group > INT4_BLOCK and group % INT4_BLOCK)):
             sizes = "32, 64, 128 and multiples of 256" if four_bits else "multiples of 16"
             raise ValueError(
-                f"{name} has scales for groups of {group} columns, but {sizes} are what the kernels take: name a "
-                "checkpoint with coarser groups, or type --backend xnnpack, which dequantizes"
+                f"{name} has scales for groups of {group} columns, but the kernels take {sizes}: name a checkpoint "
+                "with coarser groups, or type --backend xnnpack, which dequantizes"
             )
 
 
-def _check_int4_width(linear: str, width: int, cure: str) -> None:
+def _check_int4_width(linear: str, width: int, advice: str) -> None:
     if width % INT4_BLOCK:
-        raise ValueError(f"{linear} takes {width} inputs, but INT4 for CUDA wants a multiple of {INT4_BLOCK}: {cure}")
+        raise ValueError(f"{linear} takes {width} inputs, but INT4 for CUDA needs a multiple of {INT4_BLOCK}: {advice}")
 
 
 def quantize(model: nn.Module, recipe: QuantRecipe, spare: Iterable[nn.Parameter] = ()) -> None:
     """Quantize in place the weights of linears and embeddings that the recipe names, except ``spare``.
 
-    A head tied to the embedding is quantized apart from it: the recipes store the two differently.
+    A head tied to the embedding is quantized separately, because the recipes store the two in different types.
     """
     modules = list(model.modules())
     embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
@@ -116,7 +117,7 @@ def quantize(model: nn.Module, recipe: QuantRecipe, spare: Iterable[nn.Parameter
 
 
 def lay_out(model: nn.Module, spare: Iterable[nn.Parameter] = ()) -> None:
-    """The quantized weights of ``model`` in the layouts of their CUDA kernels, in place, except ``spare``."""
+    """Convert the quantized weights of ``model`` to the layouts of their CUDA kernels, in place, except ``spare``."""
     spared = set(map(id, spare))
     for module in model.modules():
         if id(getattr(module, "weight", None)) not in spared and not any(module.children()):

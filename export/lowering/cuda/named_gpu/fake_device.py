@@ -1,4 +1,4 @@
-"""Part 1: PyTorch and Inductor ask about the GPU; the named one answers."""
+"""Part 1: makes PyTorch's and Inductor's queries about the GPU return the properties of the named one."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ CUDA_VERSION = "13.0"  # of the toolchain in the extra "cuda"; the CPU build of 
 
 
 class DeviceProperties:
-    """What ``torch.cuda.get_device_properties`` would return."""
+    """Stands in for the result of ``torch.cuda.get_device_properties``."""
 
     def __init__(self, gpu: Gpu):
         self.name, self.gcnArchName = gpu.name, ""
@@ -43,8 +43,9 @@ def _always(value: object) -> Callable[..., object]:
 
 
 @contextmanager
-def answers(gpu: Gpu) -> Iterator[None]:
-    """Within it, ``torch.cuda`` and Inductor's device interface describe ``gpu``; streams and devices are number 0."""
+def fake_device(gpu: Gpu) -> Iterator[None]:
+    """Within this context, ``torch.cuda`` and Inductor's device interface describe ``gpu``. Streams and devices have
+    the number 0."""
     properties = DeviceProperties(gpu)
     index_zero = (
         "_exchange_device",
@@ -92,13 +93,13 @@ def answers(gpu: Gpu) -> Iterator[None]:
     }
     with ExitStack() as stack:
         stack.enter_context(all_replaced(values))
-        forget_answers()
-        stack.callback(forget_answers)
+        clear_query_caches()
+        stack.callback(clear_query_caches)
         yield
 
 
-def forget_answers() -> None:
-    """Empty the caches that hold what was answered before: there is no GPU, or another one is named."""
+def clear_query_caches() -> None:
+    """Clear the caches that hold the results of earlier queries."""
     owners: list[ModuleType | type] = [importlib.import_module(name) for name in CACHING]
     owners += [kind for owner in owners for kind in vars(owner).values() if isinstance(kind, type)]
     for owner in owners:

@@ -1,4 +1,4 @@
-"""Weights of one kind as one, along their outputs: the first dimension of every part of a quantized weight."""
+"""Concatenates weights of one kind along their outputs, the first dimension of every part of a quantized weight."""
 
 import tempfile
 from collections.abc import Sequence
@@ -9,14 +9,15 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 ON_DISK = 64 << 20
-"""Bytes from which on a joined tensor lies in a file: the parts of a large checkpoint are mapped files themselves."""
+"""Bytes from which a concatenated tensor is kept in a file, as the mapped parts of a large checkpoint are."""
 
 
-def joined(weights: Sequence[Tensor], folder: Path) -> Tensor:
-    """Weights [N_i, K] of one ``form`` to one [sum of N_i, K] with the same values.
+def concatenated(weights: Sequence[Tensor], folder: Path) -> Tensor:
+    """Concatenate weights [N_i, K] of the same ``form`` into one [sum of N_i, K].
 
-    ``folder`` is where there is room for what is large; the file there has no name and goes with the tensor. A class
-    whose parts are not simply rows has a ``join`` of its own, which is given its weights and how to join tensors.
+    A large result is kept in a file in ``folder``, which has no name and is deleted with the tensor. A class whose
+    parts are not simply rows has a method ``concatenate``, which gets the weights and a function that concatenates
+    tensors.
     """
 
     def rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -25,8 +26,8 @@ def joined(weights: Sequence[Tensor], folder: Path) -> Tensor:
     first = weights[0]
     if not isinstance(first, TorchAOBaseTensor):
         return rows(weights)
-    if hasattr(first, "join"):
-        return first.join(weights, rows)
+    if hasattr(first, "concatenate"):
+        return first.concatenate(weights, rows)
     parts = {name: rows([getattr(weight, name) for weight in weights]) for name in _parts(first)}
     attributes = {name: getattr(first, name) for name in first.tensor_attribute_names}
     if "shape" in attributes:
@@ -35,7 +36,7 @@ def joined(weights: Sequence[Tensor], folder: Path) -> Tensor:
 
 
 def form(weight: Tensor) -> str:
-    """What must be the same to be joined: all but the number of rows."""
+    """Return a description of a weight without its number of rows. Weights can be concatenated if it is the same."""
     if not isinstance(weight, TorchAOBaseTensor):
         return repr((type(weight), weight.dtype, weight.shape[1:]))
     attributes = {name: getattr(weight, name) for name in weight.tensor_attribute_names if name != "shape"}
@@ -44,7 +45,7 @@ def form(weight: Tensor) -> str:
 
 
 def _room(tensors: Sequence[Tensor], folder: Path) -> Tensor | None:
-    """An empty tensor for what is large."""
+    """Return an empty tensor in a file for a large result, None for a small one."""
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     if count * first.element_size() < ON_DISK:
         return None
