@@ -1,4 +1,4 @@
-"""What a draft head is, whatever dialect its checkpoint has: all that ``DraftHead`` is built from."""
+"""The description of a draft head, independent of its checkpoint's dialect. ``DraftHead`` is built from it alone."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,46 +15,50 @@ __all__ = ["EAGLE", "EAGLE3", "P_EAGLE", "DraftDescription"]
 
 @dataclass(frozen=True)
 class DraftDescription:
-    """A draft head. Tensor names are already ``DraftHead``'s own (see ``tensor_names``); whatever is there or not
-    (biases, norms, an embedding, a vocabulary of its own) is told by ``headers``."""
+    """A draft head. Tensor names are ``DraftHead``'s own (see ``tensor_names``). ``headers`` say which optional parts
+    exist (biases, norms, an embedding, a vocabulary of its own)."""
 
     kind: str
     dialect: str
-    """The system whose files these are, as ``--draft-dialect`` names it."""
+    """The system that wrote the files, under its name for ``--draft-dialect``."""
     source: Source
     layer: "LlamaConfig"
-    """Sizes and rotary table of the decoder layers, in transformers' terms; ``head_dim`` is that of the tensors."""
+    """Sizes and rotary parameters of the decoder layers, as in transformers; ``head_dim`` is derived from the
+    tensors."""
     layers: int
     tensor_names: dict[str, str]
-    """Checkpoint tensor to ``DraftHead`` parameter or buffer; a tensor that is not here is not loaded."""
+    """Maps tensors of the checkpoint to parameters or buffers of ``DraftHead``; other tensors are not loaded."""
     headers: dict[str, TensorHeader]
-    """By ``DraftHead``'s names."""
+    """The headers of these tensors, by ``DraftHead``'s names."""
     target_vocab_size: int
     aux_layers: tuple[int, ...] | None = None
-    """Taps as the checkpoint gives them, read by ``aux_convention``. None: it leaves them to the default."""
+    """Taps as in the checkpoint, with the meaning of ``aux_convention``; None if the checkpoint has none."""
     aux_convention: str = "input"
-    """Whether id L is the input of the target's layer L (transformers' ``hidden_states[L]``) or its output."""
+    """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
+    output."""
     takes_final_state: bool = False
-    """The feature is the target's final state after its norm: EAGLE, EAGLE-3 with ``use_aux_hidden_state`` false."""
+    """The feature is the target's final state after its norm: for EAGLE, and EAGLE-3 without
+    ``use_aux_hidden_state``."""
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     feeds_normed: bool = False
-    """The next step's feature is the normed state (``norm_output`` but for SpecForge)."""
+    """The next step's feature is the normed state (``norm_output``, except for SpecForge)."""
     later_norm: str = "input_layernorm"
-    """Which norm the layers after the first apply to their input."""
+    """The norm that the layers after the first apply to their input."""
     shares_lm_head: bool = False
-    """Its lm_head is the target's; with ``ties_lm_head`` it is its own embedding."""
+    """The head uses the target's lm_head."""
     ties_lm_head: bool = False
+    """The head uses its own embedding as lm_head."""
     mask_token_id: int | None = None
-    """P-EAGLE: the token of the rows that stand for proposals not made yet."""
+    """P-EAGLE: the token of the rows for proposals that are not made yet."""
     selector: str | None = None
-    """The checkpoint's own name of ``t2d``, which says of each target id whether the draft speaks it."""
+    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
     windows: tuple[int, ...] = (0,)
-    """Sliding window of each layer's own attention, in tokens; 0: it attends to every slot before."""
+    """Sliding window of each layer's own attention, in tokens; 0 for full attention."""
     chain_len: int = 3
-    """Draft tokens a round, as the checkpoint suggests."""
+    """Draft tokens per round that the checkpoint suggests."""
     verifier: str | None = None
-    """The target that the head was trained for, where the checkpoint names it."""
+    """The target that the head was trained for, if the checkpoint names it."""
     verifier_architectures: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
 
@@ -74,8 +78,8 @@ class DraftDescription:
 
     @property
     def taps_width(self) -> int:
-        """n_aux * the target's hidden size, as ``fc`` takes it; the width of the final state where that is the
-        feature."""
+        """The width of the taps together, n_aux * the target's hidden size, which ``fc`` takes; or the width of the
+        final state if that is the feature."""
         if not self.takes_final_state:
             return self.headers["fc.weight"].shape[1]
         return self.headers["fc.weight"].shape[1] - self.hidden_size if self.kind == EAGLE else self.hidden_size
@@ -90,9 +94,9 @@ class DraftDescription:
 
     @property
     def window(self) -> int:
-        """The shortest window of any layer, 0 where there is none."""
+        """The shortest sliding window of any layer, 0 if there is none."""
         return min((window for window in self.windows if window), default=0)
 
     def has(self, module: str) -> bool:
-        """Whether the checkpoint has a weight for a module of ``DraftHead``."""
+        """Return True if the checkpoint has a weight for a module of ``DraftHead``."""
         return f"{module}.weight" in self.headers

@@ -1,19 +1,19 @@
-"""Draft heads written out from their formulas: no module, no cache, every row computed anew.
+"""The reference for draft heads: their formulas in plain PyTorch, without modules or caches, all rows recomputed.
 
-What ``DraftHead`` computes is held against this (``eagle3.export.twin.draft``). It reads a checkpoint's own
-configuration and tensor names, so that a mistake in reading them shows as well. EAGLE-3 (taps a, embedded token E):
+``DraftHead`` is compared with this (``eagle3.export.twin.draft``). It reads a checkpoint's own configuration and tensor
+names, so that a mistake in reading them shows as well. EAGLE-3 (taps a, embedded token E):
 
     a = cat(taps);  a = input_norm(a) if norm_before_fc;  a = cat(fc_norm_i(a_i)) if fc_norm;  f = fc(a)
     e = input_layernorm(E);  h = hidden_norm(f);  r = h if norm_before_residual else f
     x = r + attention(cat[e, h]);  g = x + mlp(post_attention_layernorm(x))
     logits = lm_head(norm(g));  the next f is norm(g) if norm_output else g
 
-A later layer takes g through its own norm instead of cat[e, h]. EAGLE 1 and 2: f is the target's final state, and the
-layer runs over x = fc(cat[E, f]). P-EAGLE: step j is a row of its own behind the last, of the mask token and the
-feature fc(mask_hidden).
+A later layer takes its norm of g instead of cat[e, h]. EAGLE 1 and 2: f is the target's final state, and the layer runs
+on x = fc(cat[E, f]). P-EAGLE: step j is a row of its own after the last one, with the mask token and the feature
+fc(mask_hidden).
 
-Source: the papers (EAGLE 2401.15077, EAGLE-3 2503.01840), SafeAILab's, speculators' and SGLang's code, vLLM's where the
-window of the attention moves with the chain (in speculators' training it stays where the first step of a slot had it).
+Source: the papers (EAGLE 2401.15077, EAGLE-3 2503.01840) and the code of SafeAILab, speculators and SGLang. The sliding
+window moves with the chain as in vLLM; in speculators' training it stays where the first step of a slot had it.
 """
 
 import re
@@ -42,9 +42,9 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Drafter:
-    """``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its decoder layers, ``tensors`` are
-    float32 by the checkpoint's names; ``lm_head`` [V, H] and ``embedding`` are those of the target, for a head that has
-    none. H is the draft's hidden size, V its vocabulary."""
+    """Computes a draft head. ``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its decoder
+    layers. ``tensors`` are float32, under the checkpoint's names. ``embedding`` and ``lm_head`` [V, H] are the
+    target's, for a head without its own. H is the draft's hidden size, V its vocabulary size."""
 
     dialect: str
     config: dict[str, Any]
@@ -54,12 +54,13 @@ class Drafter:
     lm_head: Tensor
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[T] -> [T, H]."""
+        """Embed tokens [T] -> [T, H]."""
         own = self._find("embed_tokens.weight")
         return (self.embedding if own is None else own)[tokens]
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
-        """The target's states, each [T, H_target], as features [T, H]; a lone final state of a head that takes it."""
+        """Fuse the target's states, each [T, H_target], into features [T, H]. A head that takes the final state returns
+        that state."""
         if self._joins_in_fc or self._said("use_aux_hidden_state") is False:
             return taps[0]
         if self._find("fc_norm.0.weight") is not None:
@@ -68,13 +69,14 @@ class Drafter:
         return self._linear(self._norm(states, "input_norm") if self._said("norm_before_fc") else states, "fc")
 
     def mask_rows(self, taps: int) -> tuple[Tensor, Tensor]:
-        """Token id [] and feature [1, H] of a row that stands for a proposal not made yet."""
+        """Return token id [] and feature [1, H] of the row for a proposal that is not made yet."""
         said = (self._said(key) for key in ("mask_token_id", "pard_token", "ptd_token_id"))
         hidden = self._get("mask_hidden").reshape(1, -1)
         return torch.tensor(next(id for id in said if id is not None)), self.fuse(list(hidden.chunk(taps, dim=-1)))
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows at positions 0, 1, 2, ...: tokens [T] and features [T, H] -> logits [T, V], the next features."""
+        """Compute rows at positions 0, 1, 2, ...: tokens [T] and features [T, H] -> logits [T, V], the next
+        features."""
         e, g = self.embed(tokens), features
         for index in range(self._layers):
             g = self._layer(index, e, g)
@@ -126,7 +128,7 @@ class Drafter:
         )  # [heads or kv_heads, T, size]
         if self._find(f"{at}q_norm.weight") is not None:
             query, key = self._norm(query, f"{at}q_norm"), self._norm(key, f"{at}k_norm")
-        query, key = self._rotated(query, size), self._rotated(key, size)
+        query, key = self._with_rotary(query, size), self._with_rotary(key, size)
         groups = heads // len(key)
         key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
         scores = query @ key.transpose(1, 2) / size**0.5
@@ -134,20 +136,21 @@ class Drafter:
         return self._linear((scores.softmax(-1) @ value).transpose(0, 1).flatten(1), f"{at}o_proj")
 
     def _visible(self, index: int, rows: int) -> Tensor:
-        """Which rows a row attends to: those up to itself, within the window if there is one. bool [T, T]."""
+        """Return the mask bool [T, T]: a row attends to the rows up to itself, within the sliding window if there is
+        one."""
         distance = torch.arange(rows)[:, None] - torch.arange(rows)[None, :]
         visible = distance >= 0
         written = self.config.get("transformer_layer_config", self.config)
         kinds = written.get("layer_types") or self.layer.layer_types or ["full_attention"] * (index + 1)
         return visible & (distance < self.layer.sliding_window) if kinds[index] == "sliding_attention" else visible
 
-    def _rotated(self, x: Tensor, size: int) -> Tensor:
+    def _with_rotary(self, x: Tensor, size: int) -> Tensor:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         rope, scale = self.layer.rope_parameters, 1.0
         if rope["rope_type"] == "default":
-            rotated = int(size * rope.get("partial_rotary_factor", 1.0))
-            frequencies = rope["rope_theta"] ** (-torch.arange(0, rotated, 2) / rotated)
+            dims = int(size * rope.get("partial_rotary_factor", 1.0))
+            frequencies = rope["rope_theta"] ** (-torch.arange(0, dims, 2) / dims)
         else:
             frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.layer, "cpu")
         angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies)
@@ -181,7 +184,7 @@ class Drafter:
         return found
 
     def _find(self, name: str) -> Tensor | None:
-        """A tensor by ``layers.{i}.`` and the names above, whatever the checkpoint calls it."""
+        """Return a tensor by its name above, with layers as ``layers.{i}.``, whatever the checkpoint calls it."""
         module, _, end = name.rpartition(".")
         names = [name, *(f"{other}.{end}" for other in _OTHER_NAMES.get(module, ()))]
         if name.startswith("layers."):

@@ -1,14 +1,14 @@
 """The draft head as a module with a KV cache of its own: EAGLE-3, P-EAGLE, and EAGLE 1 and 2.
 
-    f = fc(cat(taps))                       # the first step of an EAGLE-3; later steps take the g before
+    f = fc(cat(taps))                       # first step of an EAGLE-3; later steps take g of the step before
     g = layers(embed(token), f)             # layers.py
     logits = lm_head(norm(g)); the next f is norm(g) if the head feeds the normed state, else g
 
-An EAGLE takes the target's final state for f. A P-EAGLE proposes all K tokens in one forward: behind the last row stand
-K - 1 rows of its mask token and its mask feature, fc(mask_hidden).
+An EAGLE takes the target's final state for f. A P-EAGLE proposes all K tokens in one forward: K - 1 rows follow the
+last row, with its mask token and its mask feature, fc(mask_hidden).
 
 Source: the papers (EAGLE-3, arXiv 2503.01840; EAGLE, 2401.15077), speculators' ``Eagle3DraftModel``,
-``PEagleDraftModel`` and ``EagleSpeculator``, whose numbers tests/golden holds.
+``PEagleDraftModel`` and ``EagleSpeculator``, whose outputs are in tests/golden.
 """
 
 from typing import Any, Self
@@ -25,9 +25,9 @@ from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
 
 
 class DraftHead(nn.Module):
-    """Draft slot p pairs the target's feature at p with token p + 1.
+    """A draft head. Draft slot p pairs the target's feature at p with token p + 1.
 
-    ``proposals``: how many tokens one forward proposes, K for a P-EAGLE that is to propose K, else 1.
+    ``proposals`` is the number of tokens that one forward proposes: K for a P-EAGLE, otherwise 1.
     """
 
     d2t: Tensor | None
@@ -37,7 +37,7 @@ class DraftHead(nn.Module):
         super().__init__()
         config, size = draft.layer, draft.hidden_size
         self.proposals = proposals if draft.kind == P_EAGLE else 1
-        self.slots = max_seq_len + self.proposals - 1  # the last window's mask rows stand behind the context's end
+        self.slots = max_seq_len + self.proposals - 1  # the mask rows of the last verify window exceed the context
         self.max_seq_len, self.feeds_normed = max_seq_len, draft.feeds_normed
         self.joins_in_fc, self.mask_token = draft.kind == EAGLE, draft.mask_token_id
         self.takes_final_state = draft.takes_final_state
@@ -63,12 +63,13 @@ class DraftHead(nn.Module):
         if self.mask_token is not None:
             self.register_buffer(MASK, torch.empty(draft.headers[MASK].shape))
         self.windows = [ring_window(window, self.slots) for window in draft.windows]
-        self._slots_written = 0  # eager mode alone: exported programs leave positions to their caller
+        self._slots_written = 0  # eager mode only: callers of exported programs check positions themselves
 
     def attach(
         self, draft: DraftDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget
     ) -> Self:
-        """Make what no checkpoint holds: KV caches, the rotary table (float32), a shared embedding and lm_head."""
+        """Add the parts that no checkpoint holds: KV caches, the rotary table (float32), a shared embedding and
+        lm_head."""
         for layer, window in zip(self.layers, self.windows, strict=True):
             attn: Any = layer.self_attn  # of a class of transformers
             shape = KVCacheShape(draft.layer.num_key_value_heads, attn.head_dim, self.slots, window, dtype)
@@ -93,15 +94,15 @@ class DraftHead(nn.Module):
 
     @property
     def window(self) -> int:
-        """The shortest of the layers' rings, 0 where there is none."""
+        """The shortest sliding window of the layers' ring caches, 0 if there is none."""
         return min((window for window in self.windows if window), default=0)
 
     def _taps(self) -> int:
         return len(self.fc_norm) if self.fc_norm is not None else 1
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """The target's tapped states, each [1, T, H_target], as one feature [1, T, H]; of a head that takes the
-        final state, that one."""
+        """Fuse the target's tapped states, each [1, T, H_target], into one feature [1, T, H]. A head that takes the
+        final state returns that state."""
         if self.takes_final_state:
             (state,) = taps
             return state
@@ -120,11 +121,11 @@ class DraftHead(nn.Module):
             tokens: int64 [1, T], target ids; slot p takes token p + 1
             feature: [1, T, H], from ``fuse`` or a recurrent feature
             input_pos: int64 [T], consecutive, at most one past the last slot written
-            last: give the last row alone, and a P-EAGLE's mask rows
-            accepted: int64 [1], give this row as if it were the last, whatever stands behind it
+            last: return only the last row, and a P-EAGLE's mask rows
+            accepted: int64 [1], return this row as if it were the last; the rows after it are ignored
 
         Returns:
-            draft logits [1, T + K - 1 or K, draft_vocab_size] and the recurrent features, likewise
+            draft logits [1, T + K - 1 or K, draft_vocab_size], and the recurrent features of the same rows
 
         Raises:
             ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``
@@ -162,26 +163,26 @@ class DraftHead(nn.Module):
         return torch.cat((tokens, masks), 1), torch.cat((feature, features), 1), torch.cat((input_pos, positions))
 
     def _masked_behind(self, tokens: Tensor, feature: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Mask rows in the place of those behind row ``accepted``: the first of them are what it proposes by."""
+        """Replace the rows after row ``accepted`` by mask rows. The first of them give the proposals."""
         assert self.mask_token is not None, "a P-EAGLE has a mask token"
         behind = torch.arange(tokens.shape[1], device=tokens.device) > accepted
         tokens = torch.where(behind, self.mask_token, tokens)
         return tokens, torch.where(behind[None, :, None], self.mask_feature, feature)
 
     def _kept(self, last: bool, accepted: Tensor | None) -> Keep | None:
-        """The rows that are wanted of the last layer; None: all."""
+        """Return a function that picks the rows needed of the last layer, None for all rows."""
         if accepted is not None:
             rows = (accepted + torch.arange(self.proposals, device=accepted.device))[None, :, None]
             return lambda x: x.gather(1, rows.expand(-1, -1, x.shape[-1]))
         return (lambda x: x[:, -self.proposals :]) if last else None
 
     def target_ids(self, logits: Tensor) -> Tensor:
-        """Greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""
+        """Return greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""
         ids = logits.argmax(-1)
         return ids if self.d2t is None else ids + self.d2t[ids]
 
     def ids_in_target(self) -> Tensor | None:
-        """int64 [draft_vocab_size], the target's id of each of the draft's; None where they are the same."""
+        """Return int64 [draft_vocab_size], the target's id of each draft id; None if they are the same."""
         return None if self.d2t is None else torch.arange(len(self.d2t)) + self.d2t
 
     def _check_positions(self, input_pos: Tensor) -> None:
@@ -203,7 +204,7 @@ def load_draft(
     target: TapTarget,
     proposals: int = 1,
 ) -> DraftHead:
-    """Load a draft head; it shares ``target``'s embedding and lm_head where it has none of its own."""
+    """Load a draft head. It shares ``target``'s embedding and lm_head if it has none of its own."""
     with torch.device("meta"):
         head = DraftHead(draft, max_seq_len, proposals)
     load_checkpoint("", head, key_map=draft.tensor_names.get, dtype=dtype, raw_iter=lambda _: draft.source.tensors())

@@ -1,6 +1,6 @@
-"""Which kind of head a checkpoint is: its tensors decide, and what its configuration says must agree.
+"""Determines the kind of head of a checkpoint: its tensors decide, and its configuration must agree.
 
-An EAGLE-3 head run as an EAGLE accepts exactly nothing, and the other way round.
+An EAGLE-3 head run as an EAGLE has no accepted tokens at all, and vice versa.
 """
 
 import re
@@ -14,7 +14,8 @@ from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.tensor_names import MASK
 
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the token that stands for a proposal not made yet: speculators' and NeMo's, then vLLM's two."""
+"""Keys of the mask token, which stands for proposals that are not made yet: speculators' and NeMo's, then vLLM's
+two."""
 _DECLARED = {
     r"P[Ee]agle|^peagle$": P_EAGLE,
     r"Eagle3|^eagle3$": EAGLE3,
@@ -23,9 +24,9 @@ _DECLARED = {
 
 
 def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[str, TensorHeader]) -> str:
-    """Of a head of hidden size ``width``; ``own``: headers by ``DraftHead``'s names.
+    """Return the kind of a head with hidden size ``width``. ``own`` holds headers by ``DraftHead``'s names.
 
-    Raises ValueError for tensors of another kind than is declared.
+    Raises ValueError if the tensors are of another kind than the configuration declares.
     """
     declared = _declared(config)
     query, fc = own["layers.0.self_attn.q_proj.weight"], own.get("fc.weight")
@@ -33,13 +34,13 @@ def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[st
         parallel = _drafts_in_parallel(file, config, own)
         kind = P_EAGLE if MASK in own and (parallel or declared != EAGLE3) else EAGLE3
         if kind == EAGLE3 and fc is None and not _takes_final_state(config):
-            raise ValueError(f"{file.parent}: no tensor fc.weight, though it is to fuse taps: is a shard missing?")
+            raise ValueError(f"{file.parent}: no tensor fc.weight, which fuses the taps: is a shard missing?")
     elif query.shape[1:] == (width,) and fc is not None:
         kind = EAGLE
     else:
         raise ValueError(
             f"{file.parent}: q_proj of the first layer takes {query.shape[-1]} inputs, but an EAGLE-3 head takes twice "
-            f"its hidden_size {width}, an EAGLE its hidden_size after an fc: this is no head of either kind"
+            f"its hidden_size {width}, an EAGLE its hidden_size after an fc: this head is of neither kind"
         )
     if declared is not None and declared != kind and (declared, kind) != (EAGLE3, P_EAGLE):
         raise ValueError(
@@ -51,7 +52,8 @@ def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[st
 
 
 def _drafts_in_parallel(file: Path, config: Mapping[str, Any], own: Mapping[str, TensorHeader]) -> bool:
-    """Whether the configuration alone makes it a P-EAGLE: NeMo's and Amazon's have the architectures of an EAGLE-3."""
+    """Return True if the configuration's keys declare a P-EAGLE. Heads of NeMo and Amazon have the architectures of an
+    EAGLE-3."""
     variants = {**config, **(config.get("eagle_config") or {})}
     says = boolean(variants, "parallel_drafting", False, file)
     if says and MASK not in own:

@@ -1,4 +1,5 @@
-"""Sizes and rotary table of a draft head's decoder layers, in transformers' terms, from nested or flat keys."""
+"""Reads sizes and rotary parameters of a draft head's decoder layers, from nested or flat keys, as transformers
+does."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Of model types whose layers are a Llama's, but for biases and norms of queries and keys, which the tensors tell."""
+"""Prefixes of model types with Llama's layers. Biases and norms of queries and keys are read from the tensors."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
@@ -32,10 +33,10 @@ _READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_
 
 
 def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> "LlamaConfig":
-    """transformers' configuration of the decoder layers.
+    """Return transformers' configuration of the decoder layers.
 
-    ``headers`` by ``DraftHead``'s names settle the head's size: SafeAILab takes hidden_size / heads whatever
-    ``head_dim`` says. Raises ValueError for what transformers makes no layer of, naming the key.
+    The attention heads' size comes from ``headers`` (by ``DraftHead``'s names), because SafeAILab ignores ``head_dim``
+    and uses hidden_size / heads. Raises ValueError, which names the key, if transformers cannot build such a layer.
     """
     from transformers import AutoConfig, LlamaConfig
     from transformers.activations import ACT2FN
@@ -53,7 +54,7 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
             f"{file}: hidden_act is {json.dumps(activation)}, which transformers does not know: correct it"
         )
     wanted = {key: deepcopy(fields[key]) for key in _READ if key in fields}
-    if model_type == "llama4_text":  # its dense layers are of another width than its experts
+    if model_type == "llama4_text":  # its dense layers have another width than its experts
         wanted["intermediate_size"] = fields.get("intermediate_size_mlp", fields.get("intermediate_size"))
     for key in ("rope_scaling", "rope_parameters"):
         nested(fields, key, file)
@@ -62,7 +63,7 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
     if heads and wanted.get("num_key_value_heads") is None:
         wanted["num_key_value_heads"] = heads
     try:
-        # transformers wants a number of heads that divides hidden_size, though heads may have a size of their own.
+        # transformers requires a number of heads that divides hidden_size, although head_dim may be independent of it.
         one = {"num_attention_heads": 1} if heads else {}
         read = AutoConfig.for_model(model_type if model_type in FAMILIES else "llama", **wanted | one)
         read.num_attention_heads = heads or read.num_attention_heads
@@ -84,7 +85,7 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
 
 
 def _text_alone(rope: dict[str, Any] | None) -> None:
-    """Without the sections of a multimodal rope: in a text all of them have the same positions."""
+    """Remove the sections of a multimodal RoPE, which all have the same positions in a text."""
     if rope and "mrope_section" in rope:
         for key in ("mrope_section", "mrope_interleaved", "type", "rope_type"):
             kind = rope.pop(key, None)
@@ -101,9 +102,9 @@ def _head_dim(config: "LlamaConfig", headers: Mapping[str, TensorHeader]) -> int
 
 
 def windows(file: Path, config: "LlamaConfig", layers: int) -> tuple[int, ...]:
-    """The sliding window of each draft layer's own attention in tokens, 0 for full attention.
+    """Return the sliding window of each draft layer's own attention in tokens, 0 for full attention.
 
-    ``layer_types`` decides, as in speculators and vLLM: a ``sliding_window`` that no layer type names is not used.
+    As in speculators and vLLM, ``layer_types`` decides: without a sliding layer, ``sliding_window`` is not used.
     """
     kinds, window = config.layer_types or ["full_attention"] * layers, config.sliding_window
     if len(kinds) < layers:

@@ -1,4 +1,4 @@
-"""A draft head's decoder layers: transformers' attention and MLP, with what sets the layers of each kind of head apart.
+"""A draft head's decoder layers: transformers' attention and MLP, with the differences between the kinds of heads.
 
 first layer (EAGLE-3, P-EAGLE):  e = input_layernorm(embed(token));  h = hidden_norm(f)
                                  x = (h if norm_before_residual else f) + attention(cat[e, h])
@@ -28,7 +28,7 @@ Keep = Callable[[Tensor], Tensor]
 
 
 class DraftLayer(nn.Module):
-    """Layer ``index`` of a head. A norm that the checkpoint has not is none."""
+    """Layer ``index`` of a draft head. A norm that the checkpoint does not have is None."""
 
     input_layernorm: nn.Module | None
     hidden_norm: nn.Module | None
@@ -39,7 +39,7 @@ class DraftLayer(nn.Module):
         config, where = _config(draft), f"layers.{index}"
         self.first = index == 0
         self.joins = self.first and draft.kind != EAGLE
-        """Whether attention takes the embedding beside the feature."""
+        """Attention takes the embedding concatenated with the feature."""
         self.norm_before_residual = self.joins and draft.norm_before_residual
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if draft.has(f"{where}.{name}") else None
@@ -55,8 +55,8 @@ class DraftLayer(nn.Module):
                 setattr(owner, name, nn.Linear(inputs, linear.out_features, bias=bias))
 
     def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention: Any) -> Tensor:
-        """Embedding of the tokens (the first layer's alone) and feature, each [1, T, H] -> [1, T, H], or the
-        rows that ``keep`` picks: only keys and values outlive the others."""
+        """Compute embedding (used by the first layer only) and feature, each [1, T, H] -> [1, T, H], or only the rows
+        that ``keep`` picks. Of the other rows only keys and values are needed."""
         if self.joins:
             normed, embedding = _normed(self.hidden_norm, feature), _normed(self.input_layernorm, embedding)
             residual, x = normed if self.norm_before_residual else feature, torch.cat((embedding, normed), dim=-1)
@@ -70,7 +70,7 @@ class DraftLayer(nn.Module):
 
 
 def rotary_table(draft: DraftDescription) -> nn.Module:
-    """transformers' rotary embedding, float32."""
+    """Return transformers' rotary embedding, in float32."""
     partial = _rotates_in_part(draft)
     return (modeling_glm4_moe.Glm4MoeRotaryEmbedding if partial else modeling_llama.LlamaRotaryEmbedding)(draft.layer)
 
@@ -84,7 +84,8 @@ def _rotates_in_part(draft: DraftDescription) -> bool:
 
 
 def _attention_class(draft: DraftDescription, where: str) -> type[nn.Module]:
-    """GLM's rotates the first dimensions of a head alone; it cuts each head in two for that, which costs a full one."""
+    """Return the attention class. GLM's applies RoPE to the first dimensions of a head only. It splits each head for
+    that, which would cost time where all dimensions have RoPE."""
     if _rotates_in_part(draft):
         return modeling_glm4_moe.Glm4MoeAttention
     return modeling_qwen3.Qwen3Attention if draft.has(f"{where}.self_attn.q_norm") else modeling_llama.LlamaAttention

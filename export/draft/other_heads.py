@@ -1,4 +1,4 @@
-"""Heads that are no EAGLE, recognized by their architecture, keys or tensors and refused by name."""
+"""Recognizes draft heads that are not EAGLE heads by architecture, keys or tensors, and refuses them by name."""
 
 import re
 from collections.abc import Collection
@@ -25,7 +25,7 @@ _SPECULATORS = ("eagle", "eagle3", "peagle")
 
 
 def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[str]) -> None:
-    """Raise ValueError naming what the checkpoint is."""
+    """Raise ValueError, which names the kind of head, if the checkpoint is not an EAGLE head."""
     architectures = config.get("architectures") or []
     kind = config.get("speculators_model_type")
     named = " ".join(architectures)
@@ -39,5 +39,5 @@ def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[s
     if found:
         raise ValueError(
             f"{file.parent} is {found[0]} (architectures: {', '.join(architectures) or 'none'}): EAGLE-3, P-EAGLE and "
-            "EAGLE 1 and 2 heads are what is supported"
+            "EAGLE 1 and 2 heads are supported"
         )

@@ -1,5 +1,7 @@
-"""Reads a draft checkpoint, whatever system wrote it, into a ``DraftDescription``: from its configuration and tensor
-headers alone. What contradicts itself is refused with both values; what is left open is guessed, and the guess told."""
+"""Reads a draft checkpoint of any system into a ``DraftDescription``, from its configuration and tensor headers alone.
+
+Contradictions are refused with both values. Missing information is guessed, and the guess is reported.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +19,8 @@ from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_na
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
 AUX_IDS, AUX_OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"
-"""The latter is AngelSlim's own, whose ids are outputs of layers; for vLLM it adds the former, each one more."""
+"""Keys of the taps. The second is AngelSlim's own, with ids of layer outputs; for vLLM it adds the first, with each id
+one higher."""
 _MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight", "embed_tokens.weight")
 Headers = Mapping[str, TensorHeader]
 
@@ -26,16 +29,16 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
     """Describe the draft head in ``folder``.
 
     Args:
-        dialect: a name of ``DIALECTS``; None: the first that recognizes the checkpoint
-        norm_before_residual: None: what the checkpoint says
+        dialect: a name of ``DIALECTS``; None for the first that recognizes the checkpoint
+        norm_before_residual: None for the checkpoint's value
 
     Raises:
-        FileNotFoundError: a folder that lacks a file
-        ValueError: no draft head, one of another kind, or one that contradicts itself
+        FileNotFoundError: the folder lacks a file
+        ValueError: the folder holds no draft head, an unsupported one, or one that contradicts itself
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: --draft wants the folder of an EAGLE-3 draft head")
+        raise FileNotFoundError(f"{file} is missing: --draft needs the folder of an EAGLE-3 draft head")
     config, source = read_object(file), open_source(folder)
     headers = source.headers()
     texts(config, "architectures", file)
@@ -157,7 +160,7 @@ def _describe(
 
 
 def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[str, TensorHeader]]:
-    """Checkpoint name to ``DraftHead``'s, and headers by the latter."""
+    """Return a map from the checkpoint's names to ``DraftHead``'s, and the headers by the latter."""
     names = {name: known for name in headers if (known := own_name(name)) is not None}
     own = {each: headers[name] for name, each in names.items()}
     if len(own) != len(names):
@@ -188,7 +191,7 @@ def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:
 
 
 def _later_norm(folder: Path, own: Headers, layers: int, dialect: Dialect) -> str:
-    """Which norm the layers after the first have for their input."""
+    """Return the name of the norm that the layers after the first apply to their input."""
     found = {
         norm
         for norm in ("input_layernorm", "hidden_norm")
@@ -202,7 +205,7 @@ def _later_norm(folder: Path, own: Headers, layers: int, dialect: Dialect) -> st
 def _output_norm(
     file: Path, variants: Mapping[str, Any], own: Headers, dialect: Dialect, warnings: list[str]
 ) -> tuple[bool, bool]:
-    """Whether lm_head takes the state normed, and whether the next step does."""
+    """Return two flags: lm_head takes the normed state; the next step takes the normed state."""
     said = boolean(variants, "norm_output", False, file)
     if variants.get("norm_output") is not None and dialect.name in ("sglang", "specforge"):
         other = {"sglang": "specforge if SpecForge 0.2 or older", "specforge": "sglang if anything but SpecForge 0.2"}
@@ -218,7 +221,7 @@ def _output_norm(
 
 
 def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: int, kind: str) -> tuple[bool, bool]:
-    """Whether the head's lm_head is the target's, and whether it is its own embedding."""
+    """Return two flags: the head uses the target's lm_head; the head uses its own embedding as lm_head."""
     spoken = count(config, "draft_vocab_size", None, folder / "config.json")
     head = own.get("lm_head.weight")
     if head is not None:
@@ -240,7 +243,7 @@ def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: 
 
 
 def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tuple[tuple[int, ...] | None, str]:
-    """Taps as they are named, and whether they are inputs or outputs of layers."""
+    """Return the ids of the taps, and "input" or "output" for their meaning."""
     ids, outputs = layer_ids(variants, AUX_IDS, file), layer_ids(variants, AUX_OUTPUTS, file)
     return (outputs, "output") if outputs and not ids else (ids, dialect.ids_are)
 
@@ -266,7 +269,7 @@ def _check_presence(
     final: bool,
     warnings: list[str],
 ) -> None:
-    """Norms that the configuration implies are there, and none that it denies."""
+    """Check that the tensors include the norms and biases that the configuration implies, and none that it excludes."""
     file = folder / "config.json"
     layers = range(layer_count(own))
     implied = {f"layers.{index}.post_attention_layernorm.weight": True for index in layers}

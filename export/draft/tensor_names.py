@@ -1,8 +1,8 @@
-"""``DraftHead``'s names of a draft checkpoint's tensors, whatever system wrote them.
+"""Maps the tensor names of a draft checkpoint of any system to ``DraftHead``'s names.
 
-A first layer is ``layers.0``, ``midlayer`` (SafeAILab, SpecForge) or ``transformer`` (speculators' EAGLE), later ones
-are ``layers.{i}``, ``additional_layers.{i - 1}`` (SGLang) or, as the first, ``midlayer.{i}`` (Megatron's ModelOpt);
-each may stand under ``model.`` (NeMo, vLLM).
+The first layer is ``layers.0``, ``midlayer`` (SafeAILab, SpecForge) or ``transformer`` (speculators' EAGLE). Later
+layers are ``layers.{i}``, ``additional_layers.{i - 1}`` (SGLang) or ``midlayer.{i}``, which then names the first as
+well (Megatron's ModelOpt). Each may have the prefix ``model.`` (NeMo, vLLM).
 """
 
 import re
@@ -22,13 +22,13 @@ _PREFIXES = {
     r"aux_norm_high\.": "fc_norm.2.",
 }
 _UNREAD = r"verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
-"""What training leaves in a checkpoint: parts of the target, rotary tables."""
+"""Tensors that training leaves in a checkpoint and that are not read: parts of the target, rotary tables."""
 
 SELECTOR, MASK = "t2d", "mask_hidden"
 
 
 def own_name(name: str) -> str | None:
-    """None for a tensor that is not read."""
+    """Return ``DraftHead``'s name of a tensor, None for a tensor that is not read."""
     name = name.removeprefix("model.")
     if re.fullmatch(_UNREAD, name):
         return None
@@ -41,5 +41,5 @@ def own_name(name: str) -> str | None:
 
 
 def layer_count(names: Iterable[str]) -> int:
-    """Of ``DraftHead``'s names."""
+    """Return the number of layers among ``DraftHead``'s names."""
     return 1 + max((int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))), default=-1)

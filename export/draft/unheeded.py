@@ -1,7 +1,8 @@
-"""What a draft checkpoint says that its trainer's code takes no notice of: other systems would compute another head.
+"""Refuses settings of a draft checkpoint that its trainer's code ignores, because other systems would apply them and
+compute another head.
 
-A dialect names the keys that its trainer heeds, and where files of other systems look like its own also the tensors and
-the ropes (``dialects/dialect.py``). Whatever else a file says is asked about, not guessed.
+A dialect lists the keys that its trainer uses. If files of other systems look like its own, it also lists the tensors
+and the kinds of RoPE (``dialects/dialect.py``). For any other setting the user is asked; nothing is guessed.
 """
 
 import json
@@ -24,9 +25,9 @@ SILENT: dict[str, tuple[Any, ...]] = {
     "use_input_layernorm_in_first_layer": (True,),
     "partial_rotary_factor": (1,),
 }
-"""The keys of the variants that ``DraftHead`` computes, each with the values that change nothing."""
+"""The keys of the variants that ``DraftHead`` supports, each with the values that have no effect."""
 WINDOWS = "layer_types"
-"""Likewise, where it names a layer that is no ``full_attention``."""
+"""Another such key; it has an effect if it names a layer other than ``full_attention``."""
 
 
 def refuse_unheeded_variants(
@@ -37,12 +38,12 @@ def refuse_unheeded_variants(
     tensors: Collection[str],
     overridden: Collection[str] = (),
 ) -> None:
-    """Raise ValueError for the first key or tensor that the trainer of ``dialect`` does not heed in a head of ``kind``.
+    """Raise ValueError for the first key or tensor that the trainer of ``dialect`` ignores in a head of ``kind``.
 
     Args:
-        variants: the keys of the configuration, those of ``eagle_config`` and of the layers among them
-        tensors: names as ``DraftHead`` has them
-        overridden: keys that a flag of the export decides
+        variants: the keys of the configuration, including those of ``eagle_config`` and of the layers
+        tensors: names of ``DraftHead``
+        overridden: keys that a flag of the export overrides
     """
     heeds, trainer = dialect.heeds(kind), dialect.trainer
     for key, value in said(variants).items():
@@ -59,8 +60,8 @@ def refuse_unheeded_variants(
 
 
 def doubts_of_taps(dialect: Dialect, file: Path, ids: tuple[int, ...] | None, ids_are: str) -> list[str]:
-    """A line where a file names taps and the trainer of ``dialect`` always takes the same. ``ids_are``: "input" or
-    "output"."""
+    """Return a warning if a file names taps although the trainer of ``dialect`` always uses the same ones. ``ids_are``
+    is "input" or "output"."""
     if not ids or dialect.names_taps:
         return []
     return [
@@ -70,7 +71,7 @@ def doubts_of_taps(dialect: Dialect, file: Path, ids: tuple[int, ...] | None, id
 
 
 def said(variants: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``variants`` that make another head than their absence does, with their values."""
+    """Return the keys of ``variants`` that change the head, with their values."""
     found = {key: variants[key] for key, silent in SILENT.items() if variants.get(key) not in (None, *silent)}
     kinds = variants.get(WINDOWS)
     if isinstance(kinds, list) and set(map(str, kinds)) != {"full_attention"} and kinds:
@@ -79,7 +80,7 @@ def said(variants: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_kinds(variants: Mapping[str, Any]) -> dict[str, Any]:
-    """By key of the configuration, the type of the rope that it describes."""
+    """Return the type of RoPE that each key of the configuration describes."""
     given = {key: variants.get(key) for key in ("rope_scaling", "rope_parameters")}
     ropes = {key: value for key, value in given.items() if isinstance(value, dict)}
     return {key: rope.get("rope_type", rope.get("type", "default")) for key, rope in ropes.items()}

@@ -1,4 +1,4 @@
-"""The map from a draft head's own ids to the target's: ``d2t``, and ``t2d`` that must say the same."""
+"""Checks the map from a draft head's own ids to the target's: ``d2t``, and ``t2d``, which must agree with it."""
 
 import torch
 from torch import Tensor
@@ -7,20 +7,23 @@ from eagle3.export.draft.description import DraftDescription
 
 
 def largest_id(draft: DraftDescription) -> int:
-    """Of the target's ids that the head speaks by its ``d2t``."""
+    """Return the largest target id that the head's ``d2t`` maps to."""
     return int(_ids(draft)[0].max())
 
 
 def _ids(draft: DraftDescription) -> tuple[Tensor, Tensor]:
-    """The target's id of each of the draft's, and the offsets in the file."""
+    """Return the target's id of each draft id, and the offsets in the file."""
     (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
     offsets = draft.source.tensor(name).long()
     return offsets + torch.arange(len(offsets)), offsets
 
 
 def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
-    """``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique; ``t2d``, where it is there, is
-    true at exactly those ids. Raises ValueError."""
+    """Raise ValueError if ``d2t`` or ``t2d`` is wrong.
+
+    ``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique. ``t2d``, if there is one, must be
+    true at exactly these target ids.
+    """
     ids, offsets = _ids(draft)
     told = draft.source.tensor(draft.selector) if draft.selector else None
     if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
@@ -54,6 +57,7 @@ def _check_selector(draft: DraftDescription, told: Tensor, ids: Tensor, offsets:
 
 
 def _could_be_ids(offsets: Tensor, vocabulary: int) -> bool:
-    """Offsets of a real map repeat (two neighbours in the target's vocabulary have the same); ids never do."""
+    """Return True if ``d2t`` could also hold ids. Offsets of a real map repeat, because adjacent target ids have the
+    same offset; ids never repeat."""
     ascending = bool((offsets.diff() > 0).all())
     return len(offsets) > 2 and ascending and int(offsets.min()) >= 0 and int(offsets.max()) < vocabulary

@@ -1,4 +1,4 @@
-"""The dialects of draft checkpoints, a file each; the first that recognizes a checkpoint reads it."""
+"""The dialects of draft checkpoints, a file each. The first that recognizes a checkpoint is used."""
 
 from eagle3.export.draft.dialects import angelslim, modelopt, nemo, safeailab, sglang, specforge, speculators
 from eagle3.export.draft.dialects.dialect import Dialect, Proposal

@@ -1,7 +1,7 @@
-"""Tencent's AngelSlim: flat keys with what it was trained for (``target_model_type``, ``modal_type``); vLLM runs its
-heads, so that its layer ids are vLLM's, inputs.
+"""Tencent's AngelSlim: flat keys that also name the target (``target_model_type``, ``modal_type``). Its heads run in
+vLLM, so its layer ids mean inputs, as in vLLM.
 
-Source: the heads that it publishes for Qwen3 and the names that vLLM has for them (``Eagle3LlamaForCausalLM``);
+Source: the heads that it publishes for Qwen3, and vLLM's name of them (``Eagle3LlamaForCausalLM``);
 Tencent/AngelSlim, ``compressor/speculative/train/models/draft/llama_eagle3.py``.
 """
 

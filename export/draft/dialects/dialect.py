@@ -1,4 +1,4 @@
-"""What sets one system's draft checkpoints apart from another's."""
+"""The differences between the draft checkpoints of different systems."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 EAGLE, EAGLE3, P_EAGLE = "EAGLE", "EAGLE-3", "P-EAGLE"
-"""Kinds of head. EAGLE (1, 2, HASS) fuses a token's embedding and the target's final state in its fc; EAGLE-3 fuses
-taps there, and embedding and feature in its first layer's attention; P-EAGLE is an EAGLE-3 head whose later proposals
-come of mask tokens in the same forward."""
+"""Kinds of draft head. EAGLE (1, 2, HASS) fuses a token's embedding and the target's final state in its fc. EAGLE-3
+fuses taps in its fc, and embedding and feature in its first layer's attention. P-EAGLE is an EAGLE-3 head whose later
+proposals come from mask tokens in the same forward."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a checkpoint says of its use."""
+    """A checkpoint's settings for its use: chain length, and the target that it was trained for."""
 
     chain_len: int = 3
     verifier: str | None = None
@@ -21,17 +21,17 @@ class Proposal:
 
 
 def silent(_config: dict[str, Any], _file: Path) -> Proposal:
-    """Of a dialect that says nothing of its use."""
+    """The ``proposal`` of a dialect whose checkpoints have no such settings."""
     return Proposal()
 
 
 def nothing(config: dict[str, Any], file: Path) -> None:
-    """Of a dialect that refuses nothing of its own."""
+    """The ``refuse`` of a dialect that refuses nothing."""
 
 
 def refuse_unheeded(trainer: str, said: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for keys that other systems heed, and the trainer's own code does not. ``said``: those that are
-    not as the trainer takes them."""
+    """Raise ValueError for keys that the trainer's own code ignores and other systems use. ``said`` maps keys to
+    values; None is the value that the trainer assumes."""
     for key, value in said.items():
         if value is not None:
             raise ValueError(
@@ -42,33 +42,36 @@ def refuse_unheeded(trainer: str, said: dict[str, Any], file: Path) -> None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The facts in which dialects differ; names of tensors are the same in all (``tensor_names.py``)."""
+    """The properties in which dialects differ. Tensor names are read alike for all (``tensor_names.py``)."""
 
     name: str
     recognizes: Callable[[dict[str, Any], Collection[str]], bool]
-    """Of a configuration and the checkpoint's tensor names."""
+    """Returns True for a configuration and tensor names of this dialect."""
     layer_fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
-    """The part of the configuration that has the sizes of the decoder layers."""
+    """Returns the part of the configuration with the sizes of the decoder layers."""
     ids_are: str = "input"
-    """What an explicit aux layer id means: the input or the output of that layer."""
+    """The meaning of an explicit aux layer id: the "input" or the "output" of that layer."""
     names_taps: bool = True
-    """The trainer's code heeds such ids at all."""
+    """The trainer's code uses such ids."""
     norm_output_feeds: bool = True
-    """``norm_output`` says whether the normed state is the next feature; if not, whether lm_head takes it normed."""
+    """If True, ``norm_output`` makes the normed state the next feature. If False, it makes lm_head take the normed
+    state."""
     later_norm: str = "input_layernorm"
     """The norm of a later layer's input in a checkpoint that has both."""
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
     depth_is_targets: bool = False
-    """``num_hidden_layers`` of an EAGLE-3 head is its target's; it has as many layers as it has tensors of."""
+    """``num_hidden_layers`` of an EAGLE-3 head is its target's; the number of its layers follows from its tensors."""
     trainer: str = ""
-    """The system whose code trained the heads, by name; empty where many do."""
+    """Name of the system whose code trained the heads, "" if there are many."""
     heeds: Callable[[str], Collection[str] | None] = lambda _kind: None
-    """By kind of head, which keys of variants the trainer's code heeds (``unheeded.SILENT``); None: no telling."""
+    """Returns the keys of variants that the trainer's code uses for a kind of head (``unheeded.SILENT``); None if that
+    is not known."""
     ropes: Callable[[str], Collection[str] | None] = lambda _kind: None
-    """Likewise, the types of rope that it knows."""
+    """Returns the types of RoPE that the trainer's code supports for a kind of head; None if that is not known."""
     places: Callable[[str], str | None] = lambda _kind: None
-    """Likewise, a pattern of the tensors that it has a place for, by ``DraftHead``'s names."""
+    """Returns a pattern of the tensors that the trainer's code uses, by ``DraftHead``'s names; None if that is not
+    known."""
     refuse: Callable[[dict[str, Any], Path], None] = nothing
-    """Raises ValueError for what the dialect's trainer computes in a way of its own."""
+    """Raises ValueError for a setting that the dialect's trainer computes differently."""
     warns_of_residual: bool = False
     """Its systems disagree on what an absent ``norm_before_residual`` means."""

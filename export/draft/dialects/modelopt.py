@@ -1,8 +1,8 @@
 """NVIDIA ModelOpt: flat Llama keys, variants in ``eagle_config``.
 
-Its layer ids are those whose output it hooks (1, n // 2 - 1, n - 4 by default), as TensorRT-LLM counts them. Training
-by 0.47 passes the feature through ``input_layernorm`` before ``hidden_norm``; older versions did not, nor does any
-engine that runs its heads, and files do not tell: here the feature is normed once. Source: nvidia-modelopt 0.47.0,
+Its layer ids mean outputs of layers (1, n // 2 - 1, n - 4 by default), as in TensorRT-LLM. Training by version 0.47
+applies ``input_layernorm`` to the feature before ``hidden_norm``. Older versions did not, nor does any engine that runs
+its heads, and the files do not record the version. Here the feature is normed once. Source: nvidia-modelopt 0.47.0,
 ``export/plugins/hf_spec_configs.py``, ``speculative/plugins/hf_eagle.py`` and ``modeling_eagle.py``.
 """
 
@@ -27,6 +27,6 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 
 HEEDS: tuple[str, ...] = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
 HEEDS += ("norm_before_fc", "return_hidden_post_norm")
-"""The last two by older versions."""
+"""Keys that the trainer's code uses; the last two only in older versions."""
 
 DIALECT = Dialect("modelopt", recognizes, trainer="ModelOpt", heeds=lambda _kind: HEEDS, ids_are="output")

@@ -1,9 +1,9 @@
 """NVIDIA NeMo: ``LlamaEagle3DraftModel``, most tensors under ``model.``.
 
-An EAGLE-3 head has its target's configuration, depth and all, and one layer; a P-EAGLE says ``parallel_drafting`` and
-has a depth of its own. Training taps the outputs of layers (1, n // 2 - 1, n - 4 by default) and writes no ids: those
-in a file are taken in the trainer's sense. Source: NVIDIA-NeMo/Automodel, ``components/speculative/eagle``
-(``target.py``, ``draft_llama.py``, ``peagle_draft.py``) and ``recipes/llm/train_eagle3.py``.
+An EAGLE-3 head has its target's configuration, including the depth, and one layer. A P-EAGLE has ``parallel_drafting``
+and a depth of its own. Training taps the outputs of layers (1, n // 2 - 1, n - 4 by default) and writes no ids. Ids in
+a file are read in the same sense. Source: NVIDIA-NeMo/Automodel, ``components/speculative/eagle`` (``target.py``,
+``draft_llama.py``, ``peagle_draft.py``) and ``recipes/llm/train_eagle3.py``.
 """
 
 from collections.abc import Collection

@@ -1,5 +1,5 @@
-"""SafeAILab's EAGLE, where it all comes from: flat Llama keys under ``LlamaForCausalLM``, the embedding left out, taps
-always the inputs of layers 2, n // 2 and n - 3.
+"""SafeAILab's EAGLE, the original: flat Llama keys under ``LlamaForCausalLM``, no embedding. The taps are always the
+inputs of layers 2, n // 2 and n - 3.
 
 Source: SafeAILab/EAGLE, ``eagle/model/cnets.py`` (EAGLE-3) and ``cnets1.py`` (EAGLE 1 and 2); HASS has the same files.
 """
@@ -17,7 +17,7 @@ PLACES = {
     EAGLE: r"embed_tokens\.weight|fc\.(weight|bias)|layers\.[1-9]\d*\.input_layernorm\.weight|"
     rf"layers\.\d+\.({_LINEARS}|self_attn\.[qkv]_proj\.bias|post_attention_layernorm\.weight)",
 }
-"""The tensors of its two modules. It trains no P-EAGLE: files of such heads only look like its own."""
+"""Patterns of the tensors of its two modules. It trains no P-EAGLE; files of such heads only look like its own."""
 
 
 def recognizes(_config: dict[str, Any], tensors: Collection[str]) -> bool:
@@ -25,8 +25,8 @@ def recognizes(_config: dict[str, Any], tensors: Collection[str]) -> bool:
 
 
 def refuse(config: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for a rope that SafeAILab's code computes in a way of its own: a scaled one has the base 10000
-    whatever ``rope_theta`` says, and every one turns all of a head."""
+    """Raise ValueError for a RoPE that SafeAILab's code computes differently: a scaled one has the base 10000 whatever
+    ``rope_theta`` is, and it always applies to all dimensions of a head."""
     scaling, base, part = (config.get(key) for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"))
     scaled = isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) == "linear"
     said = {"rope_theta beside a linear rope_scaling": base if scaled and base != 10000 else None}

@@ -1,6 +1,6 @@
-"""Heads written for SGLang: layer ids are outputs, a later layer norms its input by ``hidden_norm``, ``norm_output``
-feeds the normed state back. ``midlayer`` and ``additional_layers`` are its older names. Many systems train for it, so
-that whatever such a file says is taken as it stands.
+"""Heads written for SGLang: layer ids mean outputs, a later layer applies ``hidden_norm`` to its input, and
+``norm_output`` makes the normed state the next feature. ``midlayer`` and ``additional_layers`` are older names of
+layers. Many systems train for SGLang, so all settings of such a file are used as they are.
 
 Source: SGLang 0.5.23, ``models/llama_eagle3.py``, and sglang 24620 and 25454 on several layers and on ids.
 """

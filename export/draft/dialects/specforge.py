@@ -1,8 +1,8 @@
-"""SpecForge up to 0.2, which trains for SGLang: its ``norm_output`` says only whether lm_head takes the normed state
-(true unless said), and never feeds it back; its layer ids are outputs.
+"""SpecForge up to 0.2, which trains for SGLang. Its ``norm_output`` (default true) only makes lm_head take the normed
+state, and never feeds that state back. Its layer ids mean outputs.
 
-A later SpecForge means by ``norm_output`` what SGLang does (its pull request 879). A configuration does not tell the
-one from the other (``sglang.py``), so that ``norm_output`` in it asks for ``--draft-dialect``. Its P-EAGLE heads are
+In later versions of SpecForge, ``norm_output`` has SGLang's meaning (its pull request 879). A configuration does not
+show the version (``sglang.py``), so a file with ``norm_output`` needs ``--draft-dialect``. P-EAGLE heads are
 ``PEagleDraftModel`` with flat keys.
 
 Source: SpecForge 0.2.0, ``modeling/draft/llama3_eagle.py`` and ``peagle.py``.
@@ -21,8 +21,8 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 
 
 def refuse(config: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for parts of a rope that SpecForge's code knows nothing of; a yarn without ``mscale`` is not of
-    its making, since it fails there."""
+    """Raise ValueError for RoPE settings that SpecForge's code ignores. A YaRN configuration without ``mscale`` is not
+    from SpecForge, whose code fails on it."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         rope |= config[key] if isinstance(config.get(key), dict) else {}

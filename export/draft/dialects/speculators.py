@@ -22,12 +22,13 @@ def layer_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def proposal(config: dict[str, Any], file: Path) -> Proposal:
-    """Of the first proposal method. Raises ValueError for one that accepts what greedy decoding would not say."""
+    """Return the settings of the first proposal method. Raises ValueError for a method that accepts other tokens than
+    those of greedy decoding."""
     from eagle3.export.checkpoints.json_fields import (
         count,
         nested,
         texts,
-    )  # late: its package imports torch, --help does not
+    )  # here, because its package imports torch, which --help must not
 
     described = nested(config, "speculators_config", file)
     methods = described.get("proposal_methods") or [{}]
