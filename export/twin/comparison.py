@@ -1,4 +1,4 @@
-"""How far two computations of the same tensors are apart."""
+"""Comparing two computations of the same tensors."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 TOLERANCE = 1e-4
-"""Of a tensor's standard deviation, in float32. Another order of summation makes 1e-5 at the most; the exact GELU in
-place of its approximation, the smallest change that any field is known to make, 3e-4."""
+"""The largest difference that passes, as a share of a tensor's standard deviation, in float32. Another order of
+summation makes 1e-5 at the most. The smallest change that any field is known to make is 3e-4: the exact GELU in place
+of its approximation."""
 SEEDS = (0, 1)
 
 
@@ -21,7 +22,10 @@ class Comparison:
     first: dict[str, int] = field(default_factory=dict)
 
     def add(self, what: str, start: int, value: Tensor, expected: Tensor, whole: Tensor) -> None:
-        """``value`` and ``expected`` [1, T, .] from position ``start`` on; ``whole`` gives the scale."""
+        """Compare ``value`` with ``expected`` [1, T, .], both from position ``start`` on.
+
+        The differences are divided by the standard deviation of ``whole``.
+        """
         if value.shape != expected.shape:
             raise ValueError(f"{what} is {list(value.shape)}, expected {list(expected.shape)}")
         gap = ((value - expected).abs().amax(-1)[0] / whole.std().clamp_min(1e-9)).nan_to_num(float("inf"))
@@ -35,7 +39,7 @@ class Comparison:
         return max(self.largest.values())
 
     def worst(self) -> str:
-        """The earliest of the tensors that differ, as a person reads it: taps come before logits."""
+        """Describe the earliest tensor that differs, for a person: taps come before logits."""
         over = [what for what, gap in self.largest.items() if gap > TOLERANCE]
         taps = sorted((what for what in over if what.startswith("tap ")), key=lambda what: int(what[4:]))
         what = (taps + over)[0]

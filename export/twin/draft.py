@@ -1,6 +1,7 @@
-"""A draft head's twin: the formulas of its dialect, every row computed anew, against our head and its KV cache.
+"""A draft head's twin: the formulas of its dialect, which recompute every row, against our head and its KV cache.
 
-Rows are seeded from taps in chunks, chained on the head's own features and rolled back, beyond the head's window.
+The head is seeded from taps in chunks, chains rows on its own features and rolls them back, until positions are past
+its sliding window.
 """
 
 import json
@@ -35,9 +36,10 @@ CHUNK, CHAIN = 7, 3  # rows
 
 
 def check_draft(draft: DraftDescription, taps: int, norm_before_residual: bool | None = None) -> dict[str, Any]:
-    """Compare the twins of a head that fuses ``taps`` states of its target; returns what the manifest says of it.
+    """Compare the twins of a head that fuses ``taps`` states of its target; return the manifest's entry on it.
 
-    ``norm_before_residual``: as it was overridden. Raises ValueError where they differ or ours does not run.
+    ``norm_before_residual`` is the flag's value, None where the user gave none. Raises ValueError where the twins
+    differ or ours does not run.
     """
     file = draft.folder / "config.json"
     try:
@@ -75,7 +77,7 @@ def compare(draft: DraftDescription, taps: int, overridden: bool | None = None, 
 
 
 def _target(size: int, generator: torch.Generator) -> SimpleNamespace:
-    """What a head may share of its target."""
+    """A stand-in for the target, with the two modules that a draft head may share: embedding and lm_head."""
     embedding, lm_head = nn.Embedding(VOCABULARY, size), nn.Linear(size, VOCABULARY, bias=False)
     for module in (embedding, lm_head):
         module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
@@ -83,7 +85,7 @@ def _target(size: int, generator: torch.Generator) -> SimpleNamespace:
 
 
 def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor]) -> Comparison:
-    """Seed chunk by chunk; after each, chain, and take the chain back by seeding over it."""
+    """Seed the head chunk by chunk. After each chunk, chain some rows; the next chunk overwrites them."""
     length = tokens.shape[1]
     compared = Comparison(length)
     features = head.fuse(tuple(taps))
@@ -121,7 +123,7 @@ def _small_layer(draft: DraftDescription) -> "LlamaConfig":
 
 
 def _shrunken(draft: DraftDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
-    """The head's own JSON with its sizes cut."""
+    """The head's own ``config.json`` with smaller sizes."""
     config = read_object(draft.folder / "config.json")
     fields = DIALECTS[draft.dialect].layer_fields(config)
     cut = small.to_dict()
@@ -142,17 +144,17 @@ def _shrunken(draft: DraftDescription, small: "LlamaConfig", overridden: bool | 
 
 
 def _spoken(draft: DraftDescription) -> int:
-    """Tokens that the twin speaks."""
+    """The size of the twin's draft vocabulary."""
     return DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
 
 
 def _random_tensors(
     draft: DraftDescription, layer: "LlamaConfig", taps: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """A tensor for each one of the checkpoint, under its name. Raises ValueError for one without a formula."""
+    """Draw a tensor for each one of the checkpoint, by name. Raises ValueError for a tensor without a formula."""
     shapes = _shapes(draft, layer, taps, width)
     tensors = {}
-    unread = {name: own_name(name) for name in draft.source.headers()}  # what is there and must make no difference
+    unread = {name: own_name(name) for name in draft.source.headers()}  # tensors that must make no difference
     unread = {name: own for name, own in unread.items() if own in shapes}
     for name, own in (unread | draft.tensor_names).items():
         if own == "d2t":
@@ -174,7 +176,7 @@ def _random_tensors(
 
 
 def _shapes(draft: DraftDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
-    """By ``DraftHead``'s names, biases where the checkpoint has them."""
+    """The shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
     size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
     queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
     linears = {

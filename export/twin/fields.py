@@ -1,4 +1,4 @@
-"""Which fields of a configuration are not what its class has by default."""
+"""The fields of a configuration that differ from its class's defaults."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ _SIZES_AND_BOOKKEEPING = {
 
 
 def unusual_fields(config: "PreTrainedConfig") -> dict[str, Any]:
-    """Dotted name to value of each field that differs from its class's default, sizes left out."""
+    """Return each field that differs from its class's default, by dotted name. Sizes are left out."""
     try:
         usual = _flat(type(config)().to_dict())
     except Exception:  # a class whose fields have no defaults
@@ -28,7 +28,10 @@ def unusual_fields(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def reset(config: "PreTrainedConfig", name: str) -> "PreTrainedConfig":
-    """A copy of the configuration with one field, dotted, at its class's default, or left out where there is none."""
+    """Return a copy of the configuration with the field of this dotted name at its class's default.
+
+    The copy lacks the field where the class has no default for it.
+    """
     values, usual = fields_of(config), type(config)().to_dict()
     *path, last = name.split(".")
     owner, default = values, usual

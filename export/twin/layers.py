@@ -1,7 +1,7 @@
-"""Which layers a shrunken model keeps: the fewest that are of every kind.
+"""The layers that a shrunken model keeps: the fewest with every kind among them.
 
 Two layers are of one kind where transformers' own modules for them have the same types, plain attributes and shapes,
-and the per-layer lists of the configuration the same entries.
+and the configuration's per-layer lists have the same entries for both.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,13 +21,14 @@ LAYER_INDICES = (
 )
 """Lists of the indices of layers; any other list as long as the model has layers has one entry a layer."""
 LONG = 8
-"""A longer prefix of layers is given up for the first layer of each kind, where the same kinds come of it."""
+"""Where the prefix would be longer than this, the first layer of each kind is tried alone."""
 
 
 def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:
-    """The shortest prefix with every kind of layer, two at least: a prefix, since classes go by a layer's index.
+    """Build the configuration of the shortest prefix with every kind of layer, of two layers or more.
 
-    Its last layer is of the kind of the model's last one, if one of the prefixes that are looked at is so.
+    It is a prefix because classes decide by a layer's index. Its last layer is of the kind of the model's last layer,
+    if any prefix that is tried has one.
     """
     count = fields.get("num_hidden_layers") or 0
     if count <= 2:
@@ -54,7 +55,7 @@ def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreT
 
 
 def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """The fields of a model of ``layers`` (ascending indices) alone."""
+    """Return the fields of a model that has only ``layers`` (ascending indices)."""
     count, fewer = fields["num_hidden_layers"], deepcopy(fields) | {"num_hidden_layers": len(layers)}
     for name, value in fewer.items():
         if isinstance(value, list) and name in LAYER_INDICES:
@@ -70,7 +71,7 @@ def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
 
 
 def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """What tells each layer from others, by name."""
+    """The attributes, types and shapes of each layer, by name."""
     count = config.num_hidden_layers
     lists = {
         name: value
@@ -94,8 +95,10 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _telling(traits: list[dict[str, Any]]) -> set[str]:
-    """The names that differ among layers, but for numbers that rise or fall from each to the next: a layer's index, or
-    what is made from it."""
+    """The names of the traits that tell kinds apart: those that differ among layers.
+
+    Numbers that rise or fall from each layer to the next are left out: they are a layer's index or derived from it.
+    """
     telling = set()
     for name in set().union(*traits):
         values = [layer[name] for layer in traits if name in layer]

@@ -1,7 +1,8 @@
-"""Lengths in tokens that a configuration has (windows, chunks, original rope lengths): which there are, how a twin cuts
-them, and how long a prompt must be to pass each.
+"""Finding the lengths in a configuration (sliding windows, chunks, original rope lengths), in tokens, cutting them for
+a twin, and choosing a prompt that passes each.
 
-Most go by the names of fields. ``unnamed_lengths`` finds the others by what they do to transformers' own model.
+Most are known by the names of their fields. ``unnamed_lengths`` finds the others by their effect on transformers' own
+model.
 """
 
 import math
@@ -12,25 +13,25 @@ import torch
 from torch import Tensor, nn
 
 LONGEST, SHORTEST, APART, POSITIONS = 32, 16, 4, 256
-"""Tokens: the longest length that a prompt passes twice, the shortest one, the least between two lengths that differ,
-max_position_embeddings where nothing rules it."""
+"""In tokens: the longest length that a prompt passes twice, the shortest length, the least difference between two
+lengths, and max_position_embeddings where no other field decides it."""
 PAST = 24
-"""Tokens of a prompt behind a length that it passes once."""
+"""The tokens of a prompt after a length that it passes once."""
 RUN_LENGTHS = (
     *("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention"),
     *("attention_chunk_size", "floor_scale", "log_scaling_n_floor", "index_topk"),
 )
-"""In tokens, and compared with positions in a forward."""
+"""The names of lengths in tokens that a forward compares with positions."""
 ORIGINAL, MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 TRIED = 19
-"""Tokens: what a number is set to for a look whether it is a length. No other number of a twin."""
+"""The value, in tokens, that a number gets for a test whether it is a length. No other number of a twin has it."""
 TOLERANCE = 1e-5  # of logits whose spread is about 3
 
 Path = tuple[str, ...]
 
 
 def parts(value: object, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The fields and every dictionary in them: rope parameters, also per layer type, and overrides per layer."""
+    """Yield the fields and every dictionary in them: rope parameters, also per layer type, and overrides per layer."""
     if isinstance(value, dict):
         yield path, value
         for name, inner in value.items():
@@ -42,10 +43,10 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
-    """Cut every length by one ratio, in place: what a prompt passes (any below max_position_embeddings) to about
-    ``LONGEST``. Lengths that differ stay different, in their order.
+    """Cut every length by one ratio, in place. The longest that a prompt passes becomes about ``LONGEST``.
 
-    A yarn table of fewer tokens than 2 pi beta_fast would not depend on beta_fast, by its formula: it stays longer.
+    A prompt passes every length below max_position_embeddings. Lengths that differ stay different, in their order. A
+    yarn table of fewer tokens than 2 pi beta_fast would not depend on beta_fast, by its formula: it stays longer.
     """
     positions = fields.get(MAX_POSITIONS) or math.inf
     found = list(_lengths(fields, unnamed))
@@ -60,7 +61,7 @@ def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
         table = _table(part, name)
         return min(part[name], table) if table else cuts[part[name]]
 
-    # Where a factor is not given, it is max_position_embeddings by the original length.
+    # Where a factor is not given, it is max_position_embeddings divided by the original length.
     ruled = [cut(part, name) * positions // part[name] for part, name in reached if name == ORIGINAL]
     fewer = min(positions, max(ruled, default=POSITIONS))
     for part, name in found:
@@ -71,7 +72,7 @@ def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
 
 
 def passed_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> dict[int, bool]:
-    """Each length of a twin's fields that its prompt passes, ascending, and whether it passes it twice."""
+    """Return the lengths of a twin's fields that its prompt passes, ascending, and whether it passes each twice."""
     positions = fields.get(MAX_POSITIONS) or math.inf
     found: dict[int, bool] = {}
     for part, name in _lengths(fields, unnamed):
@@ -81,8 +82,8 @@ def passed_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> di
 
 
 def prompt_length(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> int:
-    """Tokens of a prompt that passes every length of a twin: two and a half times the longest, a little more than a
-    yarn table's."""
+    """Return how many tokens a prompt needs to pass every length of a twin: two and a half times the longest length,
+    a little more than a yarn table's."""
     passed = passed_lengths(fields, unnamed)
     twice = max((length for length, whether in passed.items() if whether), default=LONGEST)
     wanted = max(5 * twice // 2, max(passed, default=0) + PAST)
@@ -93,10 +94,11 @@ def prompt_length(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> int
 def unnamed_lengths(
     fields: dict[str, Any], build: Callable[[dict[str, Any]], nn.Module], known: set[str], tokens: Tensor
 ) -> tuple[Path, ...]:
-    """Paths of the numbers in ``fields`` that the prompt ``tokens`` [1, T] does not reach and that are lengths all the
-    same: set to ``TRIED``, they leave every tensor's shape and the first logits, and change later ones.
+    """Return the paths of the numbers in ``fields`` that are lengths under names that we do not know.
 
-    ``build``: fields to a model in which equal shapes get equal random weights.
+    Such a number is larger than the prompt ``tokens`` [1, T] is long. Set to ``TRIED``, it changes no tensor's shape
+    and not the first logits, but later ones. ``build`` makes a model of fields, in which equal shapes get equal random
+    weights.
     """
     numbers = [
         (*path, name)
@@ -124,7 +126,7 @@ def unnamed_lengths(
 
 
 def with_value(fields: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
-    """A copy of ``fields`` with another value at ``path``."""
+    """Return a copy of ``fields`` with another value at ``path``."""
     name, *rest = path
     return fields | {name: with_value(fields[name], tuple(rest), value) if rest else value}
 
@@ -142,6 +144,6 @@ def _lengths(fields: dict[str, Any], unnamed: tuple[Path, ...]) -> Iterator[tupl
 
 
 def _table(part: dict[str, Any], name: str) -> int:
-    """Tokens that a yarn table is made for at the most, 0 for what is no yarn table."""
+    """Return the most tokens that a twin's yarn table is made for, 0 for a field that is not a yarn table's length."""
     yarn = name == ORIGINAL and part.get("rope_type", part.get("type")) == "yarn"
     return int(6.5 * (part.get("beta_fast") or 32)) if yarn else 0

@@ -10,17 +10,18 @@ from transformers import PreTrainedModel
 from eagle3.targets.text_part import TextPart
 
 GAIN = 1.5
-"""Of a projection: its output has so many times its input's spread."""
+"""The standard deviation of a projection's output, as a multiple of its input's."""
 LOGITS = 3.0
-"""Spread of logits before scales and caps: a cap of 30 bends them and does not saturate."""
+"""The standard deviation of logits before scales and caps: a cap of 30 bends them and does not saturate."""
 NOISE = 0.5
-"""At most, added to a vector's initial value."""
+"""The most that is added to an entry of a vector."""
 FAINT, FAINT_EVERY = 1e-3, 8
-"""So much smaller is every eighth row of an embedding: beside it a norm's epsilon, of 1e-6 or so, is not small."""
+"""Every eighth row of an embedding is multiplied by 1e-3: beside such a row a norm's epsilon, about 1e-6, is not
+small."""
 
 
 def randomize(model: PreTrainedModel | TextPart, seed: int) -> None:
-    """Draw every parameter and every persistent floating buffer anew, in place; a tied one once.
+    """Draw every parameter and every persistent floating-point buffer again, in place; a tied tensor is drawn once.
 
     ``model`` is a causal language model that transformers has just made: the initial values say which vectors are
     factors (1) and which are added (0).
@@ -55,15 +56,19 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _spread(module: nn.Module, tensor: Tensor) -> float:
-    """Of a matrix [..., rows, columns]. Which of the two is summed over is known of ``nn.Linear`` alone."""
+    """Return the standard deviation to draw a matrix [..., rows, columns] with.
+
+    An ``nn.Linear`` sums over columns. For other modules the summed dimension is unknown, so the geometric mean of both
+    takes its place.
+    """
     rows, columns = tensor.shape[-2:]
     return GAIN / math.sqrt(columns if isinstance(module, nn.Linear) else math.sqrt(rows * columns))
 
 
 def _query_key_factors(model: nn.Module) -> dict[int, float]:
-    """By id, what the norms of queries and keys must be smaller by where their product is hardly scaled down.
+    """The factor for the weights of each norm of queries or keys, by id, where attention hardly scales its scores down.
 
-    Else each position attends to one other alone, and rounding is amplified a hundredfold.
+    Without it each position would attend to one other alone, and rounding would be amplified a hundredfold.
     """
     factors: dict[int, float] = {}
     for module in model.modules():
@@ -77,10 +82,11 @@ def _query_key_factors(model: nn.Module) -> dict[int, float]:
 
 
 def _vector(tensor: Tensor, is_norm: bool, factor: float, generator: torch.Generator) -> Tensor:
-    """A norm's weights get random signs, or a tied head finds a token's own embedding in its state and repeats it."""
+    """Return a vector's random values. A norm's weights get random signs: without them a tied lm_head finds a token's
+    own embedding in its state and repeats the token."""
     noise = (2 * torch.rand(tensor.shape, generator=generator) - 1) * NOISE
     if not is_norm:
         return tensor.float() + noise
     signs = 2 * torch.randint(0, 2, tensor.shape, generator=generator) - 1
     drawn = signs * factor * (1 + noise)
-    return drawn if tensor.any() else drawn - 1  # made as zeros, it is what is added to 1
+    return drawn if tensor.any() else drawn - 1  # a norm whose weights start as zeros adds 1 to them

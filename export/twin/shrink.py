@@ -1,7 +1,7 @@
 """A shrunken twin of a text configuration: sizes, counts and lengths cut, every other field kept.
 
-What a field does to the numbers (scales, caps, kinds of rope, biases, which layer is of which kind) shows at any size.
-It goes by the names of fields, except for the kinds of layers (``layers.py``).
+The effect of a field on the numbers (scales, caps, kinds of rope, biases, which layer is of which kind) shows at any
+size. Fields are known by their names; the kinds of layers are not (``layers.py``).
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from eagle3.export.twin.lengths import MAX_POSITIONS, ORIGINAL, RUN_LENGTHS, cut
 from eagle3.targets.text_part import fields_of, is_part, like
 
 HEADS, WIDTH, EXPERTS, NARROW = 4, 96, 4, 64
-"""At most, where nothing else asks for more; ``WIDTH`` where hidden_size does not follow from the heads."""
+"""The most heads, hidden size, experts and expert width of a twin, unless another field requires more. ``WIDTH`` is for
+a hidden_size that does not follow from the heads."""
 SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dense_intermediate_size"), 224),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "decoder_ffn_dim"), 160),
@@ -28,7 +29,7 @@ SIZES = {
         "shared_expert_intermediate_size": 128,
     },
 }
-"""Sizes that stand alone, and the largest value of each in a twin."""
+"""Sizes that depend on no other size, and the largest value of each in a twin."""
 HEAD_COUNTS = {
     "attention": (
         ("num_attention_heads", "num_key_value_heads"),
@@ -39,17 +40,17 @@ HEAD_COUNTS = {
     "linear attention": (("linear_num_value_heads", "linear_num_key_heads"),),
     "indexer": (("index_n_heads", "index_n_heads"),),
 }
-"""Of queries, and of what they share."""
+"""The names of the counts of query heads, and of the heads that queries share."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A fresh small configuration of the same class, in float32, with null special ids (0 where it takes no null).
+    """Return a new small configuration of the same class, in float32, with null special ids (0 where null is invalid).
 
     No size, count or length in it is larger than in ``config``, a text configuration, which is not changed. Raises
-    whatever transformers raises for a configuration that it cannot build.
+    transformers' own error for a configuration that it cannot build.
     """
     fields = common_fields(config)
     needed = {field.name for field in dataclasses.fields(config) if field.type is int}
@@ -68,19 +69,19 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def common_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """By the names that most classes have: ``hidden_size`` where this one has ``n_embd``."""
+    """Return the fields by the names that most classes have: ``hidden_size`` where this class has ``n_embd``."""
     common = {own: name for name, own in config.attribute_map.items()}
     return {common.get(own, own): value for own, value in fields_of(config).items()}
 
 
 def from_common_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
-    """A configuration of the class of ``config``, a part of the same whole."""
+    """Return a configuration of the class of ``config`` with these fields, and part of the same multimodal one."""
     names = config.attribute_map
     return like(type(config).from_dict({names.get(name, name): value for name, value in fields.items()}), config)
 
 
 def known_fields() -> set[str]:
-    """Names of the numbers that are known to be sizes, counts or lengths."""
+    """Return the names of the numbers that are known to be sizes, counts or lengths."""
     heads = {name for pairs in HEAD_COUNTS.values() for pair in pairs for name in pair}
     sizes = {"hidden_size", "head_dim", "num_hidden_layers", MAX_POSITIONS, ORIGINAL}
     return heads | sizes | {*SIZES, *EXPERT_COUNTS, *TOP_K, *EXPERT_GROUPS, *RUN_LENGTHS}
@@ -93,7 +94,8 @@ def _at_most(value: object, largest: int) -> object:
 
 
 def _cut_heads(fields: dict[str, Any]) -> None:
-    """Fewer heads of the same size; sharing, and which parts of the model have more heads than others, stay."""
+    """Cut the counts of heads, in place. The size of a head stays, and so do the sharing of keys and the order of the
+    model's parts by count."""
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
     head_dim = fields.get("head_dim") or (width // heads if heads and width else 0)
     for names in HEAD_COUNTS.values():
@@ -126,7 +128,8 @@ def _listed(value: Any) -> list[int]:  # noqa: ANN401 - a number, a list of them
 
 
 def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """(queries, keys) to fewer of both: distinct counts stay distinct, as do one key a query and one key for all."""
+    """Map each (queries, keys) to fewer of both. Distinct counts stay distinct, and one key a query and one key for all
+    queries stay so."""
     groups = sorted({k for q, k in pairs if 1 < k < q})
     keys = {k: 2 ** (i + 1) for i, k in enumerate(groups)}
     least = 3 * max(keys.values()) if keys else heads  # more queries a key than keys: neither can stand for the other
@@ -137,7 +140,7 @@ def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int],
 
 
 def _cut_experts(fields: dict[str, Any]) -> None:
-    """Twice as many as a token chooses, also within the groups that it chooses; each of them narrow."""
+    """Keep twice as many experts as a token chooses, also within the groups that it chooses, and make each narrow."""
     for _, part in parts(fields):
         groups = next((part[name] for name in EXPERT_GROUPS if part.get(name)), 1)
         chosen = next((part[name] for name in TOP_K if part.get(name)), 1)

@@ -1,13 +1,14 @@
-"""A target's twin: transformers' own model (eager attention, no cache, whole recompute) against our target.
+"""A target's twin: transformers' own model (eager attention, no cache, everything recomputed) against our target.
 
-Logits and the states at every layer are compared over two prompts, one after the other in the same caches, both longer
-than whatever length the configuration has (window, original rope length):
+Logits and the states at every layer are compared over two prompts, one after the other in the same caches. Both are
+longer than any length in the configuration (sliding window, original rope length):
 
-1. in chunks as long as they may be, then in steps, each after a window that is rolled back;
-2. with no chunk across a length: one that ends before the shortest, steps up to each and across it, chunks between.
+1. the first goes in the longest chunks that are allowed, then in steps, each after a verify window that is rolled back;
+2. the second has no chunk across a length: a chunk ends before the shortest length, steps lead up to each length and
+   across it, and chunks lie between.
 
-transformers' own states must not depend on the length of the text either: up to each length it computes a text that
-ends there, too.
+transformers' own states must not depend on the length of the text either: for each length it also computes a text that
+ends there.
 """
 
 from collections.abc import Iterator
@@ -36,17 +37,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 STEPS, STEP_ROWS, WRONG_ROWS = 4, 2, 4
-"""After a prompt: so many windows of right rows, each written over a longer one of wrong rows."""
+"""After a prompt come ``STEPS`` verify windows of ``STEP_ROWS`` right tokens. Each overwrites ``WRONG_ROWS`` wrong
+ones."""
 BEFORE = 5
-"""Rows that the first chunk of the second prompt stays short of the shortest length; with lengths that are mostly even,
-this makes it odd."""
+"""The first chunk of the second prompt ends this many rows before the shortest length. Lengths are mostly even, so the
+chunk's is odd."""
 MOST_FIELDS_TRIED = 12
 MOST_CHARACTERS = 200  # of an error of transformers or torch
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A shrunken text configuration, the tokens of a prompt, and the lengths in tokens that it passes, ascending."""
+    """A shrunken text configuration, a prompt's length in tokens, and the lengths that it passes, ascending."""
 
     config: "PreTrainedConfig"
     tokens: int
@@ -54,7 +56,7 @@ class Twin:
 
 
 def make_twin(config: "PreTrainedConfig") -> Twin:
-    """Of a user's text configuration. Raises whatever transformers raises where it makes no model of it."""
+    """Make the twin of a user's text configuration. Raises transformers' own error where it cannot build a model."""
     small = shrink(config)
     fields = common_fields(small)
 
@@ -74,9 +76,10 @@ def make_twin(config: "PreTrainedConfig") -> Twin:
 
 
 def check_target(spec: TargetSpec, name: str, checkpoint: Path, config: "PreTrainedConfig") -> dict[str, Any]:
-    """Compare the twins of a transformers text configuration; returns what the manifest says of it.
+    """Compare the twins of a transformers text configuration; return the manifest's entry on it.
 
-    Raises ValueError where they differ or ours does not run, naming the fields that are not at their class's defaults.
+    Raises ValueError where they differ or ours does not run. The message names the fields that are not at their class's
+    defaults.
     """
     file = checkpoint / "config.json"
     twin = _shrunk(file, config)
@@ -110,8 +113,8 @@ def _shrunk(file: Path, config: "PreTrainedConfig") -> Twin:
 
 
 def best_comparison(spec: TargetSpec, twin: Twin) -> Comparison:
-    """The twins compared with the first random weights under which they agree: one draw may put an expert's choice on
-    a tie, and then rounding decides it."""
+    """Compare the twins with the first random weights under which they agree: with some weights two experts tie, and
+    rounding decides between them."""
     found = compare(spec, twin, SEEDS[0])
     for seed in SEEDS[1:]:
         if found.difference <= TOLERANCE:
@@ -121,7 +124,7 @@ def best_comparison(spec: TargetSpec, twin: Twin) -> Comparison:
 
 
 def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
-    """Both twins with the same random weights, which ours loads from a folder as transformers saves them."""
+    """Compare both twins under the same random weights, which ours loads from a folder that transformers saved."""
     config, length = twin.config, twin.tokens
     compared = Comparison(length)
 
@@ -155,14 +158,14 @@ def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
 
 
 def _line(error: Exception) -> str:
-    """Its message, cut where it lists much."""
+    """An error's message on one line, cut to ``MOST_CHARACTERS``."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 @contextmanager
 def quiet_saving() -> Iterator[None]:
-    """Without transformers' progress bar."""
+    """Keep transformers from showing a progress bar in this context."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -175,9 +178,9 @@ def quiet_saving() -> Iterator[None]:
 
 
 def _reference(twin: "PreTrainedConfig") -> "PreTrainedModel | TextPart":
-    """transformers' own model, or the text part of its multimodal one, whose forward is the whole one's.
+    """transformers' own model, or the text part of a multimodal one, which runs the whole model's forward.
 
-    In the dtypes that transformers makes it in: some classes have parts that stay in bfloat16, and compute so.
+    It keeps the dtypes that transformers gives it: some classes have parts that stay in bfloat16 and compute in it.
     """
     return build(twin, real=True).eval().requires_grad_(False)
 
@@ -191,8 +194,8 @@ def _save(reference: "PreTrainedModel | TextPart", folder: Path) -> None:
 
 
 def _recomputed(model: "PreTrainedModel | TextPart", tokens: Tensor) -> dict[str, Tensor]:
-    """Logits and states of a whole forward, by name: each [1, T, .]. A state is what a hook on the layer sees, since
-    transformers hands out the last one normed."""
+    """Logits and states of one forward over all tokens, by name: each [1, T, .]. Hooks on the layers read the states,
+    since transformers applies the final norm to the last one that it returns."""
     states: dict[int, Tensor] = {}
     count = model.config.num_hidden_layers
     layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
@@ -219,7 +222,7 @@ def _recomputed(model: "PreTrainedModel | TextPart", tokens: Tensor) -> dict[str
 
 
 Forward = tuple[int, int, bool]
-"""First position, the one behind the last, and whether its tokens are the right ones."""
+"""The first position, the one behind the last, and whether the tokens are the right ones."""
 
 
 def _in_long_chunks(length: int, rows: int) -> Iterator[Forward]:
@@ -229,7 +232,7 @@ def _in_long_chunks(length: int, rows: int) -> Iterator[Forward]:
 
 
 def _along_lengths(length: int, rows: int, lengths: tuple[int, ...]) -> Iterator[Forward]:
-    """For each of ``lengths``, ascending, a step ends there and the next one begins there."""
+    """Yield forwards in which one step ends at each of ``lengths``, ascending, and the next one begins there."""
     lengths = lengths or (length // 2,)
     at = max(1, min(lengths[0] - BEFORE, rows))
     yield from _chunks(0, at, rows)
@@ -255,14 +258,15 @@ def _steps(start: int, end: int, rows: int) -> Iterator[Forward]:
 
 
 def _culprits(spec: TargetSpec, twin: Twin) -> str:
-    """Each unusual field is put back to its default alone: those that then agree are the cause."""
+    """Find the cause: set each unusual field back to its default by itself, and name those with which the twins
+    agree."""
     unusual = unusual_fields(twin.config)
     causes = {}
     for field in list(unusual)[:MOST_FIELDS_TRIED]:
         try:
             if compare(spec, replace(twin, config=reset(twin.config, field)), SEEDS[0]).difference <= TOLERANCE:
                 causes[field] = unusual[field]
-        except Exception:  # without this field the rest makes no model: nothing is learnt
+        except Exception:  # transformers cannot build a model without this value: nothing is learnt
             continue
     if causes:
         return f"{_listed(causes)}: this value is not supported"
