@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle3.export.output import folder as output_folder
-from eagle3.export.output import lock as claim
+from eagle3.export.output import lock
 from eagle3.export.output.contents import write_program, write_record
 from eagle3.export.output.folder import check_output, full_disk_named, whole_folder
 from eagle3.export.output.report import result_text
@@ -97,9 +97,9 @@ def forge(out: Path, **files) -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({}, "no record"),
-        ({"bytes": 4}, "no record"),
-        ({"bytes": "4", "sha256": ""}, "no record"),
+        ({}, "is not the record of an export"),
+        ({"bytes": 4}, "is not the record of an export"),
+        ({"bytes": "4", "sha256": ""}, "is not the record of an export"),
         ({"bytes": 5, "sha256": sha256(b"mine").hexdigest()}, "4 bytes, but 5 in export.json"),
         ({"bytes": 4, "sha256": sha256(b"else").hexdigest()}, "sha256"),
     ],
@@ -378,11 +378,11 @@ def test_where_there_are_no_locks_nothing_is_refused_and_nothing_removed(how, tm
     left = tmp_path / ".out.partial-12345-abcdefgh"
     left.mkdir()
     if how == "no fcntl":
-        monkeypatch.setattr(claim, "fcntl", None)
+        monkeypatch.setattr(lock, "fcntl", None)
     elif how == "no locks":
-        monkeypatch.setattr(claim.fcntl, "flock", unsupported)
+        monkeypatch.setattr(lock.fcntl, "flock", unsupported)
     else:
-        monkeypatch.setattr(claim.os, "open", unsupported)
+        monkeypatch.setattr(lock.os, "open", unsupported)
     with whole_folder(tmp_path / "out", False):
         make(tmp_path / "out", "second")
         (tmp_path / "out").rename(tmp_path / "second")
@@ -390,7 +390,7 @@ def test_where_there_are_no_locks_nothing_is_refused_and_nothing_removed(how, tm
 
 
 def test_a_lock_of_someone_elses_on_the_parent_does_not_hold_an_export_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    monkeypatch.setattr(lock, "PATIENCE", 0.2)
     script = 'flock "$0" sh -c "echo held; read line"'
     holder = subprocess.Popen(["sh", "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if holder.stdout.readline() != "held\n":

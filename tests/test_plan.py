@@ -12,7 +12,7 @@ from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.draft.description import P_EAGLE
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import make_plan, plan_methods, whole_rounds
+from eagle3.export.planning.plan import fused_rounds, make_plan, plan_methods
 from eagle3.export.planning.taps import choose_taps
 from eagle3.targets import TARGETS
 
@@ -54,11 +54,11 @@ def test_decode_is_there_when_it_is_asked_for():
     assert lengths(3, with_decode=True)["decode"] == (1, 1)
 
 
-def test_a_whole_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_for():
+def test_a_fused_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_for():
     draft = read_draft(TINY.draft)
 
     def planned(backend, **flags):
-        return whole_rounds(ExportConfig("gemma4-tiny", None, backend=backend, **flags), draft, 3)
+        return fused_rounds(ExportConfig("gemma4-tiny", None, backend=backend, **flags), draft, 3)
 
     assert [planned(name) for name in ("cuda", "xnnpack")] == [(True, ()), (False, ())]
     assert [planned("cuda", speculate=False), planned("xnnpack", speculate=True)] == [(False, ()), (True, ())]
@@ -67,14 +67,14 @@ def test_a_whole_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_
     assert (method.min_len, method.max_len) == (6, 6)
 
 
-def test_a_peagle_whose_rows_are_more_than_the_small_m_kernel_takes_has_no_whole_rounds():
+def test_a_peagle_whose_rows_are_more_than_the_small_m_kernel_takes_has_no_fused_rounds():
     draft = replace(read_draft(TINY.draft), kind=P_EAGLE)
     quantized = ExportConfig("gemma4-tiny", output_dir=None, draft_qlinear="default")
-    assert whole_rounds(quantized, draft, 4)[0] and whole_rounds(replace(quantized, draft_qlinear=None), draft, 5)[0]
-    there, [line] = whole_rounds(quantized, draft, 5)
+    assert fused_rounds(quantized, draft, 4)[0] and fused_rounds(replace(quantized, draft_qlinear=None), draft, 5)[0]
+    there, [line] = fused_rounds(quantized, draft, 5)
     assert not there and "a P-EAGLE of 5 tokens has 10 rows in it, its quantized linears take 8" in line
     with pytest.raises(ValueError, match="--speculate: a P-EAGLE .*: type --no-speculate"):
-        whole_rounds(replace(quantized, speculate=True), draft, 5)
+        fused_rounds(replace(quantized, speculate=True), draft, 5)
 
 
 def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():

@@ -1,4 +1,4 @@
-"""What an artifact holds beside its program: the tokenizer's files and ``export.json``, the record of its making."""
+"""The files of an artifact beside its program: the tokenizer's files and ``export.json``, the record of the export."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ PACKAGES = ("eagle3-export", "torch", "executorch", "torchao", "transformers", "
 
 
 def copy_tokenizer(checkpoint: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files that the checkpoint has; returns their names."""
+    """Copy the tokenizer's files that the checkpoint has, and return their names."""
     names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
     for name in names:
         shutil.copyfile(checkpoint / name, folder / name)
@@ -39,14 +39,14 @@ def sha256(path: Path) -> str:
 
 
 def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
-    """Several files at a time: one is read while another is hashed."""
+    """Hash several files at a time: one is read while another is hashed. Returns each sha256 by file name."""
     paths = list(paths)
     with ThreadPoolExecutor() as pool:
         return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
 
 
 class HashedFile:
-    """A file to write into; what is written is hashed meanwhile, by a thread of its own."""
+    """A file to write into, with a thread of its own that hashes what is written."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
         self._file, self._pool, self._digest = file, pool, hashlib.sha256()
@@ -58,7 +58,7 @@ class HashedFile:
         return written
 
     def sha256(self) -> str:
-        """Of what has been written."""
+        """The sha256 of everything written so far."""
         return self._digest.hexdigest()
 
 
@@ -69,7 +69,7 @@ def hashed_file(path: Path) -> Iterator[HashedFile]:
 
 
 def write_program(program: "ExecutorchProgramManager", folder: Path) -> dict[str, str]:
-    """Write ``model.pte``, and beside it the files that a backend keeps outside of it; returns their sha256 by name."""
+    """Write ``model.pte``, and beside it the files that a backend keeps outside of it. Returns each sha256 by name."""
     with hashed_file(folder / MODEL_FILE) as file:
         program.write_to_file(file)
     digests = {MODEL_FILE: file.sha256()}
@@ -86,8 +86,11 @@ def package_versions() -> dict[str, str]:
 
 
 def program_digest(model: Path) -> dict[str, Any]:
-    """``{"program": {"bytes", "sha256"}}`` of the program at the head of a ``.pte``, up to its first segment: what a
-    runner can check of a file of any size at once. Empty for a file without ExecuTorch's extended header."""
+    """Return ``{"program": {"bytes", "sha256"}}`` of the program at the head of a ``.pte``, up to its first segment.
+
+    A runner can check that much at once, whatever the file's size. A file without ExecuTorch's extended header gives
+    an empty dictionary.
+    """
     from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header
 
     with model.open("rb") as file:
@@ -100,8 +103,10 @@ def program_digest(model: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: dict[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Write ``export.json``, the record with size and sha256 of every other file, and return what it holds. ``known``:
-    sha256 by name, of files that were hashed as they were written."""
+    """Write ``export.json``, the record with size and sha256 of every other file, and return its content.
+
+    ``known`` holds the sha256 of the files that were hashed as they were written, by name.
+    """
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)}
         for path in sorted(folder.iterdir())

@@ -1,8 +1,8 @@
 """The output folder: it appears whole or not at all, and nothing that an export did not write is ever deleted.
 
 Everything is written into a hidden folder beside the final one, ``.NAME.partial-PID-RANDOM``, and renamed when it is
-complete; between two renames what was there is ``.NAME.replaced-PID-RANDOM``. Whatever ends an export early, the final
-name keeps what it had; ``claim.py`` keeps a second export out and tidies up after a killed one.
+complete; between two renames the earlier folder is ``.NAME.replaced-PID-RANDOM``. Whatever ends an export early, the
+final name keeps what it had. ``lock.py`` keeps a second export out and tidies up after a killed one.
 """
 
 import json
@@ -20,13 +20,16 @@ from pathlib import Path
 from types import FrameType
 
 from eagle3.export.output.contents import sha256
-from eagle3.export.output.lock import claimed, put_aside
+from eagle3.export.output.lock import locked_folder, put_aside
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Raises OSError for a folder that cannot be made or replaced, and for one that must not be: a mount point, the
-    working folder, one that is not empty, unless ``overwrite`` and every file in it is what ``export.json`` says."""
+    """Raise OSError for a folder that cannot be made or replaced, and for one that must not be replaced.
+
+    That is a mount point, the working folder, and a folder that is not empty, unless ``overwrite`` is given and every
+    file in it is as ``export.json`` records it.
+    """
     place = _resolved(folder)
     try:
         _check_parent(folder, place)
@@ -34,7 +37,7 @@ def check_output(folder: Path, overwrite: bool) -> None:
             _check_place(folder, place)
             _check_content(folder, place, overwrite)
         elif place.exists():
-            raise FileExistsError(f"{folder} is a file: --output-dir wants a folder")
+            raise FileExistsError(f"{folder} is a file: --output-dir must name a folder")
     except PermissionError as error:
         at = error.filename or place
         raise PermissionError(f"this user may not read or write {at}: name another --output-dir") from error
@@ -42,14 +45,14 @@ def check_output(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder to write into that becomes ``folder`` at the end; after an exception nothing has changed.
+    """Yield a folder to write into that becomes ``folder`` at the end. After an exception ``folder`` is unchanged.
 
     Raises BlockingIOError at once where another export writes into the same folder, and FileExistsError at the end
-    where ``folder`` has meanwhile become what ``check_output`` refuses.
+    where ``check_output`` has come to refuse ``folder`` meanwhile.
     """
     place = _resolved(folder)
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _stopped_in_one_way(), claimed(place) as partial:
+    with _stopped_by_interrupt(), locked_folder(place) as partial:
         check_output(place, overwrite)  # a killed export's earlier artifact may be back
         yield partial
         check_output(place, overwrite)
@@ -58,9 +61,9 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
-    """Turn whatever a full disk caused, in this process or in a compiler's, into one OSError with the numbers.
+    """Turn any error that a full disk caused, in this process or in a compiler, into one OSError with the numbers.
 
-    ``needed``: bytes that the artifact takes, roughly.
+    ``needed`` is about how many bytes the artifact takes.
     """
     try:
         yield
@@ -112,7 +115,7 @@ def _check_place(folder: Path, place: Path) -> None:
 
 
 def _is_mount_point(place: Path) -> bool:
-    """Linux's own list knows those as well that are bound from the same file system."""
+    """Return whether ``place`` is a mount point; Linux's own list also has bind mounts of the same file system."""
     if os.path.ismount(place):
         return True
     escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(place))
@@ -138,15 +141,15 @@ def _check_content(folder: Path, place: Path, overwrite: bool) -> None:
 
 
 def _not_written(place: Path) -> tuple[str, str] | None:
-    """The first entry of a folder that is not as ``export.json`` has it, and why; None for an artifact."""
+    """Return the first entry of a folder that is not as ``export.json`` records it, and why; None for an artifact."""
     with os.scandir(place) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         if not entry.is_file(follow_symlinks=False):
-            return entry.name, "it is a link" if entry.is_symlink() else "it is no file"
+            return entry.name, "it is a link" if entry.is_symlink() else "it is not a file"
     recorded = _recorded(place / EXPORT_RECORD)
     if recorded is None:
-        return entries[0].name, f"{EXPORT_RECORD} is missing or no record of an export"
+        return entries[0].name, f"{EXPORT_RECORD} is missing or is not the record of an export"
     files = [entry for entry in entries if entry.name != EXPORT_RECORD]
     for entry in files:
         if entry.name not in recorded:
@@ -164,12 +167,12 @@ def _not_written(place: Path) -> tuple[str, str] | None:
 
 @cache
 def _sha256_of(path: Path, _identity: tuple[int, ...]) -> str:
-    """A file is hashed once, and again when it has changed: an artifact is looked at before the work and after it."""
+    """Hash a file once, and again when it has changed: an artifact is checked before the work and after it."""
     return sha256(path)
 
 
 def _recorded(file: Path) -> dict[str, tuple[int, str]] | None:
-    """Name to bytes and sha256; None for what is no record of an export."""
+    """Return the bytes and the sha256 of each file, by name; None for a file that is not the record of an export."""
     try:
         files = json.loads(file.read_text(encoding="utf-8"))["files"]
         recorded = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
@@ -180,9 +183,12 @@ def _recorded(file: Path) -> dict[str, tuple[int, str]] | None:
 
 
 @contextmanager
-def _stopped_in_one_way() -> Iterator[None]:
-    """Ctrl-C and SIGTERM both unwind as KeyboardInterrupt, so that the partial folder goes, and as nothing else:
-    PyTorch's tracer may make another error of it and logs a traceback."""
+def _stopped_by_interrupt() -> Iterator[None]:
+    """Let both Ctrl-C and SIGTERM unwind as KeyboardInterrupt, so that the partial folder is removed.
+
+    PyTorch's tracer may turn it into another error and log a traceback: the error becomes KeyboardInterrupt again, and
+    the log is off.
+    """
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
@@ -211,7 +217,7 @@ def _stopped_in_one_way() -> Iterator[None]:
 
 
 def _swap(new: Path, place: Path) -> None:
-    """Rename ``new`` to ``place``; what was there goes once the new one stands, and comes back if it does not."""
+    """Rename ``new`` to ``place``. The earlier folder is removed after that, and comes back if the rename fails."""
     earlier = put_aside(new, place)
     try:
         if place.exists():

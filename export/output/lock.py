@@ -1,8 +1,9 @@
 """One export a folder: a partial folder is locked while its export runs.
 
-A second export into the same folder is refused, and what a killed one left is known as such: the next export removes
-it, or brings back the earlier artifact that it had put aside. Locks are ``flock`` on the folders themselves and go with
-the process; where there are none (another platform, some network file systems) nobody is refused and nothing removed.
+A second export into the same folder is refused. A folder without a lock was left by a killed export: the next export
+removes it, or brings back the earlier artifact that the killed one had put aside. Locks are ``flock`` on the folders
+themselves and end with the process. Where there are none (another platform, some network file systems), no export is
+refused and nothing is removed.
 """
 
 import os
@@ -26,8 +27,11 @@ PATIENCE = 5.0  # seconds that an export waits for others that begin beside it
 
 
 @contextmanager
-def claimed(place: Path) -> Iterator[Path]:
-    """A new folder beside ``place``, locked, to become it. Raises BlockingIOError where another export holds one."""
+def locked_folder(place: Path) -> Iterator[Path]:
+    """Yield a new, locked folder beside ``place``, which is to become it.
+
+    Raises BlockingIOError where another export holds one.
+    """
     with _alone_in(place.parent):
         stale = refuse_a_second(place)
         partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(place, PARTIAL)}{os.getpid()}-", dir=place.parent))
@@ -43,7 +47,7 @@ def claimed(place: Path) -> Iterator[Path]:
 
 
 def refuse_a_second(place: Path) -> list[Path]:
-    """Raise BlockingIOError where an export writes beside ``place``; returns the folders that killed ones left."""
+    """Raise BlockingIOError where an export writes beside ``place``; return the folders that killed exports left."""
     stale = []
     for path, process in _beside(place, PARTIAL):
         try:
@@ -60,12 +64,12 @@ def refuse_a_second(place: Path) -> list[Path]:
 
 
 def put_aside(partial: Path, place: Path) -> Path:
-    """The name that ``place`` has between two renames."""
+    """Return the path to which ``place`` is renamed while ``partial`` takes its name."""
     return partial.with_name(_prefix(place, REPLACED) + partial.name.removeprefix(_prefix(place, PARTIAL)))
 
 
 def _tidy(place: Path, stale: list[Path]) -> None:
-    """Remove what killed exports left; the artifact that one of them had put aside comes back."""
+    """Remove what killed exports left, and bring back the artifact that one of them had put aside."""
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     aside = sorted((path for path, _ in _beside(place, REPLACED)), key=lambda path: path.stat().st_ctime_ns)
@@ -81,7 +85,7 @@ def _prefix(place: Path, kind: str) -> str:
 
 
 def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
-    """Folders of exports into ``place``, and the process in their names."""
+    """The folders of exports into ``place``, each with the process id in its name."""
     pattern = re.compile(re.escape(_prefix(place, kind)) + r"(?:(\d+)-)?[a-z0-9_]{8}")
     found = []
     with suppress(FileNotFoundError, PermissionError), os.scandir(place.parent) as entries:
@@ -94,8 +98,10 @@ def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """Exports that begin at once look round one after the other; who waits too long (someone holds the parent's lock
-    for reasons of their own) goes on without."""
+    """Let exports that begin at the same time look for others one after the other.
+
+    An export that has waited for ``PATIENCE`` goes on without the lock: another program may hold it.
+    """
     deadline, lock = time.monotonic() + PATIENCE, None
     while time.monotonic() < deadline:
         try:
@@ -110,8 +116,11 @@ def _alone_in(parent: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, shared: bool = False, wait: bool = False) -> int | None:
-    """Lock a folder until its descriptor is closed or the process ends. None where that cannot be: another platform,
-    a network file system, a folder of someone else's. Raises BlockingIOError where another has it, unless ``wait``."""
+    """Lock a folder until its descriptor is closed or the process ends.
+
+    Returns None where it cannot be locked: another platform, a network file system, a folder that this user may not
+    open. Raises BlockingIOError where another process has the lock, unless ``wait``.
+    """
     if fcntl is None:
         return None
     try:

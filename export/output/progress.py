@@ -1,4 +1,5 @@
-"""A line per stage on stderr: seconds and peak resident memory, kept for ``export.json`` as well."""
+"""The progress of an export: a line per stage on stderr with seconds and peak resident memory, which ``export.json``
+has as well."""
 
 import resource
 import sys

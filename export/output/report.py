@@ -1,4 +1,4 @@
-"""What ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
+"""The text that ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
-    """``sources``: lines on where the checkpoints come from."""
+    """The plan as a dry run prints it. ``sources`` are lines on where the checkpoints come from."""
     facts = plan_json(plan)
     lines = [
         f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
@@ -61,16 +61,16 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
 
 
 def _gpus(plan: Plan) -> list[Gpu]:
-    """Those of the architecture that is named; all that are known where none is."""
+    """The known GPUs of the architecture in ``--cuda-arch``; all known GPUs without the flag."""
     arch = plan.config.cuda_arch
     return gpus_of(arch) if arch else list(GPUS.values())
 
 
 def _gpus_text(fits: Mapping[str, bool]) -> str:
-    by_answer: dict[str, list[str]] = {}
+    by_verdict: dict[str, list[str]] = {}
     for name, holds in fits.items():
-        by_answer.setdefault("fits" if holds else "does not fit", []).append(f"{name} ({GPUS[name].memory >> 30} GiB)")
-    return "; ".join(f"{answer} {', '.join(names)}" for answer, names in by_answer.items())
+        by_verdict.setdefault("fits" if holds else "does not fit", []).append(f"{name} ({GPUS[name].memory >> 30} GiB)")
+    return "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in by_verdict.items())
 
 
 def draft_text(plan: Plan) -> str:
@@ -79,7 +79,7 @@ def draft_text(plan: Plan) -> str:
 
 
 def quantized_text(plan: Plan) -> str:
-    """How many of a quantized checkpoint's weights are, and what becomes of them."""
+    """A line on a quantized checkpoint's weights: how many are quantized, and what the export makes of them."""
     quantized = plan.quantized_headers
     kinds = " and ".join(sorted({header.dtype for header in quantized}))
     if BACKENDS[plan.config.backend].quantizes:

@@ -1,4 +1,4 @@
-"""How much memory the KV caches of an artifact take, known from configurations alone, and what a run is made of."""
+"""The memory that a run takes by parts, and the bytes of an artifact's KV caches, computed from configurations."""
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes that a run takes of a GPU's memory, by what takes them."""
+    """The bytes of GPU memory that each part of a run takes."""
 
     target: int
     draft: int
@@ -39,12 +39,12 @@ class GpuMemory:
 
 
 def free_memory() -> int | None:
-    """Bytes that programs may still take on this machine, None where Linux is not there to say it."""
+    """Return the bytes that programs may still take on this machine; None on other systems than Linux."""
     return linux_bytes("/proc/meminfo", "MemAvailable")
 
 
 def linux_bytes(file: str, key: str) -> int | None:
-    """Of a line of one of Linux's own files, None where there is none."""
+    """Return the bytes in the line ``key`` of one of Linux's own files; None without such a line or file."""
     with suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(f"{key}:"):
@@ -53,7 +53,7 @@ def linux_bytes(file: str, key: str) -> int | None:
 
 
 def target_cache_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype) -> int:
-    """Of a target of transformers' text configuration ``config``."""
+    """Return the bytes of the KV caches of a target with transformers' text configuration ``config``."""
     shapes: list[KVCacheShape] = []
 
     def note(shape: KVCacheShape) -> nn.Module:

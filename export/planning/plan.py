@@ -1,4 +1,4 @@
-"""What an export is going to do, settled from flags, configurations and tensor headers before any weight is read."""
+"""The plan of an export, made from flags, configurations and tensor headers before any weight is read."""
 
 from collections.abc import Iterator
 from copy import copy
@@ -66,8 +66,8 @@ class Plan:
     methods: tuple[MethodPlan, ...]
     qlinear: str
     draft_qlinear: str
-    """Of the weights: a recipe of the backend's; "checkpoint" where the target's are quantized already, and no recipe
-    quantizes them again."""
+    """The recipes for the weights of target and draft: a recipe of the backend, or "checkpoint" where the target's
+    weights are quantized already and no recipe quantizes them again."""
     bos_id: int  # -1: none
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
@@ -75,29 +75,29 @@ class Plan:
 
     @property
     def quantized_headers(self) -> list[TensorHeader]:
-        """Of the target's weights that the checkpoint has quantized."""
+        """The headers of the target's weights that are quantized in the checkpoint."""
         return [header for header in self.target_headers.values() if header.quantized]
 
     @cached_property
     def skeleton(self) -> Skeleton:
-        """The target on the meta device, to be read and not to be changed."""
+        """The target on the meta device. Callers read it and must not change it."""
         return self.spec.module().skeleton(self.target_config, self.max_seq_len)
 
     @cached_property
     def cache_bytes(self) -> int:
-        """Of both models' KV caches."""
+        """The bytes of both models' KV caches."""
         dtype = BACKENDS[self.config.backend].load().dtype
         target = target_cache_bytes(self.spec, self.target_config, self.max_seq_len, dtype)
         return target + draft_cache_bytes(self.draft, self.max_seq_len, dtype)
 
     @cached_property
     def footprint(self) -> GpuMemory | None:
-        """What a run takes of a GPU; None for a CPU."""
+        """The GPU memory that a run takes; None for a CPU."""
         return BACKENDS[self.config.backend].load().footprint(self)
 
     @property
     def speculates(self) -> bool:
-        """Whether a greedy round is a method."""
+        """True where the artifact has the method ``speculate``, a greedy round in one call."""
         return any(method.name == SPECULATE for method in self.methods)
 
     def method(self, name: str) -> MethodPlan:
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Of both checkpoints: most of what an artifact takes."""
+        """The bytes of both checkpoints' tensors, which make up most of an artifact."""
         headers = [*self.target_headers.values(), *self.draft.headers.values()]
         return sum(header.bytes for header in headers)
 
@@ -128,14 +128,14 @@ class Plan:
 
 
 def small_m_limit(chain_len: int) -> int:
-    """Rows that the small-M kernel takes: 8, or 16 for a verify window longer than that."""
+    """Return the most rows that the small-M kernel takes: 8, or 16 where the verify window is longer than 8."""
     return WINDOW_ROWS if chain_len + 1 > 8 else 8
 
 
 def make_plan(config: ExportConfig) -> Plan:
-    """Read configurations and headers, settle every length, check that target and draft are a pair.
+    """Read configurations and headers, decide every length, and check that target and draft are a pair.
 
-    Raises FileNotFoundError or ValueError whose message is one line: the fact, both values, what to type.
+    Raises FileNotFoundError or ValueError with a message of one line: the fact, both values, what to type.
     """
     check_flags(config)
     spec = TARGETS[config.target_model]
@@ -161,7 +161,7 @@ def make_plan(config: ExportConfig) -> Plan:
     check_pair(draft, whole_config, taps.layers)
     draft = within_vocabulary(draft, target_config.vocab_size)
     chain_len = config.chain_len or draft.chain_len
-    whole, left_out = whole_rounds(config, draft, chain_len)
+    fused, left_out = fused_rounds(config, draft, chain_len)
     return Plan(
         config=config,
         spec=spec,
@@ -173,7 +173,7 @@ def make_plan(config: ExportConfig) -> Plan:
         chosen_taps=taps,
         chain_len=chain_len,
         max_seq_len=max_seq_len,
-        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len), whole),
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len), fused),
         qlinear=choose_recipe(config, target_headers),
         draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe,
         bos_id=bos_id,
@@ -189,7 +189,7 @@ def make_plan(config: ExportConfig) -> Plan:
 
 
 def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
-    """``Plan.qlinear``. Raises ValueError for a recipe where the checkpoint's own codes are kept."""
+    """Return ``Plan.qlinear``. Raises ValueError for a recipe where the checkpoint's own codes are kept."""
     keeps_codes = BACKENDS[config.backend].quantizes
     if any(header.quantized for header in headers.values()):
         if keeps_codes and config.qlinear is not None:
@@ -199,9 +199,11 @@ def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str
     return config.qlinear or ("default" if keeps_codes else "none")
 
 
-def whole_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) -> tuple[bool, tuple[str, ...]]:
-    """Whether a greedy round is to be a method, and a line where it cannot be. Raises ValueError where it was asked
-    for."""
+def fused_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) -> tuple[bool, tuple[str, ...]]:
+    """Return whether to export the method ``speculate``, and a warning where the default would, but cannot.
+
+    Raises ValueError where it is impossible and ``--speculate`` asks for it.
+    """
     rows, most = 2 * chain_len, small_m_limit(chain_len)
     wanted = BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
     quantized = BACKENDS[config.backend].quantizes and config.draft_qlinear not in (None, "none")
@@ -223,7 +225,7 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
 
 
 def check_flags(config: ExportConfig) -> None:
-    """Raise ValueError for a flag that the backend would ignore, and for two that exclude each other."""
+    """Raise ValueError for a flag that the backend would ignore, and for two flags that exclude each other."""
     if config.with_decode and config.with_forward:
         raise ValueError(
             "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
@@ -249,7 +251,7 @@ def check_flags(config: ExportConfig) -> None:
 
 
 def check_context(spec: TargetSpec, target_config: "PreTrainedConfig", max_seq_len: int) -> None:
-    """Raise ValueError for a context longer than the target knows, with the memory that it would take."""
+    """Raise ValueError for a context longer than the target's; the message has the memory that it would take."""
     import torch
 
     most = target_config.max_position_embeddings
@@ -268,12 +270,12 @@ def plan_methods(
     chain_len: int,
     max_seq_len: int,
     draft_longest: int = 0,
-    whole: bool = False,
+    fused: bool = False,
 ) -> tuple[MethodPlan, ...]:
-    """Lengths of every method, within the target's own bounds and the draft's (0: none); ``whole``: greedy rounds are a
-    method.
+    """Return the lengths of every method, within the bounds of the target and of the draft.
 
-    Raises ValueError naming the flag to change.
+    ``draft_longest`` is the draft's longest forward, 0 where it has no bound; with ``fused`` there is a method
+    ``speculate``. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
     longest = min(longest, draft_longest or longest)
@@ -302,7 +304,7 @@ def plan_methods(
         MethodPlan(TARGET_VERIFY, 2, window),
         MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window)),
     ]
-    if whole:
+    if fused:
         methods.append(MethodPlan(SPECULATE, window, window))
     if config.with_decode:
         methods.append(MethodPlan(DECODE, 1, 1))
@@ -312,9 +314,10 @@ def plan_methods(
 
 
 def draft_rows(draft: DraftDescription, chain_len: int) -> int:
-    """The longest forward that the draft's windows allow, 0 for any; a P-EAGLE's mask rows stand behind each.
+    """Return the longest forward that the draft's sliding window allows, 0 where it has none.
 
-    Raises ValueError for a window that its mask rows fill.
+    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Raises ValueError where they
+    fill it.
     """
     masks = chain_len - 1 if draft.kind == P_EAGLE else 0
     if draft.window and draft.window <= masks:
@@ -326,7 +329,7 @@ def draft_rows(draft: DraftDescription, chain_len: int) -> int:
 
 
 def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
-    """Of the target: its weights, and the folder with its configuration and tokenizer."""
+    """Return the path of the target's weights, and the folder with its configuration and tokenizer."""
     path, folder = config.checkpoint or spec.checkpoint, config.config_folder
     if path is None or not GGUFFile.recognizes(path):
         if folder is not None:
@@ -335,7 +338,7 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
         return path, path
     if not path.is_file():
         raise FileNotFoundError(
-            f"--checkpoint {path} is not there: it wants a GGUF file on this machine, or ORG/NAME:{path.name} of the "
+            f"--checkpoint {path} is not there: type a GGUF file on this machine, or ORG/NAME:{path.name} of the "
             "Hugging Face hub"
         )
     folder = folder or path.parent
@@ -352,7 +355,7 @@ def _folder(path: Path | None, target: str, flag: str) -> Path:
         raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER or ORG/NAME")
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{flag} {path} is no folder: it wants a checkpoint folder on this machine, or ORG/NAME[@REVISION] of the "
+            f"{flag} {path} is not a folder: type a checkpoint folder on this machine, or ORG/NAME[@REVISION] of the "
             "Hugging Face hub"
         )
     return path

@@ -1,7 +1,7 @@
-"""Which hidden states of the target a draft head fuses: the first thing that goes wrong in silence.
+"""The hidden states of the target that a draft head fuses, its taps: a wrong one gives no error.
 
-A layer id means the input of that layer in SafeAILab, vLLM and speculators, its output in SGLang, SpecForge and
-TensorRT-LLM, under the same key. A wrong tap loads, runs and accepts about 1%.
+Under the same key, a layer id means the input of that layer in SafeAILab, vLLM and speculators, and its output in
+SGLang, SpecForge and TensorRT-LLM. A head with a wrong tap loads and runs, and about 1% of its tokens are accepted.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taps:
-    """``layers`` are transformers' ``hidden_states`` indices; none: the head takes the final state. ``origin`` says for
-    a person where they come from, ``doubt`` what may be wrong with them."""
+    """``layers`` are transformers' ``hidden_states`` indices; an empty tuple means that the head takes the final state.
+    ``origin`` tells a person where they come from, ``doubt`` what may be wrong with them."""
 
     layers: tuple[int, ...]
     origin: str
@@ -31,10 +31,11 @@ class Taps:
 def choose_taps(
     draft: DraftDescription, target_config: "PreTrainedConfig", given: tuple[int, ...] | None, convention: str | None
 ) -> Taps:
-    """Flags first, then the checkpoint's ids, then 2, n//2, n-3.
+    """Choose the taps from the flags; without flags, from the checkpoint's ids; without ids, 2, n//2, n-3.
 
-    ``convention`` says what explicit ids mean, ``input`` or ``output``; None: flags mean inputs, a checkpoint's ids
-    what its dialect means. Raises ValueError for ids that no target of this depth has.
+    ``convention`` says whether explicit ids mean the ``input`` or the ``output`` of a layer. With None, ids of flags
+    mean inputs, and ids of a checkpoint have their dialect's meaning. Raises ValueError for ids that no target of this
+    depth has.
     """
     layers, hidden = target_config.num_hidden_layers, target_config.hidden_size
     if draft.takes_final_state:
@@ -58,13 +59,13 @@ def choose_taps(
 
 
 def _meaning(draft: DraftDescription, ids: tuple[int, ...], layers: int) -> tuple[str, str | None]:
-    """What a checkpoint's ids mean, and a doubt where its dialect alone says so."""
+    """Return whether a checkpoint's ids mean inputs or outputs, and a doubt where only its dialect tells."""
     if draft.dialect == "speculators":
         return "input", None
     if max(ids) >= layers or ids == (2, layers // 2, layers - 3):
-        return "input", None  # no layer has the output of the former; the latter are every input convention's default
+        return "input", None  # no layer has the index n; 2, n//2, n-3 is the default of inputs
     if ids == (1, layers // 2 - 1, layers - 4):
-        return "output", None  # and these every output convention's
+        return "output", None  # the default of outputs
     other = "input" if draft.aux_convention == "output" else "output"
     return draft.aux_convention, (
         f"the draft's layer ids {','.join(map(str, ids))} are taken as {draft.aux_convention}s of layers, as heads of "
