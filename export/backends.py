@@ -1,4 +1,5 @@
-"""Backends: a record each. A new one is a folder in ``lowering`` with a ``Backend`` and a line in ``BACKENDS``."""
+"""The backends, a record each. A new one is a folder in ``lowering`` with a ``Backend``, and an entry in
+``BACKENDS``."""
 
 import importlib
 import importlib.util
@@ -22,44 +23,44 @@ if TYPE_CHECKING:
 
 
 class WeightConversion(Protocol):
-    """What becomes of the target's tensors, each as it is read."""
+    """A conversion of the target's tensors, each as it is read."""
 
     def __call__(self, name: str, value: "Tensor", /) -> "Tensor":
-        """What the model holds of a tensor."""
+        """Return the tensor that the model holds in place of ``value``."""
 
     def record(self) -> dict[str, Any]:
-        """What the manifest says of it, once all tensors were read."""
+        """Return the manifest's entry on the conversion, once all tensors were read."""
 
 
 class Backend(Protocol):
-    """What a backend does for an export, in the order in which it is asked."""
+    """The part of a backend in an export, in the order of the calls."""
 
     dtype: "torch.dtype"
-    """Of activations and caches."""
+    """The dtype of activations and caches."""
     eager_on_host: bool
-    """Whether the prepared module runs eagerly on this machine, for the check of the artifact."""
+    """True where the prepared module runs eagerly on this machine, which the check of the artifact needs."""
 
     @property
     def attention(self) -> "AttentionFactory":
-        """What the layers of both models attend by."""
+        """Makes the attention of both models' layers."""
 
     def local_arch(self) -> str | None:
         """The architecture of the GPU at hand, such as "sm_90". None without a GPU, and for backends that use none."""
 
     def check(self, plan: "Plan") -> None:
-        """Raise ValueError or FileNotFoundError for what cannot be lowered here, before any weight is read."""
+        """Raise ValueError or FileNotFoundError for a plan that cannot be lowered here, before any weight is read."""
 
     def memory(self, plan: "Plan", /) -> tuple[int, str]:
-        """Bytes of what will run the artifact, or of this machine, and its name."""
+        """Return the bytes of memory of the GPU that will run the artifact, or of this machine, and its name."""
 
     def footprint(self, plan: "Plan", /) -> "GpuMemory | None":
-        """What a run takes of a GPU; None for a CPU, where weights are mapped."""
+        """Return the GPU memory that a run takes; None for a CPU, where weights are mapped."""
 
     def suggest_flags(self, plan: "Plan", has: int, /) -> str | None:
-        """Flags with which a run takes no more than ``has`` bytes; None where none do."""
+        """Return flags with which a run takes no more than ``has`` bytes; None where there are none."""
 
     def export_bytes(self, plan: "Plan", /) -> int | None:
-        """What the export takes of this machine's memory; None where weights stay mapped."""
+        """Return the memory that the export takes on this machine; None where weights stay mapped."""
 
     def conversion(self, plan: "Plan") -> WeightConversion: ...
 
@@ -70,40 +71,41 @@ class Backend(Protocol):
         """A context around each trace."""
 
     def runs_here(self) -> bool:
-        """Whether this machine runs the artifacts."""
+        """Return whether this machine can run the artifacts."""
 
     def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan", /) -> dict[str, Any]:
-        """What the manifest says of the kernels. Raises ValueError for a graph that must not be."""
+        """Return the manifest's entry on the kernels. Raises ValueError for a graph that must not be lowered."""
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan", /
     ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
-        """The program, and what ``export.json`` says of what was compiled."""
+        """Return the program, and the entry of ``export.json`` on what was compiled."""
 
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """``module`` is imported on use and has the ``BACKEND``: lowering pulls in torch and the delegate's compiler."""
+    """A backend's entry. ``module`` defines ``BACKEND``; it is imported on use, since it imports torch and the
+    delegate's compiler."""
 
     summary: str
     module: str
     quantizes: bool = False
-    """Whether weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes, which
-    the others dequantize as it loads."""
+    """True where weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes. The
+    other backends dequantize one as it loads."""
     recipes: tuple[str, ...] = ("none",)
-    """What ``--qlinear`` and ``--draft-qlinear`` may name: what there are kernels for."""
+    """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
     draft_recipe: str = "none"
-    """The draft's unless said: the tokens do not depend on it, acceptance may."""
+    """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
     speculates: bool = False
-    """Whether a greedy round is one method by default: where each call costs copies and waits that it saves."""
+    """True where a greedy round is one method by default: it saves the copies and waits that each call costs."""
     flags: frozenset[str] = frozenset()
-    """Fields of ``ExportConfig`` that mean something to this backend alone; given to another one they are refused."""
+    """Fields of ``ExportConfig`` that only this backend reads; they are refused with another one."""
 
     packages: tuple[str, ...] = ()
     """Packages that the extra of the backend's name installs."""
 
     def load(self) -> Backend:
-        """Raises ValueError for a package that is not installed."""
+        """Import and return the backend. Raises ValueError for a package that is not installed."""
         for package in self.packages:
             if importlib.util.find_spec(package) is None:
                 (name,) = (name for name, backend in BACKENDS.items() if backend is self)

@@ -330,7 +330,7 @@ def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None
 
 
 def original(name: str) -> Any:  # noqa: ANN401 - a function, a class or a table
-    """What patch ``name`` replaces. Raises as ``replaced``."""
+    """Return the attribute that patch ``name`` replaces. Raises as ``replaced``."""
     assert name in PATCHES, name
     try:
         return getattr(_owner(name), name.rpartition(".")[2])
