@@ -124,7 +124,7 @@ FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_collection_modifyitems(items):
-    """What is made beforehand last is wanted last, by whole files: a file's tests run in one process."""
+    """Run the files whose shared exports are made last at the end. A file's tests run in one process."""
     names, last = list(COMMANDS), {}
     for item in items:
         wanted = [names.index(name) for name in item.fixturenames if name in names]

@@ -59,7 +59,7 @@ def keep_source(sources: Path, known: dict, body: str) -> None:
 
 
 def name_by_image(file: Path) -> None:
-    """By the hash of its machine code, as the library has it: that is put together last."""
+    """Rename a kernel's file to the hash of its machine code as the library has it, which is assembled last."""
     kernel = pickle.loads(file.read_bytes())
     image = Path(kernel.pop("image")).read_bytes()
     file.unlink()

@@ -47,7 +47,7 @@ def parse(words: list[str]) -> dict[str, str]:
 
 
 def model_type(file: str, part: str) -> str:
-    """Of the weights of a GGUF file that the fake tools made."""
+    """Return the type of the weights of a GGUF file that the fake tools made."""
     if not Path(file).is_file():
         fail(f"failed to load model '{file}'")
     found = json.loads(Path(file).read_text())

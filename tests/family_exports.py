@@ -63,7 +63,7 @@ def character_tokenizer() -> Tokenizer:
 
 
 def family_plan(name: str, folder: Path) -> Plan:
-    """Of the export of ``name`` from ``folder``'s target and draft to its out."""
+    """Return the plan of the export of ``name`` from ``folder``'s target and draft to its ``out``."""
     paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}

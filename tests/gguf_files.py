@@ -37,7 +37,7 @@ def q4_k(codes, scales, minima, d, d_min) -> np.ndarray:
 
 
 def q5_k(codes, scales, minima, d, d_min) -> np.ndarray:
-    """As ``q4_k``; codes of 0 to 31."""
+    """Pack like ``q4_k``, with codes from 0 to 31."""
     high = (codes >> 4).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
     high = np.bitwise_or.reduce(high, axis=1)
     return np.concatenate([halves(d, d_min), six_bit_pairs(scales, minima), high, nibbles(codes)], axis=1)

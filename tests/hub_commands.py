@@ -1,4 +1,4 @@
-"""What is typed to name the shipped target and its head on the stand-in for the hub."""
+"""Command lines that name the shipped target and its head on the stand-in for the hub."""
 
 from pathlib import Path
 

@@ -66,7 +66,7 @@ class Machine:
             yield
 
     def open(self, artifact: Path, graphs: bool = True, unwritten: int = HUGE) -> torch_host.TorchSession:
-        """As a command opens it on a machine with a GPU. ``unwritten``: each byte of the caches."""
+        """Open an artifact as a command does on a machine with a GPU; each byte of the caches is ``unwritten``."""
         metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
         place = torch_host.place_storages
 
@@ -84,8 +84,8 @@ class Machine:
             return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata, graphs)
 
     def left(self) -> dict[str, int]:
-        """What nobody gave back: handles by their kind, and of a capture that ended, whether memory still comes from
-        its pool, and whether its stream is still the current one."""
+        """Count what was not released: handles by kind, and after a capture, whether memory still comes from its pool
+        and whether its stream is still the current one."""
         self.placed = {}
         gc.collect()
         self.device.library.cudaDeviceSynchronize()
@@ -127,12 +127,12 @@ def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dic
 
 
 def generations(session: Session, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """By whole rounds, replayed as graphs would be; and by the three methods."""
+    """Generate by fused rounds, replayed as CUDA graphs would be, and by the three methods."""
     found = {}
-    for way, whole in (("whole_rounds", True), ("three_methods", False)):
-        session.has_speculate = whole
+    for name, fused in (("fused_rounds", True), ("three_methods", False)):
+        session.has_speculate = fused
         result = complete(session, prompt, max_new_tokens=max_new_tokens, stop_ids=[])
-        found[way] = {"token_ids": result.token_ids, "stats": result.stats.counts()}
+        found[name] = {"token_ids": result.token_ids, "stats": result.stats.counts()}
     return found
 
 

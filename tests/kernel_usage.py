@@ -1,4 +1,5 @@
-"""What a Triton kernel takes of a GPU, compiled for it without one; and that its threads share no memory unordered."""
+"""The resources of a GPU that a Triton kernel takes, compiled for it without one, and a check that its threads share no
+memory without a barrier."""
 
 import re
 import subprocess

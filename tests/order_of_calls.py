@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph where there is no GPU."""
+"""A stand-in for CUDA graphs where there is no GPU."""
 
 
 class OrderOfCalls:

@@ -58,7 +58,7 @@ def gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, less: int
 
 
 def scattered_gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
-    """By desc_act: the columns of a group are anywhere. ``codes`` are sorted by groups."""
+    """Pack with desc_act: the columns of a group are anywhere. ``codes`` are sorted by groups."""
     parts, order = gptq(codes, scale, zero, bits), order_of(codes.shape[1])
     placed = torch.empty_like(codes).index_copy_(1, order, codes)
     return parts | {
@@ -147,7 +147,7 @@ def change_config(folder: Path, **fields) -> None:
 
 
 def planned(folder: Path, model, backend: str) -> Plan:
-    """Of the target in ``folder`` with a random draft."""
+    """Return the plan of the target in ``folder`` with a random draft."""
     arch = "sm_90" if backend == "cuda" and not torch.cuda.is_available() else None
     draft = save_random_draft(folder / "draft", model.config, aux_layers=(0, 1, 2))
     folders = {"checkpoint": folder / "target", "draft": draft}

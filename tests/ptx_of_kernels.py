@@ -118,7 +118,7 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
 
 
 class Recorded:
-    """In place of a kernel: what it is launched with."""
+    """A stand-in for a kernel that records the arguments of its launches."""
 
     def __init__(self):
         self.calls: list[tuple[tuple, dict]] = []
@@ -128,7 +128,7 @@ class Recorded:
 
 
 def ptx_of(kernel: triton.JITFunction, launch: Callable, arch: str) -> str:
-    """As it is compiled for the first launch; numbers are taken to be any."""
+    """Return a kernel's PTX, compiled for the arguments of its first launch. Numbers are not specialized."""
     recorded = Recorded()
     launch(recorded)
     arguments, constants = recorded.calls[0]

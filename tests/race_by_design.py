@@ -1,4 +1,4 @@
-"""What kernels do on purpose that looks like a race: its lines, the reason, and a condition that is checked."""
+"""Accesses that look like a race and are intended: the lines, the reason, and a condition that is checked."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -49,14 +49,14 @@ def _foreign(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray:
 
 
 def _in_place(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None:
-    """Whether one program loads elements and then stores each at the place that it was loaded from."""
+    """Return ``NOWHERE`` if one program loads elements and then stores each at the place that it was loaded from."""
     loads_first = (meeting.early.kind, meeting.late.kind) == ("load", "store")
     same = np.array_equal(meeting.early.addresses, meeting.late.addresses)
     return NOWHERE if meeting.same_program and loads_first and same else None
 
 
 def _zeros(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None:
-    """Whether the stores leave zeros where they meet."""
+    """Return ``NOWHERE`` if the stores write only zeros to their common places."""
     common, of_early, of_late = meeting.common()
     if meeting.early is meeting.late:
         cells, counts = np.unique(meeting.early.cells(meeting.width), return_counts=True)
@@ -107,7 +107,7 @@ BY_DESIGN = (
 
 
 def by_design(meeting: Meeting, accesses: Sequence[Access]) -> Verdict | None:
-    """Why the two accesses may meet, None where no reason holds. ``accesses``: all of the launch."""
+    """Return the reason for which the two accesses may meet, None without one. ``accesses`` are all of the launch."""
     lines = _line(meeting.early.site), _line(meeting.late.site)
     for design in BY_DESIGN:
         if any(all(map(re.match, design.lines, each)) for each in (lines, lines[::-1])):

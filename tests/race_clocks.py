@@ -39,7 +39,8 @@ class Clocks:
         self._known.setdefault(program, {})
 
     def known(self, program: int) -> Clock:
-        """What all threads of ``program`` know; replaced, not changed, so that it can be kept."""
+        """Return the clock that all threads of ``program`` know. It is replaced and never changed: callers may keep
+        it."""
         return self._known[program]
 
     def barrier(self, program: int) -> bool:

@@ -218,7 +218,7 @@ class Detector:
                 self.by_design[verdict.reason] += 1
 
     def _difference(self, first: Launch, left: list, launch: Launch) -> Site | None:
-        """Who wrote what ``launch`` leaves otherwise than ``first`` did; takes back what ``launch`` did."""
+        """Return the site of a write whose result differs between ``launch`` and ``first``; undo ``launch``."""
         different = [addresses[self.reach.peek(addresses, values.itemsize) != values] for addresses, values in left]
         theirs = launch.changes.now()
         launch.changes.take_back()

@@ -32,7 +32,7 @@ OTHER = 0x3FC73FC73FC73FC7
 
 
 class _Result(TensorHandle):
-    """What an atomic returned; says when its value is first used."""
+    """The result of an atomic, which calls ``used`` when its value is first used."""
 
     def __init__(self, handle: TensorHandle, used: Callable[[], None]):
         self._used = None
@@ -108,7 +108,7 @@ def _hooks(detector: Detector) -> dict[str, Callable]:
 
 
 def _name(value: Any) -> str:
-    """Of a member of one of the compiler's enumerations."""
+    """Return the name of a member of one of the compiler's enumerations."""
     return value.name.lower()
 
 

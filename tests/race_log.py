@@ -1,4 +1,4 @@
-"""What the programs of one kernel launch do to memory, in the order in which the interpreter runs them."""
+"""A log of the memory accesses of one kernel launch, in the order in which the interpreter runs its programs."""
 
 import linecache
 import os
@@ -87,7 +87,7 @@ class Access:
         return self.interval - 1 if self.kind == "atomic" else self.interval
 
     def is_before(self, other: "Access") -> bool:
-        """Whether this access of another program happened before ``other``."""
+        """Return whether this access happened before ``other``, one of another program."""
         return self.released_as < other.seen.get(self.program, 0)
 
     def cells(self, width: int) -> np.ndarray:
@@ -96,7 +96,7 @@ class Access:
         return (first[:, None] + np.arange(self.size // width, dtype=np.uint64)).ravel()
 
     def pieces(self, width: int) -> np.ndarray:
-        """What it stores in each of its ``cells``."""
+        """The bits that it stores in each of its ``cells``."""
         return np.ascontiguousarray(self.values).view(f"u{width}")
 
 
@@ -122,7 +122,7 @@ def _place(addresses: np.ndarray, size: int) -> tuple[TensorHandle, TensorHandle
 
 
 class Change(NamedTuple):
-    """What memory held before something was written."""
+    """A write, with the bits that memory held before it."""
 
     addresses: np.ndarray
     before: np.ndarray
@@ -161,7 +161,7 @@ class Changes:
         return [(change.addresses, self._reach.peek(change.addresses, change.before.itemsize)) for change in self._made]
 
     def first_of_atomics(self) -> dict[int, tuple[int, int]]:
-        """By address of an atomic: what it held before the first one, and the bytes of an element."""
+        """Return the value before the first atomic, and an element's size in bytes, by the atomics' address."""
         found: dict[int, tuple[int, int]] = {}
         for change in self._made:
             if change.atomic:

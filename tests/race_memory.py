@@ -1,4 +1,4 @@
-"""Which memory a kernel may touch, and which bytes of it somebody has written."""
+"""The memory that a kernel may access, and the bytes of it that were written."""
 
 import bisect
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ class Meeting:
         return np.intersect1d(early, late, return_indices=True)
 
     def same_bits(self) -> bool:
-        """Whether the stores leave the same bits wherever they meet."""
+        """Return whether the stores write the same bits to every place that both write."""
         if self.early.values is None or self.late.values is None:
             return False
         if self.early is self.late:
@@ -92,7 +92,7 @@ class Writes:
 
 
 def meetings(accesses: Sequence[Access]) -> Iterator[Meeting]:
-    """Those of ``accesses``, the number of each its index, that nothing orders."""
+    """Yield the pairs of ``accesses`` that touch the same bytes and that nothing orders; numbers are indices."""
     writes = Writes(accesses)
     pairs = writes.meeting_each_other()
     for load in accesses:

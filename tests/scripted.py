@@ -59,7 +59,8 @@ class Entry(NamedTuple):
 
 
 class ScriptedCache:
-    """With a ``window``, a ring of two, in whose slots the last write wins; without, a slot a position."""
+    """A cache: with a ``window`` a ring of two windows, in whose slots the last write wins; without, a slot per
+    position."""
 
     def __init__(self, window: int):
         self.window = window
@@ -101,7 +102,7 @@ class ScriptedSession:
         self.has_decode, self.has_speculate = True, False
         self.seconds, self.calls = Counter(), Counter()
         self.windows: list[int] = []
-        self.whole_rounds = 0
+        self.fused_rounds = 0
         self.failure: BaseException | None = None
         self.calls_left = self.rows_written = 0
         self._prefixes: list[tuple[int, ...]] = []
@@ -183,13 +184,13 @@ class ScriptedSession:
         for position in range(first + rows, first + rows + len(window) - 1 - self.metadata.proposals):
             drafted = self.draft_decode(drafted.ids, drafted.feature, self.positions[position : position + 1])
             chain.append(drafted.ids)
-        self.whole_rounds += 1
+        self.fused_rounds += 1
         window = torch.cat(chain, dim=1)
         return FusedRound(torch.cat((step.ids, window)), window, following)
 
 
 class ThreeMethods:
-    """The same session, whole rounds left out."""
+    """A session without ``speculate``: each round takes three methods."""
 
     has_speculate = False
 
@@ -201,7 +202,7 @@ class ThreeMethods:
 
 
 def greedy_sequence(greedy: Callable, prompt: list[int], count: int, stop_ids=(), max_seq_len: int = 64) -> list[int]:
-    """What decoding token by token gives."""
+    """Return the tokens of decoding token by token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count and len(tokens) < max_seq_len:
         tokens.append(greedy(tuple(tokens)))

@@ -1,4 +1,4 @@
-"""What a shared library records of others, as binutils reads it."""
+"""A shared library's record of other libraries, as binutils reads it."""
 
 import re
 import subprocess

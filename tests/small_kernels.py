@@ -82,7 +82,7 @@ class SmallKernels:
         self.modules: dict[str, ctypes.c_void_p] = {}
 
     def function(self, name: str) -> ctypes.c_void_p:
-        """Of a module that is loaded for it, as ``modules`` keeps it."""
+        """Load a module for the kernel, keep it in ``modules``, and return its function."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self.device.cuModuleLoadData(ctypes.byref(module), self.images[name])
         self.modules[name] = module
@@ -102,7 +102,7 @@ class SmallKernels:
 
 
 def _kept(folder: Path, name: str, image: bytes) -> Path:
-    """As ``cuda_artifact.py`` keeps a kernel."""
+    """Write a kernel as ``cuda_artifact.py`` keeps it, and return the file."""
     function, signature, constants = SIGNATURES[name]
     lines = Path(__file__).read_text().split("\n\n\n")
     (text,) = (each for each in lines if each.startswith(f"def {name}("))

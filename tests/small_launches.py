@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from test_int4_matmul import parts
 from test_k_quants import weight as k_quant_weight
-from test_rotated import made as made_product
+from test_rotary_in_attention import made as made_product
 from test_small_m import int4_weight, int8_weight
 
 from eagle3.export.lowering.cuda.kernels import (
@@ -78,7 +78,7 @@ def k_quant_large() -> None:
 
 
 def attend(rows: int, last: int, slots: int) -> None:
-    """Of 2 heads of keys, 4 of queries; divided where there are up to 16 rows."""
+    """Launch attention with 2 heads of keys and 4 of queries, divided into parts for up to 16 rows."""
     query, keys, values = _rows(rows, 64).view(1, rows, 4, 16), *torch.randn(2, 1, 2, slots, 16).bfloat16()
     at = torch.arange(last + 1 - rows, last + 1)
     rest = torch.zeros_like(at), at, sums.counters(), 0.25, slots, 16, 0.0, None
@@ -86,7 +86,8 @@ def attend(rows: int, last: int, slots: int) -> None:
 
 
 def attend_to_product(rows: int, first: int, window: int = 0) -> None:
-    """Of rows from position ``first``, 8 in a tile. Of a ``window`` the cache is a ring."""
+    """Launch attention of a matmul's rows from position ``first``, 8 in a tile. With a ``window`` the cache is a
+    ring."""
     product, keys, values, begins, last, scale, longest, *made = made_product(rows, first, 2, 2, 16, window, True)
     query = torch.empty(1, rows, made[5], 16).bfloat16()
     given = query, keys, values, begins, last, sums.counters(), scale, longest, 8, 0.0, None

@@ -110,21 +110,21 @@ class StandIn:
         self.library.stand_in_recover()
 
     def say(self, text: str) -> None:
-        """Why the launch that runs now fails."""
+        """Make the launch that runs now fail, with ``text`` as the reason."""
         self.library.stand_in_say(text.encode())
 
     def journal(self) -> list[str]:
-        """What was refused and what went wrong, a line each."""
+        """Return the calls that were refused and the faults, a line each."""
         return self.library.stand_in_journal().decode().splitlines()
 
     def counts(self) -> dict[str, int]:
-        """Of each kind of handle, those that nobody gave back."""
+        """Return how many handles of each kind were not released."""
         return {kind: self.library.stand_in_count(kind.encode()) for kind in HANDLES}
 
     # --- addresses
 
     def place(self, address: int) -> str:
-        """In words: which byte of which allocation."""
+        """Describe an address: the byte and its allocation."""
         return self.library.stand_in_place(address).decode()
 
     def allocation(self, address: int) -> tuple[int, int, bool] | None:
@@ -136,7 +136,7 @@ class StandIn:
         return begin.value, size.value, bool(live.value)
 
     def label(self, address: int, name: str) -> None:
-        """What an allocation is called where something goes wrong in it."""
+        """Name an allocation, for messages on faults in it."""
         self.library.stand_in_label(address, name.encode())
 
     def shown(self, address: int, size: int) -> ctypes.Array:

@@ -390,7 +390,7 @@ def host_touches_device_memory() -> None:
 
 
 def said(function: Callable[[], None]) -> str:
-    """What the stand-in says of it, whoever raises it."""
+    """Return the message of the error that ``function`` raises, empty if it raises none."""
     try:
         function()
         return ""

@@ -36,7 +36,7 @@ NUMPY = {"i1": bool, "fp32": np.float32} | {f"{s}{n}": f"{s}{n // 8}" for s in "
 
 
 class Wrong(Exception):
-    """What a GPU would refuse of a kernel, with CUDA's code for it."""
+    """A fault for which a GPU would refuse a kernel, with CUDA's code for it."""
 
     def __init__(self, code: int, text: str):
         super().__init__(text)
@@ -120,7 +120,10 @@ class Launch(NamedTuple):
 
 
 class Kernels:
-    """What the stand-in hands to Python. ``launches``: over each grid so far; ``running``: the launch that runs now."""
+    """The kernels that the stand-in lets Python run.
+
+    ``launches`` counts the launches over each grid so far; ``running`` is the launch that runs now.
+    """
 
     def __init__(self, device: StandIn, files: list[Path]):
         self.device, self.kernels = device, [Kernel(file) for file in files]
@@ -188,7 +191,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def shown(kernels: Kernels, ptrs: TensorHandle, mask: np.ndarray | None, what: str) -> TensorHandle:
-    """Where to read and write instead of ``ptrs``. Raises Wrong for the first access that a GPU would refuse."""
+    """Return the host's pointers in place of ``ptrs``. Raises Wrong for the first access that a GPU would refuse."""
     element = ptrs.get_element_ty()
     places = np.ascontiguousarray(ptrs.data, dtype=np.uint64)
     wanted = np.ones(places.shape, bool) if mask is None else np.ascontiguousarray(mask, dtype=bool)

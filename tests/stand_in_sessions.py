@@ -146,7 +146,7 @@ class Sessions:
 
 @contextmanager
 def stderr() -> Iterator[Callable[[], str]]:
-    """What is written to it meanwhile, by anyone."""
+    """Yield a function that reads the text written to stderr meanwhile, by libraries too."""
     with tempfile.TemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -170,7 +170,7 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def loads(sessions: Sessions, count: int) -> dict[str, int]:
-    """What a few whole sessions and ``count`` of one method leave behind."""
+    """Return the handles that remain after five sessions and ``count`` loads of one method."""
     for _ in range(5):
         session = sessions.machine.open(sessions.artifact)
         sessions.round(session)

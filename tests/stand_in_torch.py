@@ -69,7 +69,7 @@ class Container:
 
 
 class Cuda:
-    """What ``torch.cuda`` and its classes are over, by the driver's calls."""
+    """A stand-in for ``torch.cuda`` and its classes, over the driver's calls."""
 
     def __init__(self, device: StandIn, library: ctypes.CDLL):
         self.device, self.library = device, library

@@ -1,4 +1,4 @@
-"""What the caches hold is taken up again where it can be, and only there, whatever came in between."""
+"""The prefix in the caches is reused wherever it can be, and nowhere else, whatever came in between."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ FEW = 3  # token ids: texts that part soon agree again
 
 
 class Failure(Exception):
-    """Of a method."""
+    """A method's failure."""
 
 
 class InTurn:

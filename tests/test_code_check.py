@@ -1,4 +1,4 @@
-"""What ``eagle3-inspect --check-code`` says of a real artifact, and that it names each fault that is put into one."""
+"""The output of ``eagle3-inspect --check-code`` on a real artifact, and on one with each fault put into it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a command prints arrives, whatever its streams are; what cannot arrive is said in a line."""
+"""A command's output arrives whatever its streams are; output that cannot arrive is reported in one line."""
 
 import json
 import os

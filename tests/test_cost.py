@@ -1,4 +1,5 @@
-"""What --cost counts is so: machine code against ptxas and nvdisasm, bounds by hand, then bars for a real artifact."""
+"""The counts of --cost are right: machine code is compared with ptxas and nvdisasm, bounds with sums by hand, and a
+real artifact with limits."""
 
 import json
 import math

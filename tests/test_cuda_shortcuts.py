@@ -1,4 +1,4 @@
-"""A kernel is analyzed once for each kind of arguments, as Inductor would; garbage is looked for seldom."""
+"""A kernel is analyzed once for each kind of arguments, as Inductor would; the garbage collector runs rarely."""
 
 import gc
 from unittest.mock import patch
@@ -87,7 +87,7 @@ def test_a_product_writes_its_sums_and_its_output_and_no_counter():
             assert written() == {"PARTS", "OUT"}
 
 
-def test_garbage_is_looked_for_as_before_afterwards():
+def test_the_garbage_collector_has_its_thresholds_back_afterwards():
     earlier, frozen = gc.get_threshold(), gc.get_freeze_count()
     with pytest.raises(ValueError, match="lowering"), collected_rarely():
         assert gc.get_threshold() == THRESHOLDS and gc.get_freeze_count() > frozen

@@ -36,12 +36,12 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
         expected = list(prompt)
         for _ in range(24):
             expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
-        whole, three = (
+        fused, three = (
             complete(each, prompt, max_new_tokens=24, stop_ids=[]) for each in (session, ThreeMethods(session))
         )
-        assert whole.token_ids == three.token_ids == expected[length:]
-        assert whole.stats.counts() == three.stats.counts()
-        assert (SPECULATE in whole.stats.method_calls) == (name in WITH_SPECULATE)
+        assert fused.token_ids == three.token_ids == expected[length:]
+        assert fused.stats.counts() == three.stats.counts()
+        assert (SPECULATE in fused.stats.method_calls) == (name in WITH_SPECULATE)
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -1,4 +1,4 @@
-"""What Inductor makes of independent kernels: one, whose numbers by the interpreter are the eager ones."""
+"""Inductor fuses independent kernels into one, whose numbers in the interpreter are the eager ones."""
 
 import importlib.util
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model against config.json: every key is compared, or refused with its value."""
+"""A GGUF file's metadata against config.json: every key is compared, or refused with its value."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run takes of a GPU's memory: estimated before an export, and read from a finished artifact."""
+"""The GPU memory that a run takes: estimated before an export, and read from a finished artifact."""
 
 import json
 

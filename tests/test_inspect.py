@@ -1,4 +1,4 @@
-"""What eagle3-inspect says of the exported gemma4-tiny is so, and says that the export is the one we want."""
+"""The report of eagle3-inspect on the exported gemma4-tiny is right, and shows that the export is the one we want."""
 
 import json
 import shutil

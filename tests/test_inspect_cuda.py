@@ -1,4 +1,4 @@
-"""What eagle3-inspect says of CUDA delegates is so: tables, libraries and fatbins made here, then a real artifact."""
+"""The report of eagle3-inspect on CUDA delegates is right: tables, libraries and fatbins made here, then an artifact."""
 
 import json
 import re

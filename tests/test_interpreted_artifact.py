@@ -29,14 +29,14 @@ def found(cuda_artifact):
     return json.loads(done.stdout)
 
 
-def test_whole_rounds_and_three_methods_say_what_eager_greedy_says(found):
+def test_fused_rounds_and_three_methods_say_what_eager_greedy_says(found):
     greedy = EagerGreedy("cpu", "sm_90")
     for asked, generation in zip(ASKED, found["generations"], strict=True):
-        ways = generation["whole_rounds"], generation["three_methods"]
-        assert ways[0] == ways[1] and len(ways[0]["token_ids"]) == asked["max_new_tokens"]
-        parting = first_difference(ways[0]["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
+        pair = generation["fused_rounds"], generation["three_methods"]
+        assert pair[0] == pair[1] and len(pair[0]["token_ids"]) == asked["max_new_tokens"]
+        parting = first_difference(pair[0]["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
         assert parting is None or parting[1] <= NEAR_TIE
-    assert found["generations"][0]["whole_rounds"]["stats"]["mean_acceptance_length"] > 2
+    assert found["generations"][0]["fused_rounds"]["stats"]["mean_acceptance_length"] > 2
 
 
 def test_a_gpu_would_have_refused_nothing_and_nothing_leaks(found):

@@ -1,4 +1,4 @@
-"""Which room may import which: arrows point down, nothing imports a command, the runner never imports the exporter."""
+"""The imports between folders: arrows point down, nothing imports a command, the runner never imports the exporter."""
 
 import ast
 from pathlib import Path

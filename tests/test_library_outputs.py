@@ -1,5 +1,6 @@
-"""What a method's library gives is what ExecuTorch's CUDA runtime takes: it copies an output's bytes as they lie, into
-a tensor of the dtype and dimensions that the program declares, and refuses a view that begins elsewhere or has gaps."""
+"""A method's library returns outputs that ExecuTorch's CUDA runtime takes. The runtime copies an output's bytes as they
+lie into a tensor of the dtype and dimensions that the program declares, and refuses a view that begins elsewhere or has
+gaps."""
 
 import pytest
 import torch

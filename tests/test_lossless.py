@@ -118,7 +118,7 @@ def test_a_near_tie_is_named_with_the_methods_that_round_otherwise():
     ]
 
 
-class WholeRounds(Rounding):
+class FusedRounds(Rounding):
     """It rounds otherwise within ``speculate`` alone, which gives no logits."""
 
     def __init__(self):
@@ -133,8 +133,8 @@ class WholeRounds(Rounding):
             self.odd = ()
 
 
-def test_a_near_tie_of_whole_rounds_is_named_with_them():
-    found = checked(WholeRounds())
+def test_a_near_tie_of_fused_rounds_is_named_with_them():
+    found = checked(FusedRounds())
     divergence, own = found.divergence, found.divergence.said[-1]
     assert divergence.near_tie is divergence.reproduced is True and divergence.position == AT
     assert (own.method, own.speculated, own.token, own.moved) == (SPECULATE, True, divergence.token, None)

@@ -1,4 +1,4 @@
-"""What an install gets: every sub-package, every command, nothing imported that an import should not."""
+"""An install has every sub-package and every command, and an import loads no package that it should not."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""What the race detector finds in kernels that have nothing but the fault, and what it leaves alone."""
+"""The race detector finds the fault in kernels that have nothing else, and reports nothing in correct ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What XNNPACK's delegates compute once, or not at all."""
+"""The values that XNNPACK's delegates compute once, or not at all."""
 
 import torch
 from executorch.runtime import Runtime

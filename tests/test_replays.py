@@ -1,4 +1,4 @@
-"""What is left out of ExecuTorch's lowering for time changes no bit of the program."""
+"""The steps that we leave out of ExecuTorch's lowering to save time change no bit of the program."""
 
 from contextlib import nullcontext
 

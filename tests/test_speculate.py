@@ -1,4 +1,4 @@
-"""A whole round as one method: its tokens, rounds and caches are those of the three methods."""
+"""A fused round, one method: its tokens, rounds and caches are those of the three methods."""
 
 from random import Random
 
@@ -57,11 +57,11 @@ def test_tokens_and_rounds_are_those_of_the_three_methods(length, name, request)
     session = request.getfixturevalue(name)
     options = {"max_new_tokens": 40, "stop_ids": []}
     three = complete(ThreeMethods(session), prompt_of(length), **options)
-    whole = complete(session, prompt_of(length), **options)
-    assert whole.token_ids == three.token_ids
-    assert whole.stats.counts() == three.stats.counts()
-    rounds = whole.stats.num_drafts
-    assert whole.stats.method_calls[SPECULATE] == rounds and whole.stats.num_accepted_tokens > rounds
+    fused = complete(session, prompt_of(length), **options)
+    assert fused.token_ids == three.token_ids
+    assert fused.stats.counts() == three.stats.counts()
+    rounds = fused.stats.num_drafts
+    assert fused.stats.method_calls[SPECULATE] == rounds and fused.stats.num_accepted_tokens > rounds
 
 
 @pytest.mark.parametrize("left", range(1, 12))
@@ -69,10 +69,10 @@ def test_tokens_and_rounds_are_those_of_the_three_methods(length, name, request)
 def test_the_three_methods_take_over_where_the_context_ends(left, name, request):
     session = request.getfixturevalue(name)
     prompt = prompt_of(session.metadata.max_seq_len - left)
-    three, whole = (complete(each, prompt, stop_ids=[]) for each in (ThreeMethods(session), session))
-    assert whole.token_ids == three.token_ids and len(whole.token_ids) == left
-    assert whole.stats.counts() == three.stats.counts()
-    assert (whole.stats.method_calls[SPECULATE] > 0) == (left >= 8)  # two windows of four
+    three, fused = (complete(each, prompt, stop_ids=[]) for each in (ThreeMethods(session), session))
+    assert fused.token_ids == three.token_ids and len(fused.token_ids) == left
+    assert fused.stats.counts() == three.stats.counts()
+    assert (fused.stats.method_calls[SPECULATE] > 0) == (left >= 8)  # two windows of four
 
 
 def test_other_ways_to_choose_take_the_three_methods(eager):
@@ -83,13 +83,13 @@ def test_other_ways_to_choose_take_the_three_methods(eager):
         assert SPECULATE not in calls and calls[TARGET_VERIFY] + calls["decode"] > 0
 
 
-def test_a_chain_of_other_lengths_takes_whole_rounds_where_it_is_as_long_as_the_artifacts(eager):
+def test_a_chain_of_other_lengths_takes_fused_rounds_where_it_is_as_long_as_the_artifacts(eager):
     lengths, options = [3, 3, 3, 1, 0, 3, 2, 3], {"max_new_tokens": 40, "stop_ids": []}
-    whole, three = (
+    fused, three = (
         complete(each, prompt_of(20), chain=InTurn(lengths), **options) for each in (eager, ThreeMethods(eager))
     )
-    assert whole.token_ids == three.token_ids and whole.stats.counts() == three.stats.counts()
-    calls = whole.stats.method_calls
+    assert fused.token_ids == three.token_ids and fused.stats.counts() == three.stats.counts()
+    calls = fused.stats.method_calls
     assert calls[SPECULATE] > 3 and calls[TARGET_VERIFY] > 1 and calls["decode"] > 0
     auto = complete(eager, prompt_of(20), chain=AdaptiveChain(3), **options)
     assert auto.token_ids == three.token_ids and auto.stats.method_calls[SPECULATE] > 0
@@ -135,9 +135,9 @@ def test_a_round_of_each_kind_of_head_whatever_is_accepted(target, chain_len, ch
         wrong = [(token + 1) % 96 for token in said[index + accepted + 1 : index + chain_len + 1]]
         window, positions = torch.tensor([right + wrong]), session.positions[at : at + chain_len + 1]
         ids, following, next_positions = by_three_methods(session, window, positions)
-        whole = session.speculate(window, positions)
-        assert torch.equal(whole.said, torch.cat((ids, following)))
-        assert torch.equal(whole.tokens, following) and torch.equal(whole.input_pos, next_positions)
+        fused = session.speculate(window, positions)
+        assert torch.equal(fused.said, torch.cat((ids, following)))
+        assert torch.equal(fused.tokens, following) and torch.equal(fused.input_pos, next_positions)
         assert int(next_positions[0]) == at + accepted + 1
         at += accepted + 1
 
@@ -154,16 +154,16 @@ def test_any_target_and_any_draft(random: Random):
     options = {"max_new_tokens": random.randint(1, 60), "stop_ids": random.sample(range(3), random.choice([0, 0, 1]))}
     sessions = [ScriptedSession(metadata, target, draft) for _ in range(2)]
     sessions[1].has_speculate = True
-    three, whole = (complete(session, prompt, **options) for session in sessions)
+    three, fused = (complete(session, prompt, **options) for session in sessions)
     expected = greedy_sequence(target, prompt, options["max_new_tokens"], options["stop_ids"], metadata.max_seq_len)
-    assert whole.token_ids == three.token_ids == expected
-    assert whole.stats.counts() == three.stats.counts() and whole.finish_reason == three.finish_reason
+    assert fused.token_ids == three.token_ids == expected
+    assert fused.stats.counts() == three.stats.counts() and fused.finish_reason == three.finish_reason
     last = metadata.max_seq_len - 2 * (metadata.chain_len + 1)  # an anchor that is followed by two windows
-    starts = len(prompt) <= last and whole.stats.num_drafts > 0
-    assert (sessions[1].whole_rounds > 0) == starts
+    starts = len(prompt) <= last and fused.stats.num_drafts > 0
+    assert (sessions[1].fused_rounds > 0) == starts
 
 
-def test_a_conversation_goes_on_from_a_whole_round():
+def test_a_conversation_goes_on_from_a_fused_round():
     def greedy(prefix):
         return (7 * prefix[-1] + 3 * len(prefix) + prefix[0]) % 23
 
@@ -171,7 +171,7 @@ def test_a_conversation_goes_on_from_a_whole_round():
     session.has_speculate = True
     prompt = [3, 1, 4, 1, 5, 9, 6]
     said = prompt + complete(session, prompt, max_new_tokens=13, cached=cached).token_ids
-    assert cached.draft_slots == len(said) - 1 and session.whole_rounds == 3
+    assert cached.draft_slots == len(said) - 1 and session.fused_rounds == 3
     again = complete(session, [*said, 2], max_new_tokens=13, cached=cached)
     assert again.stats.reused_prompt_tokens == len(said) - 1
     assert again.token_ids == greedy_sequence(greedy, [*said, 2], 13)

@@ -65,12 +65,12 @@ def rope(**values) -> dict[str, Any]:
 
 
 def one_kind(name: str, value: Any) -> Any:
-    """Of one kind of layer alone."""
+    """A change of one field, for one kind of layer alone."""
     return lambda given: given | {"full_attention": given["full_attention"] | {name: value}}
 
 
 def add_one(module, args, output):
-    """What a norm gives whose weight is one more than it is."""
+    """Return a norm's output as if its weight were larger by one."""
     return output + args[0].float() * torch.rsqrt(args[0].float().pow(2).mean(-1, keepdim=True) + 1e-6)
 
 

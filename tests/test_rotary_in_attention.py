@@ -1,5 +1,5 @@
-"""Norms, rotation and the writing of keys and values in the launch of their attention: the kernel's numbers by the
-interpreter, each program by itself; what is found in a traced graph."""
+"""Norms, RoPE and cache writes fused into the launch of their attention: the kernel's numbers by the interpreter, each
+program by itself, and the patterns that are found in a traced graph."""
 
 from copy import deepcopy
 from unittest.mock import patch
@@ -64,7 +64,7 @@ class Alone:
         self.query.fill_(torch.nan)
 
 
-TURNS = {
+ROTARY = {
     "whole": lambda width: ([width, width // 2, 1], width),
     "a half": lambda width: ([width // 2, width // 4, 1], width // 2),
     "by half a table": lambda width: ([width, width // 2, 1], width // 2),
@@ -72,7 +72,7 @@ TURNS = {
     "neighbours of a half": lambda width: ([width // 2, 1, 2], width // 2),
     "none": lambda width: ([], 0),
 }
-"""Of a head's width, what turns in it, and the columns of its tables."""
+"""From a head's width to the kernel's ``rotary`` and the columns of the tables of angles."""
 
 
 def made(
@@ -84,31 +84,31 @@ def made(
     window: int,
     norms: bool,
     slots: int = SLOTS,
-    turns: str = "whole",
+    kind: str = "whole",
     bias: bool = False,
     plus: float = 0.0,
 ) -> tuple:
-    """What the op takes but counters and rows of a tile: random, with caches full of other values."""
+    """Make the inputs of the op, except counters and rows of a tile: random, with caches full of other values."""
     torch.manual_seed(first)
     heads = kv_heads * groups
     product = torch.randn(16, (heads + 2 * kv_heads) * width).bfloat16()[-rows:]
     caches = torch.randn(2, 1, kv_heads, 2 * window or slots, width).bfloat16()
-    turn, columns = TURNS[turns](width)
+    rotary, columns = ROTARY[kind](width)
     angles = torch.arange(16)[None, -rows:, None] * torch.rand(columns)
     weights = (torch.rand(2, width).bfloat16() + 0.5 - plus).unbind() if norms else (None, None)
     last = torch.arange(first, first + 16)[-rows:]
     begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
     starts, eps = [0, heads * width, (heads + kv_heads) * width], [1e-6 * norms] * 3
     biases = torch.randn(product.shape[1]).bfloat16() if bias else None
-    tables = (angles.cos(), angles.sin()) if turn else (None, None)
-    turned = biases, *tables, *weights, heads, starts, eps, plus, turn
-    return product, *caches, begins, last, 0.25, window or slots, *turned
+    tables = (angles.cos(), angles.sin()) if rotary else (None, None)
+    fused = biases, *tables, *weights, heads, starts, eps, plus, rotary
+    return product, *caches, begins, last, 0.25, window or slots, *fused
 
 
-def reference(product, keys, values, first, last, scale, longest, *turned) -> tuple[Tensor, ...]:
-    floats = [x.float() if isinstance(x, Tensor) else x for x in (product, keys, values, *turned)]
-    product, keys, values, bias, *turned = floats
-    return attention_of_product(product, bias, keys, values, first, last, counters(), *turned, scale, longest, 16)
+def reference(product, keys, values, first, last, scale, longest, *fused) -> tuple[Tensor, ...]:
+    floats = [x.float() if isinstance(x, Tensor) else x for x in (product, keys, values, *fused)]
+    product, keys, values, bias, *fused = floats
+    return attention_of_product(product, bias, keys, values, first, last, counters(), *fused, scale, longest, 16)
 
 
 ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the programs of a launch
@@ -126,7 +126,7 @@ ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the p
     norms=some.booleans(),
     keys_a_block=some.sampled_from([16, 64]),
     slots=some.sampled_from([100, SLOTS]),
-    turns=some.sampled_from(sorted(TURNS)),
+    kind=some.sampled_from(sorted(ROTARY)),
     bias=some.booleans(),
     plus=some.sampled_from([0.0, 1.0]),
 )
@@ -226,9 +226,9 @@ class Layers(nn.Module):
         return x
 
 
-def rotated(module: nn.Module, most: int) -> tuple[int, int]:
-    """How many attentions of a traced module take a product, and how many writings of a cache are left; its numbers
-    are compared."""
+def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
+    """Compare a traced module's numbers with the eager ones. Return how many of its attentions take a matmul's output
+    and how many cache writes are left."""
     torch.manual_seed(1)
     module = module.to(torch.bfloat16)
     eager, shortest = deepcopy(module), 20 if most > 16 else 1
@@ -250,13 +250,13 @@ def rotated(module: nn.Module, most: int) -> tuple[int, int]:
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm])
 def test_what_is_between_a_product_and_its_attention_is_found(norm, swapped, window):
-    assert rotated(Layers(norm, swapped, window), most=8) == (2, 0)
+    assert fused_and_left(Layers(norm, swapped, window), most=8) == (2, 0)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_what_turns_is_found_of_heads_with_a_bias(rotation, swapped):
-    assert rotated(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
+def test_rotary_embeddings_are_found_of_heads_with_a_bias(rotation, swapped):
+    assert fused_and_left(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
 
 
 OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": LlamaRMSNorm, "norm_last": True}}
@@ -264,4 +264,4 @@ OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": Lla
 
 @pytest.mark.parametrize("other", [*OTHERWISE.values(), {}], ids=[*OTHERWISE, "prefill"])
 def test_what_is_computed_otherwise_stays(other):
-    assert rotated(Layers(**other), most=8 if other else 40) == (0, 4)
+    assert fused_and_left(Layers(**other), most=8 if other else 40) == (0, 4)
