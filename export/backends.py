@@ -82,6 +82,10 @@ class Backend(Protocol):
         """Return the program, and the entry of ``export.json`` on what was compiled."""
 
 
+SMALL_M_ROWS = (8, 16)
+"""The numbers of rows up to which CUDA's small-M kernels read a weight once."""
+
+
 @dataclass(frozen=True)
 class BackendEntry:
     """A backend's entry. ``module`` defines ``BACKEND``; it is imported on use, since it imports torch and the
@@ -98,11 +102,18 @@ class BackendEntry:
     """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
     speculates: bool = False
     """True where a greedy round is one method by default: it saves the copies and waits that each call costs."""
+    window_rows: tuple[int, ...] = (8, 16)
+    """The bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the window."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another one."""
 
     packages: tuple[str, ...] = ()
     """Packages that the extra of the backend's name installs."""
+
+    def few_rows(self, window: int) -> int:
+        """Return the bound of the calls that are as long as a verify window of ``window`` rows; prefill begins behind
+        it."""
+        return next((rows for rows in self.window_rows if window <= rows), self.window_rows[-1])
 
     def load(self) -> Backend:
         """Import and return the backend. Raises ValueError for a package that is not installed."""
@@ -121,6 +132,7 @@ BACKENDS: dict[str, BackendEntry] = {
         recipes=CUDA_RECIPES,
         quantizes=True,
         speculates=True,
+        window_rows=SMALL_M_ROWS,
         packages=("triton",),
     ),
     "xnnpack": BackendEntry(

@@ -53,7 +53,7 @@ class EagerGreedy:
     def __call__(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Return the completion, and for each token the margin by which its logit was the largest."""
         ids, margins, fed, start = [], [], prompt, 0
-        with small_m_dispatch(self.plan.small_m_limit):
+        with small_m_dispatch(self.plan.few_rows):
             while len(ids) < count and not (ids and ids[-1] in self.plan.eos_ids):
                 input_pos = torch.arange(start, start + len(fed), device=self.device)
                 state, _ = self.target(torch.tensor([fed], device=self.device), input_pos, ())

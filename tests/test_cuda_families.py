@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.backends import SMALL_M_ROWS
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.rotations import ATTENTION, rotate_in_attention
@@ -15,7 +16,7 @@ from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import WINDOW_ROWS, MethodPlan, make_plan
+from eagle3.export.planning.plan import MethodPlan, make_plan
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 
@@ -64,7 +65,11 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
         with cuda.tracing(speculator, plan):
             program = trace(speculator, method, plan.draft.hidden_size, cuda.dtype)
         counts[name] = check_linears(name, program)
-        op = torch.ops.triton.fused_moe if method.max_len <= WINDOW_ROWS else torch.ops.triton.fused_moe_batched_gemm
+        op = (
+            torch.ops.triton.fused_moe
+            if method.max_len <= SMALL_M_ROWS[-1]
+            else torch.ops.triton.fused_moe_batched_gemm
+        )
         fused = [node for node in program.graph.nodes if node.target is op.default]
         assert len(fused) == (FUSED.get(plan.config.target_model, 0) if name != "draft_decode" else 0)
     fuses = not plan.draft.takes_final_state  # by the draft's fc

@@ -34,7 +34,7 @@ def test_a_moved_module_keeps_its_weights_and_their_kinds(greedy):
 def test_a_session_of_the_same_weights_is_identical_and_another_is_not(greedy, monkeypatch):
     monkeypatch.setattr(gpu_greedy, "NEW_TOKENS", 6)
     session = EagerSession(greedy.speculator, make_metadata(greedy.plan, {}))
-    with small_m_dispatch(greedy.plan.small_m_limit):
+    with small_m_dispatch(greedy.plan.few_rows):
         facts = gpu_greedy.compare(session, greedy, [PROMPT])
         assert facts["identical to eager greedy"] == "1 of 1 prompts"
 

@@ -1,4 +1,4 @@
-"""The report of eagle3-inspect on CUDA delegates is right: tables, libraries and fatbins made here, then an artifact."""
+"""The report of eagle3-inspect on CUDA delegates is right: tables, libraries and fatbins made here, an artifact."""
 
 import json
 import re

@@ -8,6 +8,7 @@ import pytest
 from random_checkpoints import save_random_draft
 from transformers import Gemma4TextConfig
 
+from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.draft.description import P_EAGLE
 from eagle3.export.draft.reading import read_draft
@@ -29,8 +30,8 @@ GEMMA4_31B = Gemma4TextConfig(
 GEMMA4_31B_TINY = SimpleNamespace(hidden_size=64, vocab_size=96)
 
 
-def lengths(chain_len, max_seq_len=4096, config=GEMMA4_31B, target="gemma4-31B", **flags):
-    given = ExportConfig(target, output_dir=None, backend="xnnpack", **flags)
+def lengths(chain_len, max_seq_len=4096, config=GEMMA4_31B, target="gemma4-31B", backend="xnnpack", **flags):
+    given = ExportConfig(target, output_dir=None, backend=backend, **flags)
     methods = plan_methods(given, TARGETS[target], config, chain_len, max_seq_len)
     return {method.name: (method.min_len, method.max_len) for method in methods}
 
@@ -86,6 +87,14 @@ def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():
 def test_the_target_bounds_the_verify_window():
     with pytest.raises(ValueError, match="--chain-len 3 or less"):
         lengths(4, config=Gemma4TextConfig(sliding_window=4), max_seq_len=64)
+
+
+def test_a_backend_says_what_windows_it_takes(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "xnnpack", replace(BACKENDS["xnnpack"], window_rows=(3, 5)))
+    assert [lengths(chain)["prefill"][0] for chain in (2, 3, 4)] == [4, 6, 6]
+    assert lengths(9, backend="cuda")["prefill"][0] == 17
+    with pytest.raises(ValueError, match="the target and --backend xnnpack take 2 to 5: type --chain-len 4 or less"):
+        lengths(5)
 
 
 def test_taps_come_from_flags_then_the_checkpoint_then_the_default():

@@ -27,7 +27,6 @@ from eagle3.targets.spec import Skeleton, sliding_window
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-WINDOW_ROWS = 16  # a verify window is never longer: what the small-M kernel takes at one reading of the weights
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
 FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
 
@@ -123,13 +122,9 @@ class Plan:
         return sum(header.bytes for header in headers)
 
     @property
-    def small_m_limit(self) -> int:
-        return small_m_limit(self.chain_len)
-
-
-def small_m_limit(chain_len: int) -> int:
-    """Return the most rows that the small-M kernel takes: 8, or 16 where the verify window is longer than 8."""
-    return WINDOW_ROWS if chain_len + 1 > 8 else 8
+    def few_rows(self) -> int:
+        """The most rows of a method other than prefill, by the backend."""
+        return BACKENDS[self.config.backend].few_rows(self.chain_len + 1)
 
 
 def make_plan(config: ExportConfig) -> Plan:
@@ -204,7 +199,7 @@ def fused_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) 
 
     Raises ValueError where it is impossible and ``--speculate`` asks for it.
     """
-    rows, most = 2 * chain_len, small_m_limit(chain_len)
+    rows, most = 2 * chain_len, BACKENDS[config.backend].few_rows(chain_len + 1)
     wanted = BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
     quantized = BACKENDS[config.backend].quantizes and config.draft_qlinear not in (None, "none")
     if not (wanted and quantized and draft.kind == P_EAGLE and rows > most):
@@ -280,13 +275,14 @@ def plan_methods(
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
     longest = min(longest, draft_longest or longest)
     window = chain_len + 1
-    fewest_rows, most_rows = max(2, shortest), min(WINDOW_ROWS, longest)
+    backend = BACKENDS[config.backend]
+    fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
     if not fewest_rows <= window <= most_rows:
         raise ValueError(
-            f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and the small-M kernel "
-            f"take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
+            f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and "
+            f"--backend {config.backend} take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
         )
-    min_prefill = max(shortest, small_m_limit(chain_len) + 1)
+    min_prefill = max(shortest, backend.few_rows(window) + 1)
     most = min(longest, max_seq_len - 1)
     if most < min_prefill:
         raise ValueError(

@@ -149,7 +149,7 @@ class NvidiaBackend:
 
     @contextmanager
     def tracing(self, _speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
-        with small_m_dispatch(plan.small_m_limit), collected_rarely():
+        with small_m_dispatch(plan.few_rows), collected_rarely():
             yield
 
     def runs_here(self) -> bool:

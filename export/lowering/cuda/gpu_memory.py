@@ -20,7 +20,7 @@ from eagle3.export.lowering.cuda.weights.experts import is_fused
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
-from eagle3.export.planning.plan import Plan, draft_rows, plan_methods, small_m_limit
+from eagle3.export.planning.plan import Plan, draft_rows, plan_methods
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Skeleton
@@ -133,7 +133,7 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if plan.draft_qlinear == "none":
         plan = replace(plan, draft_qlinear="default")
         yield "--draft-qlinear default", plan
-    least = small_m_limit(plan.chain_len) + 1
+    least = plan.few_rows + 1
     for rows in (512, 256, 128):
         if least <= rows < plan.method(PREFILL).max_len:
             plan = _with_lengths(plan, plan.max_seq_len, rows)

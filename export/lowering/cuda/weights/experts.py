@@ -12,8 +12,8 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eagle3.export.backends import SMALL_M_ROWS
 from eagle3.export.lowering.cuda.graph.attention import most_rows
-from eagle3.export.planning.plan import WINDOW_ROWS
 from eagle3.targets.experts import Experts
 
 GROUP = 32
@@ -85,7 +85,7 @@ class FusedExperts(nn.Module):
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Run the kernel for few or for many rows. For a verify window, a matrix is read once for each row that chose
         it; for a chunk of prefill, rows are sorted by expert first."""
-        few = most_rows(x.shape[0]) <= WINDOW_ROWS
+        few = most_rows(x.shape[0]) <= SMALL_M_ROWS[-1]
         op = torch.ops.triton.fused_moe if few else torch.ops.triton.fused_moe_batched_gemm
         packed = self.w1, self.w1_scale, self.w2, self.w2_scale
         return op(x, *packed, weights, chosen, chosen.shape[1], self.count, GROUP)
