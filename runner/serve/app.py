@@ -26,7 +26,7 @@ T = TypeVar("T")
 Endpoint = Callable[[Service, Any, Request], Any]
 
 
-def build_app(service: Service, key: str | None = None, log: Callable[[str], None] = lambda line: None) -> FastAPI:
+def build_app(service: Service, key: str | None = None, log: Callable[[str], None] | None = None) -> FastAPI:
     """The application over a loaded model; ``key``: what requests have to bear; ``log`` takes a line a request."""
 
     @asynccontextmanager
@@ -35,7 +35,7 @@ def build_app(service: Service, key: str | None = None, log: Callable[[str], Non
         await asyncio.to_thread(service.engine.close)
 
     app = FastAPI(title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, key=key, log=log)
+    app.add_middleware(Gate, key=key, log=log or (lambda _line: None))
     app.add_exception_handler(APIError, on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
@@ -108,7 +108,7 @@ async def _sent(first: str, lines: AsyncIterator[str], done: str, written: Calla
         yield done
 
 
-async def _json(request: Request) -> Any:
+async def _json(request: Request) -> object:
     given = await request.body()
     try:
         return json.loads(given)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
@@ -13,6 +13,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMessageToolCall, Function
 from starlette.requests import Request
 
+from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
 from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.engine import Delta, Job
@@ -51,11 +52,12 @@ async def complete(service: Service, body: ChatBody, request: Request) -> ChatCo
     choices = []
     async with service.jobs(request, turn.prompt, turn.options, body.choices) as jobs:
         for index, job in enumerate(jobs):
-            answer, logprobs = Answer(turn), []
+            answer, logprobs = Answer(turn), list[TokenLogprobs]()
             async with aclosing(answer.read(job, service.dialogue)) as rounds:
                 async for _, delta in rounds:
                     logprobs += delta.logprobs if delta else []
-            choices.append(_choice(service, index, answer, token_logprobs(service.model, logprobs, turn.options), body))
+            told = token_logprobs(service.model, logprobs, turn.options) if body.logprobs else None
+            choices.append(_choice(index, answer, told))
     return ChatCompletion(
         id=new_id("chatcmpl"),
         object="chat.completion",
@@ -66,7 +68,7 @@ async def complete(service: Service, body: ChatBody, request: Request) -> ChatCo
     )
 
 
-def _choice(service: Service, index: int, answer: Answer, logprobs: list, body: ChatBody) -> Choice:
+def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogprob] | None) -> Choice:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text(CONTENT), "refusal": None}
     if answer.calls:
         message["content"] = answer.text(CONTENT) or None
@@ -82,7 +84,7 @@ def _choice(service: Service, index: int, answer: Answer, logprobs: list, body: 
         index=index,
         message=ChatCompletionMessage(**message),
         finish_reason=answer.finish_reason,
-        logprobs=ChoiceLogprobs(content=logprobs, refusal=None) if body.logprobs else None,
+        logprobs=None if logprobs is None else ChoiceLogprobs(content=logprobs, refusal=None),
     )
 
 

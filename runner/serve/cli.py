@@ -67,9 +67,21 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
 @click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
 @version_option
 def main(
-    artifact, host, port, model_id, api_key_file, parallel, max_queue, grace, given, tool_parser, chain_len, runtime,
-    cuda_graph, verify,
-) -> None:  # fmt: skip
+    artifact: Path,
+    host: str,
+    port: int,
+    model_id: str | None,
+    api_key_file: Path | None,
+    parallel: int,
+    max_queue: int,
+    grace: int,
+    given: dict[str, Any],
+    tool_parser: str,
+    chain_len: int | str | None,
+    runtime: str,
+    cuda_graph: str,
+    verify: bool,
+) -> None:
     """Serve an artifact of eagle3-export behind OpenAI's API: its folder or its model.pte.
 
     Chat completions, completions, responses, models, /health and /metrics. The answers are token for token what the

@@ -15,7 +15,7 @@ from typing import Any
 from eagle3.runner.cache import common_prefix
 from eagle3.runner.model import Model, Result, Stream
 from eagle3.runner.sampling.logprobs import TokenLogprobs
-from eagle3.runner.serve.errors import Busy, GenerationError
+from eagle3.runner.serve.errors import Busy, GenerationError, Unavailable
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,16 @@ class Engine:
     async def submit(self, prompt: list[int], each: Sequence[dict[str, Any]]) -> list[Job]:
         """Put a generation of ``prompt`` for each of these options at the queue's end.
 
-        Raises ValueError for what the model does not take, before anything waits, and ``Busy`` where too many wait.
+        Raises ValueError for what the model does not take, before anything waits, ``Busy`` where too many wait,
+        and ``Unavailable`` once the engine has ended.
         """
         for options in each[:1]:
             await asyncio.to_thread(self.model.stream, prompt, **(self._common | options))
         loop, now = asyncio.get_running_loop(), time.perf_counter()
         jobs = [Job(prompt, self._common | options, loop, Times(now)) for options in each]
         with self._changed:
+            if not self.alive:
+                raise Unavailable
             free = sum(place.job is None for place in self._places)
             if len(self._waiting) + len(jobs) > self._most_waiting + free:
                 raise Busy(len(self._waiting), self._seconds * (1 + len(self._waiting)) / len(self._places))

@@ -9,7 +9,7 @@ from executorch.examples.llm_server.python.errors import APIError, ContextLength
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-__all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "ModelNotFound", "Refused"]
+__all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "ModelNotFound", "Refused", "Unavailable"]
 
 INVALID = "invalid_request_error"
 
@@ -31,6 +31,13 @@ class Busy(APIError):
             "queue_full",
         )  # fmt: skip
         self.seconds = max(1, math.ceil(seconds))
+
+
+class Unavailable(APIError):
+    """Nothing is generated any more: 503."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is shutting down", "server_error")
 
 
 def body(error: APIError) -> dict:

@@ -68,7 +68,7 @@ class Splitter:
     tool_marks: tuple[str, ...] = ()
     specials: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._held, self._kind = "", REASONING if self.reasoning else CONTENT
         self._begun = self.reasoning  # reasoning comes first or not at all
         self._trims = True

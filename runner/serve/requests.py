@@ -122,7 +122,7 @@ class ResponseBody(Asked):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def parse(kind: type[Body], given: Any, defaults: dict[str, Any]) -> Body:
+def parse(kind: type[Body], given: object, defaults: dict[str, Any]) -> Body:
     """A body as JSON gave it, with ``defaults`` for the fields that it leaves out. Raises ``Refused``, with the field's
     name, for what does not fit."""
     if not isinstance(given, dict):
@@ -144,7 +144,7 @@ def parse(kind: type[Body], given: Any, defaults: dict[str, Any]) -> Body:
         raise Refused(f"{place}: {first['msg']}, found {_found(first['input'])}", place) from None
 
 
-def _found(value: Any) -> str:
+def _found(value: object) -> str:
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
 
 

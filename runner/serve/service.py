@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from eagle3.runner.model import Model
 from eagle3.runner.serve.dialogue import Dialogue, Turn
 from eagle3.runner.serve.engine import Engine, Job
 from eagle3.runner.serve.errors import ModelNotFound, Refused
@@ -26,7 +27,7 @@ class Service:
     """Fields of requests where they leave them out."""
 
     @property
-    def model(self):
+    def model(self) -> Model:
         return self.engine.model
 
     def check_model(self, asked: str | None) -> None:

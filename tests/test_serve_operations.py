@@ -1,0 +1,367 @@
+"""eagle3-serve under load and in trouble: order, bounds, clients that vanish, generations that fail, signals."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import click
+import httpx
+import pytest
+from commands import fail_command
+from served import served
+
+from eagle3.runner import load
+from eagle3.runner.model import Model
+from eagle3.runner.serve.cli import bind, main
+from eagle3.runner.serve.gate import MOST_BODY
+
+LONG = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
+SHORT = {"prompt": "class A", "max_tokens": 8}
+
+
+@pytest.fixture
+def model(session, artifact):
+    return Model(session.metadata, lambda: session, artifact)
+
+
+@pytest.fixture
+def server(model, artifact):
+    with served([model], artifact, max_queue=24) as running:
+        yield running
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def held(session, monkeypatch):
+    """The target waits for as long as this is clear."""
+    event, verify = threading.Event(), session.target_verify
+    event.set()
+    monkeypatch.setattr(session, "target_verify", lambda *given: verify(*given) if event.wait(60) else None)
+    yield event
+    event.set()
+
+
+def begun(server, given: dict) -> tuple[httpx.Client, Iterator[str]]:
+    """A streamed completion whose first chunk has come."""
+    client = httpx.Client(timeout=60)
+    request = client.build_request("POST", f"{server.url}/completions", json=given | {"stream": True})
+    answer = client.send(request, stream=True)
+    lines = answer.iter_lines()  # where nothing refers to it, the connection is closed
+    next(lines)
+    return client, lines
+
+
+def test_twenty_clients_at_once_get_each_its_own_and_in_order(server, session, artifact, held):
+    prompts = [f"def f{number}(x{number}" for number in range(20)]
+    alone = Model(session.metadata, lambda: session, artifact)
+    expected = [alone.generate(prompt, max_new_tokens=24).text for prompt in prompts]
+    ended = []
+
+    def ask(number: int) -> str:
+        text = server.post("/completions", {"prompt": prompts[number], "max_tokens": 24}).json()["choices"][0]["text"]
+        ended.append(number)
+        return text
+
+    client, _lines = begun(server, LONG)
+    held.clear()
+    with ThreadPoolExecutor(20) as pool:
+        asked = []
+        for number in range(20):
+            asked.append(pool.submit(ask, number))
+            until(lambda: server.engine.waiting == number + 1)  # noqa: B023
+        assert server.metric("vllm:num_requests_waiting") == 20 and server.metric("vllm:num_requests_running") == 1
+        client.close()
+        held.set()
+        assert [each.result() for each in asked] == expected
+    assert sorted(ended) == list(range(20))
+    tokens = [line for line in server.lines if "generated 24" in line]
+    assert len(tokens) == 20
+
+
+def test_requests_are_answered_in_the_order_in_which_they_came(server, held):
+    client, _lines = begun(server, LONG)
+    held.clear()
+    order: list[int] = []
+    with ThreadPoolExecutor(5) as pool:
+        for number in range(5):
+            asked = pool.submit(server.post, "/completions", SHORT | {"max_tokens": 40 - number})
+            asked.add_done_callback(lambda _, number=number: order.append(number))
+            until(lambda: server.engine.waiting == number + 1)  # noqa: B023
+        client.close()
+        held.set()
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_queue_that_is_full(model, artifact, held):
+    with served([model], artifact, max_queue=1) as server:
+        client, _lines = begun(server, LONG)
+        held.clear()
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(server.post, "/completions", SHORT)
+            until(lambda: server.engine.waiting == 1)
+            answer = server.post("/completions", SHORT)
+            assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+            client.close()
+            held.set()
+            assert waits.result().status_code == 200
+        assert server.post("/completions", SHORT | {"n": 3}).status_code == 429
+        assert server.post("/completions", SHORT | {"n": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_frees_the_model_within_a_round(server, session, stream):
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    port = int(re.search(r":(\d+)/", server.url)[1])
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head + body)
+        until(lambda: server.engine.running == 1)
+        time.sleep(0.05)
+    until(lambda: server.engine.running == 0, 1.0)
+    until(lambda: server.metric('vllm:request_success_total{finished_reason="abort"') == 1)
+    assert server.metric("vllm:generation_tokens_total") < 900
+    assert server.post("/completions", SHORT).status_code == 200
+
+
+def test_a_client_that_vanishes_from_the_queue(server, held):
+    client, _lines = begun(server, LONG)
+    held.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/completions", json=SHORT, timeout=0.3)
+    client.close()
+    held.set()
+    until(lambda: server.engine.running == server.engine.waiting == 0)
+    assert server.metric("vllm:generation_tokens_total") < 900
+    assert server.post("/completions", SHORT).status_code == 200
+
+
+def test_a_generation_that_fails_is_its_requests_alone(server, session, monkeypatch):
+    expected = server.post("/completions", SHORT).json()["choices"][0]["text"]
+    verify, calls = session.target_verify, []
+
+    def fails(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise RuntimeError("the third\ncall")
+        return verify(*given)
+
+    monkeypatch.setattr(session, "target_verify", fails)
+    answer = server.post("/completions", LONG)
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "Generation failed: the third call", "type": "server_error", "param": None, "code": None
+    }  # fmt: skip
+    calls.clear()
+    lines = [line for line in server.post("/completions", LONG | {"stream": True}).text.split("\n\n") if line]
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["message"] == "Generation failed: the third call"
+    assert lines[-1] == "data: [DONE]" and len(lines) > 2
+    assert server.post("/completions", SHORT).json()["choices"][0]["text"] == expected
+    assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
+
+
+def test_a_body_that_is_too_large(server):
+    answer = httpx.post(f"{server.url}/completions", content=b" " * (MOST_BODY + 1), timeout=60)
+    assert answer.status_code == 413 and "16 MiB" in answer.json()["error"]["message"]
+    chunks = (b" " * (1 << 20) for _ in range(20))  # of a size that is not told
+    answer = httpx.post(f"{server.url}/completions", content=chunks, timeout=60)
+    assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert server.post("/completions", SHORT).status_code == 200
+
+
+def test_a_key(model, artifact):
+    with served([model], artifact, key="secret") as server:
+        assert server.post("/completions", SHORT, headers={"Authorization": "Bearer secret"}).status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer é"},
+        ):
+            answer = server.post("/completions", SHORT, headers={k: v.encode() for k, v in headers.items()})
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{server.url}/models").status_code == 401
+        assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
+
+
+def test_a_line_a_request_without_its_text(server):
+    server.post("/completions", {"prompt": "def secret_words(", "max_tokens": 12})
+    server.post("/completions", {"prompt": "def secret_words(", "max_tokens": "x"})
+    until(lambda: len(server.lines) == 2)
+    told = r"POST /v1/completions 200 \d+\.\d{3} s, prompt \d+ \(cached 0\), generated 12, "
+    told += r"acceptance length \d\.\d\d, length, first token \d+\.\d{3} s"
+    assert re.fullmatch(told, server.lines[0]), server.lines
+    assert re.fullmatch(r"POST /v1/completions 400 \d+\.\d{3} s", server.lines[1])
+
+
+def test_metrics_are_vllms(server, session, artifact):
+    said = Model(session.metadata, lambda: session, artifact).generate("def main(", max_new_tokens=30)
+    server.post("/completions", {"prompt": "def main(", "max_tokens": 30})
+    server.post("/completions", {"prompt": "def main(", "max_tokens": 30})
+    counted = {
+        "spec_decode_num_drafts_total": 2 * said.stats.num_drafts,
+        "spec_decode_num_draft_tokens_total": 2 * said.stats.num_draft_tokens,
+        "spec_decode_num_accepted_tokens_total": 2 * said.stats.num_accepted_tokens,
+        "spec_decode_num_accepted_tokens_per_pos_total": 2 * said.stats.num_accepted_tokens,
+        "prompt_tokens_total": 2 * len(said.prompt_token_ids),
+        "generation_tokens_total": 60,
+        "prefix_cache_queries_total": 2 * len(said.prompt_token_ids),
+        "prefix_cache_hits_total": len(said.prompt_token_ids) - 1,
+        'request_success_total{finished_reason="length"': 2,
+        "time_to_first_token_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_generation_tokens_sum": 60,
+    }
+    for name, value in counted.items():
+        assert server.metric(f"vllm:{name}") == value, name
+    assert server.metric("vllm:e2e_request_latency_seconds_sum") > server.metric("vllm:time_to_first_token_seconds_sum")
+
+
+def test_an_artifact_without_logits_answers_greedily(session, artifact):
+    model = Model(replace(session.metadata, has_logits=False), lambda: session, artifact)
+    with served([model], artifact, temperature=None) as server:
+        assert server.post("/completions", SHORT).status_code == 200
+        answer = server.post("/completions", SHORT | {"temperature": 1})
+        assert (
+            answer.status_code == 400 and "needs logits, which this artifact lacks" in answer.json()["error"]["message"]
+        )
+        answer = server.post("/completions", SHORT | {"structured_outputs": {"regex": "a"}})
+        assert answer.status_code == 400 and "needs logits" in answer.json()["error"]["message"]
+
+
+def test_an_artifact_without_a_template_continues_text(session, artifact, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((artifact / name).read_bytes())
+    model = Model(session.metadata, lambda: session, tmp_path)
+    with served([model], tmp_path) as server:
+        answer = server.post("/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
+        assert server.post("/completions", SHORT).status_code == 200
+
+
+def test_models_side_by_side(artifact):
+    """Each of two requests has caches of its own; a prompt goes where its beginning is known."""
+    with load(artifact) as one, load(artifact) as other, served([one, other], artifact) as server:
+        expected = one.generate("def main(", max_new_tokens=200).text
+        one.forget()
+        client, _lines = begun(server, LONG)
+        until(lambda: server.engine.running == 1)
+        answer = server.post("/completions", {"prompt": "def main(", "max_tokens": 200}).json()
+        assert answer["choices"][0]["text"] == expected
+        assert server.metric("vllm:request_success_total") == 1  # the long one goes on
+        client.close()
+        until(lambda: server.engine.running == 0)
+        first, second = "import os\nimport sys\n", "class Reader:\n    def "
+        server.post("/completions", {"prompt": first, "max_tokens": 4})
+        server.post("/completions", {"prompt": second, "max_tokens": 4})
+        for prompt in (first, second, first):
+            usage = server.post("/completions", {"prompt": prompt + "x", "max_tokens": 4}).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 3
+
+
+def command(artifact, *more) -> subprocess.Popen:
+    code = "import sys; from eagle3.runner.serve.cli import main; sys.exit(main())"
+    line = [sys.executable, "-c", code, str(artifact), "--port", "0", "--default", "temperature=0", *more]
+    return subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_the_command_ends_what_runs_when_it_is_told_to_end(artifact):
+    running = command(artifact, "--model-id", "own", "--parallel", "2")
+    try:
+        url = re.search(r"^own at (\S+)$", running.stderr.readline())[1]
+        answers: list[httpx.Response] = []
+        given = {"model": "own", **LONG}
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/completions", json=given, timeout=60))
+        )
+        thread.start()
+        text = url.removesuffix("/v1") + "/metrics"
+        until(lambda: 'num_requests_running{model_name="own"} 1.0' in httpx.get(text).text)
+        running.send_signal(signal.SIGTERM)
+        thread.join()
+        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 900
+        assert running.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(text)
+    finally:
+        running.kill()
+        lines = running.stderr.read()
+        running.stderr.close()
+    assert re.fullmatch(r"POST /v1/completions 200 .*\n", lines), lines
+
+
+def test_a_port_that_is_taken(artifact):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line = fail_command(main, artifact, "--port", port)
+    assert code == 1 and f"port {port} of 127.0.0.1 cannot be had" in line and "--port" in line
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(click.ClickException, match="no address of this machine|cannot be had"):
+        bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--default", "temperature"), 2, "expected NAME=VALUE"),
+        (("--default", "temprature=1"), 1, "no request has such a field"),
+        (("--default", "temperature=hot"), 1, "temperature: Input should be a valid number, found 'hot'"),
+        (("--api-key-file", "EMPTY"), 2, "has no key"),
+        (("--chain-len", "x"), 2, "neither a number of draft tokens nor auto"),
+    ],
+)
+def test_flags_that_make_no_sense(artifact, tmp_path, flags, code, words):
+    (tmp_path / "empty").write_text("\n")
+    flags = [str(tmp_path / "empty") if flag == "EMPTY" else flag for flag in flags]
+    found, line = fail_command(main, artifact, "--port", "0", *flags)
+    assert found == code and words in line
+
+
+def test_an_artifact_without_a_tokenizer(artifact, tmp_path):
+    (tmp_path / "model.pte").write_bytes((artifact / "model.pte").read_bytes())
+    code, line = fail_command(main, tmp_path, "--port", "0")
+    assert code == 1 and "no tokenizer.json" in line
+
+
+def test_an_install_without_the_extra(artifact, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fastapi" else object())
+    code, line = fail_command(main, artifact)
+    assert code == 1 and line == "Error: fastapi is not installed: type pip install 'eagle3-export[serve]'"
+
+
+def test_the_engine_ends_with_the_server(session, artifact):
+    model = Model(session.metadata, lambda: session, artifact)
+    with served([model], artifact) as server:
+        pass
+    assert not server.engine.alive
+    with pytest.raises(httpx.ConnectError):
+        server.post("/completions", SHORT)
+    assert asyncio.run(_submitted(server.engine)) == "the server is shutting down"
+
+
+async def _submitted(engine) -> str:
+    try:
+        [job] = await engine.submit([1, 2], [{}])
+        async for _ in job.deltas():
+            pass
+    except Exception as error:
+        return str(error)
+    return ""
