@@ -17,12 +17,13 @@ from eagle3.runner.contract import Metadata
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions  # a stub's alone
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 REASONING = ("reasoning_begin", "reasoning_end")
 KEPT = 32
 """Compiled grammars that are kept: a large schema takes tenths of a second."""
-SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+SEPARATORS: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as Python's ``json`` writes it; a schema's own ``x-guidance`` may say otherwise. Where whitespace is free, a
 comma forces nothing behind it, and a small model may write spaces to the end of its budget."""
 

@@ -2,10 +2,10 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from openai.types import CompletionUsage
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
@@ -16,8 +16,11 @@ from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.dialogue import Dialogue, Turn
 from eagle3.runner.serve.engine import Delta, Job
 from eagle3.runner.serve.markup import CONTENT, REASONING, TOOLS, Part
+from eagle3.runner.statistics import GenerationStats
 from eagle3.runner.stop_strings import REPLACEMENT
 from eagle3.runner.text import Text
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Call(NamedTuple):
@@ -41,12 +44,14 @@ class Answer:
         return "".join(self.texts[kind])
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> FinishReason:
         """In OpenAI's words."""
-        reason = self.result.finish_reason
-        return "tool_calls" if self.calls and reason != "length" else "stop" if reason == ABORT else reason
+        reason = ABORT if self.result is None else self.result.finish_reason
+        if reason == "length":
+            return "length"
+        return "tool_calls" if self.calls else "stop"
 
-    async def read(self, job: Job, dialogue: Dialogue) -> AsyncIterator[tuple[list[Part], Delta | None]]:
+    async def read(self, job: Job, dialogue: Dialogue) -> AsyncGenerator[tuple[list[Part], Delta | None], None]:
         """What each round gives: parts that became certain, and the round; at the end those that were held back.
         Raises as ``Job.deltas``."""
         splitter = self.turn.splitter()
@@ -93,23 +98,26 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def usage(prompt_tokens: int, jobs: list[Job], marks_end: int | None = None) -> CompletionUsage:
-    """What the choices of one prompt took together. ``marks_end``: the token that ends reasoning."""
-    stats = [job.result.stats for job in jobs if job.result is not None]
-    generated = sum(each.generation_tokens for each in stats)
-    accepted = sum(each.num_accepted_tokens for each in stats)
-    reasoning = 0
-    for job in jobs:
-        if job.result is not None and marks_end is not None and marks_end in job.result.token_ids:
-            reasoning += job.result.token_ids.index(marks_end) + 1
+def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> CompletionUsage:
+    """What the choices of each prompt took together; ``groups``: its tokens and its jobs. ``reasoning_end``: the token
+    that ends reasoning."""
+    results = [job.result for _, jobs in groups for job in jobs if job.result is not None]
+    stats, prompt_tokens, cached, reasoning = GenerationStats(), 0, 0, 0
+    for count, [first, *_] in groups:
+        prompt_tokens += count
+        cached += 0 if first.result is None else first.result.stats.reused_prompt_tokens
+    for result in results:
+        stats.add(result.stats)
+        if reasoning_end is not None and reasoning_end in result.token_ids:
+            reasoning += result.token_ids.index(reasoning_end) + 1
     return CompletionUsage(
         prompt_tokens=prompt_tokens,
-        completion_tokens=generated,
-        total_tokens=prompt_tokens + generated,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=stats[0].reused_prompt_tokens if stats else 0),
+        completion_tokens=stats.generation_tokens,
+        total_tokens=prompt_tokens + stats.generation_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=sum(each.num_draft_tokens for each in stats) - accepted,
+            accepted_prediction_tokens=stats.num_accepted_tokens,
+            rejected_prediction_tokens=stats.num_draft_tokens - stats.num_accepted_tokens,
             reasoning_tokens=reasoning,
         ),
     )

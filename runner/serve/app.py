@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -94,7 +94,9 @@ def _endpoint(
     return answer
 
 
-async def _sent(first: str, lines: AsyncIterator[str], done: str, written: Callable[[str], str]) -> AsyncIterator[str]:
+async def _sent(
+    first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
+) -> AsyncIterator[str]:
     """Server-sent events. A failure in the middle is one of them, since the status is out."""
     try:
         yield written(first)
@@ -137,7 +139,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _on_http_error(_request: Request, error: HTTPException) -> JSONResponse:
+async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
     return as_response(Refused(str(error.detail), status=error.status_code))
 
 

@@ -1,7 +1,7 @@
 """``POST /v1/chat/completions``"""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -64,7 +64,7 @@ async def complete(service: Service, body: ChatBody, request: Request) -> ChatCo
         created=int(time.time()),
         model=service.model_id,
         choices=choices,
-        usage=usage(len(turn.prompt), jobs, service.reasoning_end(turn)),
+        usage=usage([(len(turn.prompt), jobs)], service.reasoning_end(turn)),
     )
 
 
@@ -88,7 +88,7 @@ def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogpro
     )
 
 
-async def stream(service: Service, body: ChatBody, request: Request) -> AsyncIterator[str]:
+async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[str, None]:
     """The answer as JSON chunks. What is refused is raised before the first of them."""
     turn = asked(service, body)
     chunks = Chunks(service, body, turn)
@@ -99,7 +99,7 @@ async def stream(service: Service, body: ChatBody, request: Request) -> AsyncIte
                 async for chunk in of_job:
                     yield chunk.model_dump_json(exclude_unset=True)
     if with_usage:
-        taken = usage(len(turn.prompt), jobs, service.reasoning_end(turn))
+        taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
         yield chunks.chunk([], usage=taken).model_dump_json(exclude_unset=True)
 
 
@@ -123,7 +123,7 @@ class Chunks:
     def _one(self, index: int, delta: dict[str, Any], **more: Any) -> ChatCompletionChunk:
         return self.chunk([ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))])
 
-    async def of(self, index: int, job: Job) -> AsyncIterator[ChatCompletionChunk]:
+    async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
         """One choice: the role, what each round gives, the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:

@@ -1,15 +1,14 @@
 """``POST /v1/completions``: text that goes on, without a chat template."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 from starlette.requests import Request
 
-from eagle3.runner.model import ABORT
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import new_id, token_text, usage
 from eagle3.runner.serve.errors import Refused
@@ -19,7 +18,7 @@ from eagle3.runner.serve.service import Service
 
 def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt. Raises ``Refused``."""
-    given = body.prompt
+    given: Any = body.prompt
     several = isinstance(given, list) and given and isinstance(given[0], str | list)
     found = []
     for each in given if several else [given]:
@@ -56,12 +55,16 @@ def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
     return length(service.model, prompt, wanted, "max_tokens")
 
 
-async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncIterator[Completion]:
+async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
     """A chunk a round; the last one has the usage and no choices. What is refused is raised before the first."""
     asked, common = prompts(service, body), options(service, body)
     sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
-    made = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": service.model_id}
-    spent: list[CompletionUsage] = []
+    made: dict[str, Any] = {
+        "id": new_id("cmpl"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.model_id,
+    }
     async with AsyncExitStack() as stack:
         groups = [
             await stack.enter_async_context(service.jobs(request, prompt, each, body.choices)) for prompt, each in sized
@@ -78,11 +81,12 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
                             logprobs, offset = _logprobs(service, delta.logprobs, offset)
                         yield Completion(choices=[_choice(index, echoed + delta.text, None, logprobs)], **made)
                         echoed = ""
-                reason = "stop" if job.result.finish_reason == ABORT else job.result.finish_reason
+                reason = "length" if job.result is not None and job.result.finish_reason == "length" else "stop"
                 yield Completion(choices=[_choice(index, echoed, reason, None)], **made)
                 index += 1
-            spent.append(usage(len(prompt), jobs))
-    yield Completion(choices=[], usage=_sum(spent), **made)
+    yield Completion(
+        choices=[], usage=usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)]), **made
+    )
 
 
 def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs | None) -> CompletionChoice:
@@ -90,30 +94,17 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs
 
 
 def _logprobs(service: Service, given: list[TokenLogprobs], offset: int) -> tuple[Logprobs, int]:
-    text, found = service.model.text, Logprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    text, tokens, logprobs, tops, offsets = service.model.text, [], [], [], []
     for each in given:
         if each.token_id in service.model.metadata.eos_ids:
             continue
-        written = token_text(text, each.token_id)
-        found.tokens.append(written)
-        found.token_logprobs.append(max(each.logprob, -9999.0))
-        found.top_logprobs.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in each.top})
-        found.text_offset.append(offset)
-        offset += len(written)
+        tokens.append(token_text(text, each.token_id))
+        logprobs.append(max(each.logprob, -9999.0))
+        tops.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in each.top})
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    found = Logprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=tops, text_offset=offsets)
     return found, offset
-
-
-def _sum(spent: list[CompletionUsage]) -> CompletionUsage:
-    total = spent[0]
-    for each in spent[1:]:
-        total.prompt_tokens += each.prompt_tokens
-        total.completion_tokens += each.completion_tokens
-        total.total_tokens += each.total_tokens
-        total.prompt_tokens_details.cached_tokens += each.prompt_tokens_details.cached_tokens
-        details, more = total.completion_tokens_details, each.completion_tokens_details
-        details.accepted_prediction_tokens += more.accepted_prediction_tokens
-        details.rejected_prediction_tokens += more.rejected_prediction_tokens
-    return total
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Completion:
@@ -135,7 +126,7 @@ def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
     return Logprobs(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
 
 
-async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncIterator[str]:
+async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[str, None]:
     """The answer as JSON chunks."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     async with aclosing(answers(service, body, request)) as chunks:

@@ -118,8 +118,9 @@ class Dialogue:
         tools = read_tools(given_tools, tool_choice, parallel)
         rendered = self._render(messages, given_tools if tools.choice != NONE else None, template_kwargs)
         prompt = self._encode(rendered)
-        opened = bool(self._marks) and rendered.rstrip().endswith(self._marks.begin.rstrip())
-        closed = bool(self._marks) and rendered.rstrip().endswith(self._marks.end)
+        marks = self._marks
+        opened = marks is not None and rendered.rstrip().endswith(marks.begin.rstrip())
+        closed = marks is not None and rendered.rstrip().endswith(marks.end)
         options = dict(options)
         if self._end_ids:
             options["stop_token_ids"] = [*options.get("stop_token_ids", ()), *self._end_ids]

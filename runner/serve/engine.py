@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +30,12 @@ class Delta:
 
 @dataclass
 class Times:
-    """``time.perf_counter`` of a request's steps, None for those that were not reached."""
+    """``time.perf_counter`` of a request's steps, 0 for those that were not reached."""
 
     submitted: float
-    started: float | None = None
-    first_token: float | None = None
-    ended: float | None = None
+    started: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Job:
     left: bool = False
     """Nobody waits for it any more."""
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What each round gives, as it comes. Left early, by ``aclose`` or an exception, the job ends within a round.
         Raises GenerationError where the generation failed."""
         try:
@@ -147,10 +147,10 @@ class Engine:
                 self._assign()
             for place in self._places:
                 if place.job is not None:
-                    self._round(place)
+                    self._round(place, place.job)
         for place in self._places:
             if place.job is not None:
-                self._end(place, GenerationError("the server is shutting down"))
+                self._end(place, place.job, GenerationError("the server is shutting down"))
         for job in self._waiting:
             job.tell(GenerationError("the server is shutting down"))
 
@@ -166,31 +166,31 @@ class Engine:
             place.job, place.given, place.used = job, 0, time.perf_counter()
             job.times.started = place.used
 
-    def _round(self, place: Place) -> None:
+    def _round(self, place: Place, job: Job) -> None:
         """One piece of a job's text, or its end."""
-        job = place.job
         try:
             if job.left:
-                self._end(place, None)
+                self._end(place, job, None)
                 return
             if place.stream is None:
                 place.stream = place.model.stream(job.prompt, **job.options)
             piece = next(place.stream, None)
             if piece is None:
-                self._end(place, None)
+                self._end(place, job, None)
                 return
-            if job.times.first_token is None:
+            if not job.times.first_token:
                 job.times.first_token = time.perf_counter()
-            logprobs = []
+            logprobs: list[TokenLogprobs] = []
             if job.options.get("logprobs") is not None:
                 place.given += len(piece.token_ids)
-                logprobs = place.stream.result.logprobs[place.given - len(piece.token_ids) : place.given]
+                known = place.stream.result.logprobs or []
+                logprobs = known[place.given - len(piece.token_ids) : place.given]
             job.tell(Delta(piece.text, piece.token_ids, logprobs))
         except Exception as error:  # a generation that fails is its request's, and the next one goes on
-            self._end(place, error)
+            self._end(place, job, error)
 
-    def _end(self, place: Place, error: Exception | None) -> None:
-        job, stream = place.job, place.stream
+    def _end(self, place: Place, job: Job, error: Exception | None) -> None:
+        stream = place.stream
         place.job = place.stream = None
         if stream is not None:
             stream.close()

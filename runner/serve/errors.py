@@ -53,5 +53,6 @@ def as_response(error: APIError) -> JSONResponse:
     return JSONResponse(body(error), error.status, headers)
 
 
-async def on_api_error(_request: Request, error: APIError) -> JSONResponse:
+async def on_api_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, APIError)
     return as_response(error)

@@ -100,6 +100,6 @@ def line(scope: Scope, status: int, seconds: float) -> str:
             told.append(f"acceptance length {stats.mean_acceptance_length:.2f}")
         told.append("/".join(result.finish_reason for result in results))
         times: Any = scope["jobs"][0].times
-        if times.first_token is not None:
+        if times.first_token:
             told.append(f"first token {times.first_token - times.submitted:.3f} s")
     return ", ".join(told)

@@ -114,7 +114,7 @@ class Splitter:
 
     def _ahead(self) -> dict[str, str]:
         """The marks that may come now, and the kind of what follows each."""
-        if self._kind == REASONING:
+        if self._kind == REASONING and self.marks is not None:
             return {self.marks.end: CONTENT}
         ahead = dict.fromkeys(self.tool_marks, TOOLS)
         if self.marks is not None and not self._begun:

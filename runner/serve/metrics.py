@@ -77,7 +77,7 @@ class Metrics:
         self._whole.observe(times.ended - times.submitted)
         self._prompt_size.observe(stats.prompt_tokens)
         self._generation_size.observe(stats.generation_tokens)
-        if times.first_token is not None:
+        if times.first_token:
             self._first.observe(times.first_token - times.submitted)
             self._prefill.observe(times.first_token - times.started)
             self._decode.observe(times.ended - times.first_token)

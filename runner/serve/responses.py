@@ -1,9 +1,9 @@
 """``POST /v1/responses``: the same answers under OpenAI's newer API. Nothing is stored."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from openai.types.responses import (
@@ -20,6 +20,7 @@ from openai.types.responses import (
     ResponseOutputItemAddedEvent,
     ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
+    ResponseOutputRefusal,
     ResponseOutputText,
     ResponseReasoningItem,
     ResponseReasoningTextDeltaEvent,
@@ -42,6 +43,8 @@ from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.markup import CONTENT, REASONING
 from eagle3.runner.serve.requests import ResponseBody, length
 from eagle3.runner.serve.service import Service
+
+Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def asked(service: Service, body: ResponseBody) -> Turn:
@@ -78,8 +81,10 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(body: ResponseBody) -> list[ChatMessage]:
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items: list[dict[str, Any]] = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
@@ -111,14 +116,14 @@ async def complete(service: Service, body: ResponseBody, request: Request) -> Re
     return last.response
 
 
-async def stream(service: Service, body: ResponseBody, request: Request) -> AsyncIterator[str]:
+async def stream(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[str, None]:
     """The answer as JSON events."""
     async with aclosing(events(service, body, request)) as made:
         async for event in made:
             yield event.model_dump_json(exclude_unset=True)
 
 
-async def events(service: Service, body: ResponseBody, request: Request) -> AsyncIterator[Any]:
+async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[Any, None]:
     """OpenAI's events, the last of which has the whole response. What is refused is raised before the first."""
     turn = asked(service, body)
     async with service.jobs(request, turn.prompt, turn.options, 1) as jobs:
@@ -146,7 +151,7 @@ class Events:
 
     def response(self, status: str, **more: Any) -> Response:
         body = self._body
-        return Response(
+        fields: dict[str, Any] = dict(
             id=self._id,
             object="response",
             created_at=self._created,
@@ -164,8 +169,9 @@ class Events:
             metadata={},
             **({"incomplete_details": None} | more),
         )
+        return Response(**fields)
 
-    async def of(self, job: Job) -> AsyncIterator[BaseModel]:
+    async def of(self, job: Job) -> AsyncGenerator[BaseModel, None]:
         """What each round adds, and the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
@@ -177,7 +183,7 @@ class Events:
         if forced and not answer.calls:  # cut before the list of calls was whole
             for event in self._add(CONTENT, answer.text(CONTENT)):
                 yield event
-        whole = answer.result.finish_reason != "length"
+        whole = answer.finish_reason != "length"
         if not self._items and not self._open and not answer.calls:
             for event in self._add(CONTENT, ""):
                 yield event
@@ -189,14 +195,14 @@ class Events:
         yield self._ended(job, whole)
 
     def _ended(self, job: Job, whole: bool) -> BaseModel:
-        taken = usage(len(self._turn.prompt), [job], self._service.reasoning_end(self._turn))
+        taken = usage([(len(self._turn.prompt), [job])], self._service.reasoning_end(self._turn))
+        prompt, completion = taken.prompt_tokens_details, taken.completion_tokens_details
+        assert prompt is not None and completion is not None
         spent = ResponseUsage(
             input_tokens=taken.prompt_tokens,
-            input_tokens_details=InputTokensDetails(
-                cached_tokens=taken.prompt_tokens_details.cached_tokens, cache_write_tokens=0
-            ),
+            input_tokens_details=InputTokensDetails(cached_tokens=prompt.cached_tokens or 0, cache_write_tokens=0),
             output_tokens=taken.completion_tokens,
-            output_tokens_details=OutputTokensDetails(**taken.completion_tokens_details.model_dump(exclude_none=True)),
+            output_tokens_details=OutputTokensDetails(**completion.model_dump(exclude_none=True)),
             total_tokens=taken.total_tokens,
         )
         if whole:
@@ -229,18 +235,19 @@ class Events:
         index = len(self._items)
         made = [self.event(ResponseOutputItemAddedEvent, "response.output_item.added", item=item, output_index=index)]
         if kind == CONTENT:
-            part = ResponseOutputText(type="output_text", text="", annotations=[])
-            place = {"item_id": self._item_id, "output_index": index, "content_index": 0, "part": part}
+            place = {"item_id": self._item_id, "output_index": index, "content_index": 0, "part": self._part()}
             made.append(self.event(ResponseContentPartAddedEvent, "response.content_part.added", **place))
         return made
 
-    def _item(self, status: str, empty: bool = False) -> BaseModel:
+    def _item(self, status: Status, empty: bool = False) -> ResponseReasoningItem | ResponseOutputMessage:
         if self._open == REASONING:
-            content = [] if empty else [Content(type="reasoning_text", text=self._text)]
-            return ResponseReasoningItem(id=self._item_id, type="reasoning", summary=[], content=content, status=status)
-        part = ResponseOutputText(type="output_text", text=self._text, annotations=[])
-        content = [] if empty else [part]
-        return ResponseOutputMessage(id=self._item_id, type="message", role="assistant", content=content, status=status)
+            thought = [] if empty else [Content(type="reasoning_text", text=self._text)]
+            return ResponseReasoningItem(id=self._item_id, type="reasoning", summary=[], content=thought, status=status)
+        said: list[ResponseOutputText | ResponseOutputRefusal] = [] if empty else [self._part()]
+        return ResponseOutputMessage(id=self._item_id, type="message", role="assistant", content=said, status=status)
+
+    def _part(self) -> ResponseOutputText:
+        return ResponseOutputText(type="output_text", text=self._text, annotations=[])
 
     def _close(self, whole: bool) -> list[BaseModel]:
         """End the item that text was added to."""
@@ -254,8 +261,8 @@ class Events:
         else:
             name = "response.output_text.done"
             made = [self.event(ResponseTextDoneEvent, name, text=self._text, logprobs=[], **place)]
-            part = item.content[0]
-            made.append(self.event(ResponseContentPartDoneEvent, "response.content_part.done", part=part, **place))
+            name = "response.content_part.done"
+            made.append(self.event(ResponseContentPartDoneEvent, name, part=self._part(), **place))
         return made + self._done(item)
 
     def _done(self, item: BaseModel) -> list[BaseModel]:
@@ -265,10 +272,10 @@ class Events:
         return [self.event(ResponseOutputItemDoneEvent, "response.output_item.done", item=item, output_index=index)]
 
     def _called(self, call: Call) -> list[BaseModel]:
-        common = {"id": new_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+        common: dict[str, Any] = {"id": new_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
         index = len(self._items)
         begun = ResponseFunctionToolCall(arguments="", status="in_progress", **common)
-        place = {"item_id": common["id"], "output_index": index}
+        place: dict[str, Any] = {"item_id": common["id"], "output_index": index}
         made = [
             self.event(ResponseOutputItemAddedEvent, "response.output_item.added", item=begun, output_index=index),
             self.event(

@@ -17,7 +17,7 @@ from eagle3.runner.serve.dialogue import Dialogue
 from eagle3.runner.serve.engine import Engine
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.metrics import Metrics
-from eagle3.runner.serve.requests import ChatBody, CompletionBody, ResponseBody, parse
+from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
 from eagle3.runner.serve.service import Service
 
 
@@ -57,7 +57,11 @@ def serve(
 
 def check_defaults(given: dict[str, Any]) -> None:
     """Raise ValueError for a field that no request has, or a value that it does not take."""
-    needed = {ChatBody: {"messages": []}, CompletionBody: {"prompt": ""}, ResponseBody: {"input": ""}}
+    needed: dict[type[Asked], dict[str, Any]] = {
+        ChatBody: {"messages": []},
+        CompletionBody: {"prompt": ""},
+        ResponseBody: {"input": ""},
+    }
     for name, value in given.items():
         kinds = [kind for kind in needed if name in kind.model_fields and name not in needed[kind]]
         if not kinds:
