@@ -49,18 +49,14 @@ class Job:
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     result: Result | None = None
     left: bool = False
-    """Nobody waits for it any more."""
+    """Nobody waits for it any more: it ends within a round."""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What each round gives, as it comes. Left early, by ``aclose`` or an exception, the job ends within a round.
-        Raises GenerationError where the generation failed."""
-        try:
-            while isinstance(event := await self.events.get(), Delta):
-                yield event
-            if isinstance(event, Exception):
-                raise GenerationError(" ".join(str(event).split()) or type(event).__name__) from event
-        finally:
-            self.left = True
+        """What each round gives, as it comes. Raises GenerationError where the generation failed."""
+        while isinstance(event := await self.events.get(), Delta):
+            yield event
+        if isinstance(event, Exception):
+            raise GenerationError(" ".join(str(event).split()) or type(event).__name__) from event
 
     def tell(self, event: Delta | Exception | None) -> None:
         """From the engine's thread; None is the end."""

@@ -104,7 +104,11 @@ class Splitter:
             return False
         start, mark = found
         parts += self._part(self._held[:start])
-        if mark in self.tool_marks and marks.get(mark) == TOOLS:
+        marks = self._ahead()  # text before a mark may have made it one no more
+        if mark not in marks and mark not in self.specials:
+            self._held = self._held[start:]
+            return True
+        if marks.get(mark) == TOOLS:
             self._kind, self._held = TOOLS, self._held[start:]
             return False
         self._held = self._held[start + len(mark) :]

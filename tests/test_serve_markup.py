@@ -1,0 +1,137 @@
+"""What a model's own markup becomes: reasoning, content and tool calls, however the text is cut into rounds."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+from executorch.examples.llm_server.python.protocol import ChatMessage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3.runner.loop import Generation
+from eagle3.runner.model import Model
+from eagle3.runner.serve.answer import Answer
+from eagle3.runner.serve.dialogue import Dialogue
+from eagle3.runner.serve.engine import Delta, Job, Times
+from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.markup import CHANNEL, CONTENT, REASONING, THINK, TOOL_MARKS, TOOLS, Splitter
+from eagle3.targets import TARGETS
+
+CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint
+HERMES = TOOL_MARKS["hermes"]
+CALL = '<tool_call>\n{"name": "seek", "arguments": {"offset": 3}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "seek", "parameters": {"type": "object"}}}
+CASES = [
+    (Splitter(THINK), "<think>\nwhy\n</think>\n\nbecause", {REASONING: "why\n", CONTENT: "because"}),
+    (Splitter(THINK, reasoning=True), "why</think>because", {REASONING: "why", CONTENT: "because"}),
+    (Splitter(THINK, reasoning=True), "never ends", {REASONING: "never ends"}),
+    (Splitter(THINK), "a <think> that comes late", {CONTENT: "a <think> that comes late"}),
+    (Splitter(THINK), "a < b", {CONTENT: "a < b"}),
+    (Splitter(CHANNEL), "<|channel>thought\nwhy<channel|>because", {REASONING: "why", CONTENT: "because"}),
+    (Splitter(None, tool_marks=HERMES), f"Well.{CALL}", {CONTENT: "Well.", TOOLS: CALL}),
+    (
+        Splitter(THINK, True, HERMES),
+        f"or <tool_call> ?</think>{CALL}",
+        {REASONING: "or <tool_call> ?", TOOLS: CALL},
+    ),
+    (Splitter(None, tool_marks=HERMES), "a <tool_cal", {CONTENT: "a <tool_cal"}),
+    (Splitter(THINK, specials=("<|end|>",)), "a<|end|>b", {CONTENT: "ab"}),
+    (Splitter(), "<think>x</think>", {CONTENT: "<think>x</think>"}),
+]
+
+
+def parts_of(splitter: Splitter, pieces: list[str]) -> dict[str, str]:
+    fresh = Splitter(splitter.marks, splitter.reasoning, splitter.tool_marks, splitter.specials)
+    found: dict[str, str] = {}
+    for part in [part for piece in pieces for part in fresh.push(piece)] + fresh.finish():
+        found[part.kind] = found.get(part.kind, "") + part.text
+    return found
+
+
+@pytest.mark.parametrize(("splitter", "text", "expected"), CASES)
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(0, 80), max_size=8))
+def test_parts_do_not_depend_on_where_rounds_cut(splitter, text, expected, cuts):
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    assert parts_of(splitter, pieces) == expected
+
+
+@pytest.fixture(scope="module")
+def with_template(session, tmp_path_factory):
+    """A dialogue in another template, over the shipped tokenizer."""
+
+    def make(template: str) -> Dialogue:
+        folder = tmp_path_factory.mktemp("template")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(CHECKPOINT / name, folder / name)
+        (folder / "chat_template.jinja").write_text(template)
+        return Dialogue(Model(session.metadata, lambda: session, folder), folder)
+
+    return make
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+THINKS = CHAT + "{% if enable_thinking is false %}<think>\n\n</think>{% elif effort %}<think>{% endif %}"
+ASKED = [ChatMessage(role="user", content="x")]
+
+
+def test_what_a_template_says_of_its_marks(with_template):
+    dialogue = with_template(THINKS)
+    for kwargs, opened in (({}, False), ({"effort": 1}, True), ({"enable_thinking": False}, False)):
+        turn = dialogue.turn(ASKED, {}, template_kwargs=kwargs)
+        assert (turn.marks, turn.reasoning, turn.tool_marks) == (THINK, opened, ())
+        assert turn.options == {"skip_special_tokens": False}
+    turn = with_template(CHAT + "<|tool_call>").turn(ASKED, {}, [TOOL])
+    assert turn.tool_marks == TOOL_MARKS["gemma"] and turn.marks is None
+    assert with_template(CHAT + "<function=").turn(ASKED, {}, [TOOL]).tool_marks == TOOL_MARKS["qwen"]
+    assert with_template(CHAT).turn(ASKED, {}, [TOOL], "none").tool_marks == ()
+    assert with_template(CHAT).turn(ASKED, {}).options == {}
+
+
+def test_a_prompt_is_what_the_template_renders(with_template):
+    dialogue = with_template(CHAT)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turn = dialogue.turn([ChatMessage(role="system", content="s"), ChatMessage(role="user", content=parts)], {})
+    assert Model.encode(dialogue._model, "system: s\nuser: a\nb\n") == turn.prompt
+
+
+def read(dialogue: Dialogue, turn, texts: list[str], finish_reason: str = "stop") -> Answer:
+    """An answer of a job whose rounds gave these texts."""
+
+    async def whole() -> Answer:
+        job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))
+        for text in texts:
+            job.events.put_nowait(Delta(text, [5], []))
+        stream = dialogue._model.stream([5])
+        stream._answer.end(Generation([5], "length", stream._answer.stats))
+        job.result = stream.result
+        job.events.put_nowait(None)
+        answer = Answer(turn)
+        async for _ in answer.read(job, dialogue):
+            pass
+        return answer
+
+    return asyncio.run(whole())
+
+
+def test_calls_of_the_models_own_are_parsed(with_template):
+    dialogue = with_template(THINKS)
+    turn = dialogue.turn(ASKED, {}, [TOOL])
+    answer = read(dialogue, turn, ["<thi", "nk>hm</think>Well.", CALL[:20], CALL[20:] + CALL])
+    assert (answer.text(REASONING), answer.text(CONTENT)) == ("hm", "Well.")
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("seek", {"offset": 3})] * 2
+    assert len({call.id for call in answer.calls}) == 2
+    broken = read(dialogue, turn, ["Well.", CALL[:30]])
+    assert (broken.calls, broken.text(CONTENT)) == ([], "Well.")
+    unknown = CALL.replace("seek", "other")
+    assert read(dialogue, turn, [unknown]).text(CONTENT) == unknown
+
+
+def test_tools_that_are_not_given_together(with_template):
+    dialogue = with_template(CHAT)
+    with pytest.raises(Refused, match="give one of them"):
+        dialogue.turn(ASKED, {"structured_outputs": {"regex": "a"}}, [TOOL], "required")
+    with pytest.raises(Refused, match="give one of them"):
+        dialogue.turn(ASKED, {"structured_outputs": {"regex": "a"}}, response_format={"type": "json_object"})
