@@ -7,7 +7,7 @@ it runs everything else.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,11 +140,11 @@ def _grammar(kind: str, value: object) -> str:
     if kind == "json":
         schema = value if isinstance(value, str) else json.dumps(value, default=dict)
         return LLMatcher.grammar_from_json_schema(schema, defaults=SEPARATORS)
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
     if kind == "choice":
+        assert isinstance(value, Sequence)  # by check_constraint
         value = "start: " + " | ".join(json.dumps(each) for each in value)
-    return LLMatcher.grammar_from_lark(value)
+    assert isinstance(value, str)
+    return LLMatcher.grammar_from_regex(value) if kind == "regex" else LLMatcher.grammar_from_lark(value)
 
 
 def _line(reason: object) -> str:
