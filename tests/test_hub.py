@@ -13,6 +13,7 @@ from commands import fail_command, run_command
 from gguf_files import gemma4_gguf
 from hub_commands import CPU, HEAD, TARGET, fetched, flags
 from huggingface_hub import constants, hf_hub_download
+from safetensors.torch import load_file, save_file
 from stand_in_hub import TOKEN, commit_of
 from transformers import Gemma4ForCausalLM
 
@@ -92,6 +93,28 @@ def test_only_the_files_that_are_read_are_downloaded(hub, tmp_path):
     assert sum(request.bytes for request in hub.asked(".safetensors")) == sum(
         (part / "model.safetensors").stat().st_size for part in (TINY.checkpoint, TINY.draft)
     )
+
+
+def test_of_a_sharded_checkpoint_the_files_of_its_index_are_downloaded(hub_pair, tmp_path):
+    folder = Path(shutil.copytree(TINY.checkpoint, tmp_path / "sharded"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {name: files[number % 2] for number, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model-00003-of-00003.safetensors").write_bytes(b"of an earlier upload")
+    hub_pair.add("org/sharded", folder)
+    here = fetched(flags("org/sharded"))
+    assert names_in(here.checkpoint) == KEPT | {*files, "model.safetensors.index.json"}
+    assert same_files(here.checkpoint, folder)
+    assert make_plan(here).target_headers == make_plan(flags(TINY.checkpoint, TINY.draft)).target_headers
+    hub_pair.requests.clear()
+    assert not find_sources(flags("org/sharded")).missing
+    assert hub_pair.requests == []
+    (here.checkpoint / files[1]).unlink()
+    assert find_sources(flags("org/sharded")).missing[0].missing == (files[1],)
 
 
 def test_what_the_cache_has_is_used_and_nobody_is_asked(hub_pair):
@@ -339,7 +362,6 @@ def test_a_gguf_file_of_a_repository_with_the_configuration_of_another(split, hu
 
 def test_a_pickled_checkpoint_is_downloaded_for_a_dry_run_when_it_is_asked_for(hub_pair, tmp_path):
     import torch
-    from safetensors.torch import load_file
 
     folder = Path(shutil.copytree(TINY.draft, tmp_path / "pickled"))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
