@@ -37,7 +37,7 @@ class Snapshot:
     sizes: dict[str, int]
     index: str | None = None
     adapter: bool = False
-    """Whether the repository has a LoRA beside the weights."""
+    """True where the repository has a LoRA beside the weights."""
     tokenizer: str | None = None
     """The hash of tokenizer.json, sha256 or git's sha1. None without such a file."""
     folder: Path | None = None

@@ -35,7 +35,7 @@ class Sources:
 
     @property
     def headers_suffice(self) -> bool:
-        """Whether the missing weights can be planned from their headers."""
+        """True where the missing weights can be planned from their headers."""
         return all(snapshot.kind in ("safetensors", "") for snapshot in self.missing)
 
     @contextmanager

@@ -70,7 +70,7 @@ class Plan:
     bos_id: int  # -1: none
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
-    """What may be wrong without being an error, a line each."""
+    """Possible mistakes that are not errors, a line each."""
 
     @property
     def quantized_headers(self) -> list[TensorHeader]:
