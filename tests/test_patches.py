@@ -11,7 +11,8 @@ from commands import run_command
 from eagle3.export import patches
 from eagle3.export.cli import main as export_main
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions
-from eagle3.export.patches import FOR_CPU, FOR_CUDA, PATCHES, TESTED, TESTED_WITH_GPU, Patch, check_versions, replaced
+from eagle3.export.patches import PATCHES, Patch, replaced
+from eagle3.export.tested_versions import FOR_CPU, FOR_CUDA, TESTED, TESTED_WITH_GPU, check_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [path for top in ("export", "runner", "targets") for path in (ROOT / top).rglob("*.py")]

@@ -223,7 +223,10 @@ def test_forced_proposals_leave_the_drafts_slots_as_they_should_be(grammars):
     target, draft = random_logits(1, 13, 2048)[0], random_logits(2, 7, 2048)[0]
     session = LogitsSession(metadata, target, draft, torch.arange(2048))
     choice = Constrained(Greedy(), Guide(grammars.compile(asked)), metadata)
-    complete(session, [9, 8, 7, 6, 5], max_new_tokens=55, choice=choice)
+    said = complete(session, [9, 8, 7, 6, 5], max_new_tokens=55, choice=choice)
+    text = Text(CHECKPOINT).decode(said.token_ids)
+    assert ("abcdefghijklmnopqrstuvwxyz0123456789" * 3).startswith(text) and len(text) > 72
+    assert len(said.token_ids) == 55 and said.stats.num_drafts < 55
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

@@ -49,11 +49,11 @@ from eagle3.export.lowering.cuda.weights.quantization import (
     quantize,
 )
 from eagle3.export.lowering.gc_tuning import collected_rarely
-from eagle3.export.patches import FOR_CUDA, TESTED_WITH_GPU, check_versions
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
+from eagle3.export.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
 from eagle3.runner.console.versions import version_of
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
 from eagle3.runner.hardware import gpus

@@ -14,8 +14,8 @@ from eagle3.export.backends import Backend
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
-from eagle3.export.patches import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
+from eagle3.export.tested_versions import FOR_CPU, TESTED, check_versions
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager

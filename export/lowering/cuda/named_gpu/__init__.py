@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
-from eagle3.export.patches import FOR_CUDA, TESTED, check_versions
+from eagle3.export.tested_versions import FOR_CUDA, TESTED, check_versions
 
 
 def check_named_versions() -> None:
