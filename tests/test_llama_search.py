@@ -169,6 +169,9 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_tokenized(server):
 
 @pytest.fixture
 def few_prompts(monkeypatch, tmp_path):
+    """Also keeps the pool of threads: other tests' methods, loaded in this process, hold on to the one that is there
+    and wait for ever once it is freed."""
+    monkeypatch.setattr(bench, "use_threads", lambda count: None)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "def main(argv=None):\\n    "}\n{"prompt": "import os\\n"}\n')
     monkeypatch.setattr(bench, "PROMPTS", file)
