@@ -91,13 +91,13 @@ class AdaptiveChain:
         self.length = best
 
     def _to_compare(self) -> int | None:
-        """The length to compare with the present one now: 0 and what promises most, if they never were. Otherwise 0 or
-        a length beside the present one, when it is due; where that is 0, the one that promises most."""
+        """The length to compare with the present one now: 0 and what promises most, if they never were; then 0 and the
+        lengths beside the present one, when they are due."""
         best = self._best(self._lengths) if 0 in self._compared else 0
         if best not in self._compared:
             return best
-        near = (0, self.length - 1, self.length + 1) if self.length else (self._best(self._lengths[1:]),)
-        other = min({*near}.intersection(self._lengths) - {self.length}, key=self._due.__getitem__)
+        near = {0, self.length - 1, self.length + 1}.intersection(self._lengths) - {self.length}
+        other = min(near, key=self._due.__getitem__)
         return other if self._due[other] <= self._rounds else None
 
     def _learn(self, before: float, seconds: float, after: float) -> None:

@@ -30,10 +30,19 @@ MACHINES = {
     "much noise": (0.94, Machine(noise=0.2)),
     "disturbed now and then": (0.97, Machine(bursts=(0.02, 16, 3))),
     "short stalls all the time": (0.97, Machine(bursts=(0.05, 3, 10))),
+    "a slow round in five": (0.975, Machine(bursts=(0.2, 1, 10))),
     "half as fast later": (0.97, Machine(later=(1200, lambda length, seconds: 2 * seconds))),
     "a slower draft later": (0.97, Machine(later=(1200, lambda length, seconds: seconds + 0.2 * length))),
     "a faster draft later": (0.97, Machine(draft=0.4, later=(1200, lambda length, seconds: seconds - 0.35 * length))),
     "a slower target later": (0.97, Machine(draft=0.3, later=(1200, lambda length, seconds: seconds + 2))),
+    "slower windows later": (1.0, Machine(later=(1200, lambda length, seconds: 3 * seconds if length else seconds))),
+    "slower windows of five rows later": (
+        0.98,
+        Machine(
+            costs=[1, 1.3, 1.5, 1.6, 1.65, 2.6, 2.7, 2.8],
+            later=(1200, lambda length, seconds: 1.2 * seconds if length >= 4 else seconds),
+        ),
+    ),
     "a target that is slow by rows": (0.97, Machine(row=1.0)),
     "a longest round that is one call": (0.97, Machine(costs=[1, 1.12, 1.24, 1.36, 1.48, 1.6, 1.72, 1.38])),
     "windows that cost a jump": (0.97, Machine(costs=[1, 2.2, 2.25, 2.3, 2.35, 2.4, 2.45, 2.5])),
@@ -104,7 +113,7 @@ class Spied:
 
 
 def test_rounds_that_the_contexts_end_cuts_short_say_nothing_of_costs():
-    assert to_the_best(Machine(), Text((0.8,)), adaptive(), generation=60, cut=6) > 0.97
+    assert to_the_best(Machine(), Text((0.8,)), adaptive(), generation=40, cut=10) > 0.975
 
 
 def test_a_clock_that_stands_still_does_no_harm():
