@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import click
 from llama_build import WEIGHT_TYPES, Build, convert, epilog
-from llama_search import PEERS, SEARCH_TOKENS, grid, measure_beside, search
+from llama_search import PEERS, SEARCH_TOKENS, TURNS, grid, measure_beside, search
 from llama_server import CACHE_TYPES, LlamaWay, Server, Setting
 
 from eagle3.runner import load
@@ -135,7 +135,7 @@ def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     rows: dict[str, dict[str, str]] = {}
     for setting, each in drafting:
         name = f"{setting.weights}, {setting.drafting}"
-        row = rows.setdefault(name, {"tried once, by chain length": name} | lengths)
+        row = rows.setdefault(name, {"faster of two turns, by chain length": name} | lengths)
         if "failure" not in each:
             row[str(setting.chain_len)] = f"{each['decode_tokens_per_second']:.0f}"
     return list(rows.values())
@@ -177,7 +177,7 @@ def measured(
         server = Server(build, files, threads, cache, model, temporary)
         with progress() as bar:
             settings = sum(map(grid, weights), [])
-            trying = bar.add_task("trying settings", total=len(settings))
+            trying = bar.add_task("trying settings", total=TURNS * len(settings))
             tried = search(settings, server.started, briefly, lambda: bar.advance(trying))
             measuring = bar.add_task("measuring", total=None)
             outcomes, step_ms, tried = measure_beside(

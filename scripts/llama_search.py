@@ -1,6 +1,7 @@
-"""The fastest way to run llama.cpp: its settings tried once each, the fastest of them to be measured again.
+"""The fastest way to run llama.cpp: its settings tried twice each, the fastest of them to be measured again.
 
-1. ``search``: each setting of ``grid`` answers all prompts once, in few tokens, one server at a time.
+1. ``search``: each setting of ``grid`` answers all prompts in few tokens, one server at a time. The settings take two
+   turns, far apart, and the faster one counts: a machine that stalls for seconds does not decide.
 2. ``comparable``: for each type of the target's weights, decoding without speculation and the fastest settings.
 3. ``measure_beside``: those take turns with our own ways, all prompts several times.
 
@@ -24,6 +25,7 @@ PEERS = {"none": ("f32",), "8da8w": ("q8_0",), "8da4w": ("q4_0", "q4_k_m")}
 """A recipe of ours (``--qlinear``) to the types of weight that llama.cpp has instead."""
 CHAIN_LENGTHS = range(1, 8)
 SEARCH_TOKENS = 64
+TURNS = 2
 FINALISTS = 4
 """Settings with speculation that are measured again, of each type of weight."""
 
@@ -50,12 +52,23 @@ def grid(weights: str) -> list[Setting]:
 
 
 def search(settings: Sequence[Setting], start: Start, workload: Workload, advance: Callable[[], None]) -> list[Tried]:
-    """One pass of the prompts by each setting."""
-    tried = []
-    for setting in settings:
-        tried.append(_tried(setting, start, workload))
-        advance()
-    return tried
+    """``TURNS`` passes of the prompts by each setting, the faster one kept; a server that failed is not started
+    again."""
+    best: dict[Setting, Tried] = {}
+    for _ in range(TURNS):
+        for setting in settings:
+            before = best.get(setting)
+            if before is None or before.failure is None:
+                best[setting] = _faster(before, _tried(setting, start, workload))
+            advance()
+    return list(best.values())
+
+
+def _faster(before: Tried | None, now: Tried) -> Tried:
+    """The one with more tokens a second; a failure in either turn leaves the setting out."""
+    if before is None or now.failure is not None:
+        return now
+    return max(before, now, key=lambda tried: tried.tokens_per_second)
 
 
 def _tried(setting: Setting, start: Start, workload: Workload) -> Tried:

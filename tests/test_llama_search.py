@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import bench_llama_cpp as bench
+import llama_search
 import llama_server
 import pytest
 from commands import fail_command, run_command
@@ -110,8 +111,23 @@ def test_the_search_finds_the_planted_settings(server, fake_build, monkeypatch):
         ]
     }
     served = fake_build.served
-    assert len({each["setting"] for each in served}) == len(served) == 29
+    assert len({each["setting"] for each in served}) == 29
+    assert [each["setting"] for each in served[:29]] == [each["setting"] for each in served[29:]]
     assert {(each["threads"], each["context"]) for each in served} == {("2", "96")}
+
+
+def test_a_stall_in_one_turn_does_not_decide(monkeypatch):
+    slow_first, slow_later, failing = grid("q8_0")[1:4]
+    speeds = {slow_first: [75, 900], slow_later: [800, 81], failing: [950, None]}
+
+    def tried(setting, start, workload):
+        speed = speeds[setting].pop(0)
+        return Tried(setting, speed, None if speed else "it ended")
+
+    monkeypatch.setattr(llama_search, "_tried", tried)
+    found = search(list(speeds), None, WORKLOAD, lambda: None)
+    assert [each.tokens_per_second for each in found] == [900, 800, None]
+    assert found[2].failure == "it ended"
 
 
 def test_of_equally_fast_settings_the_first_of_the_grid_are_taken(server, fake_build):
