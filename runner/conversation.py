@@ -3,9 +3,10 @@
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Unpack
 
 from eagle3.runner.model import Model, Piece, Result, Stream
+from eagle3.runner.options import OptionFields
 
 
 class Conversation:
@@ -15,7 +16,7 @@ class Conversation:
     caches already hold are not computed again.
     """
 
-    def __init__(self, model: Model, system: str | None = None, **options: Any):
+    def __init__(self, model: Model, system: str | None = None, **options: Unpack[OptionFields]):
         """``options`` (``eagle3.runner.options``) apply to every turn that does not set its own."""
         self._model, self._options = model, options
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -24,7 +25,7 @@ class Conversation:
         """The result of the last turn; None if that turn never started."""
         self._replying: weakref.ref[Generator] | None = None
 
-    def say(self, text: str, **options: Any) -> Iterator[Piece]:
+    def say(self, text: str, **options: Unpack[OptionFields]) -> Iterator[Piece]:
         """Send ``text`` and yield the pieces of the reply while it is generated.
 
         Leaving the loop by ``break`` or an exception ends the reply; the conversation keeps what was generated so far.
@@ -40,7 +41,7 @@ class Conversation:
         self._replying = weakref.ref(reply)
         return reply
 
-    def ask(self, text: str, **options: Any) -> Result:
+    def ask(self, text: str, **options: Unpack[OptionFields]) -> Result:
         """Send ``text`` and return the result of the complete reply."""
         for _ in self.say(text, **options):
             pass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from eagle3.runner.adaptive_chain import AdaptiveChain
 from eagle3.runner.artifact.near_ties import near_tie_of
@@ -16,7 +16,7 @@ from eagle3.runner.chat import check_messages
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.lossless import Replay, replay
-from eagle3.runner.options import AUTO, Options
+from eagle3.runner.options import AUTO, OptionFields, Options
 from eagle3.runner.sampling.constraint import Constraint, Grammars
 from eagle3.runner.stream import ABORT, Piece, Result, Stream, choose
 from eagle3.runner.text import TOKENIZER_FILE, Text
@@ -94,19 +94,19 @@ class Model:
             raise ValueError("a prompt is text, a list of token ids or a list of messages")
         return given
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[OptionFields]) -> Result:
         """``stream`` to its end."""
         with self.stream(prompt, **options) as stream:
             for _ in stream:
                 pass
         return stream.result
 
-    def stream(self, prompt: Prompt, **options: Any) -> "Stream":
+    def stream(self, prompt: Prompt, **options: Unpack[OptionFields]) -> "Stream":
         """Generate, a ``Piece`` a round; everything is checked before this returns.
 
         Args:
             prompt: text, token ids or messages; what the caches hold of its beginning is not computed again
-            options: of ``Options``, such as temperature=0.7, max_new_tokens=200, stop=["\\n\\n"]
+            options: the fields of ``Options``, such as temperature=0.7, max_new_tokens=200, stop=["\\n\\n"]
 
         Raises:
             ValueError: a prompt or an option that the artifact does not take

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict
 
 from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
@@ -66,8 +66,8 @@ class Options(Sampling):
             raise ValueError("structured_outputs end by an end token: leave ignore_eos out")
 
     @classmethod
-    def of(cls, **given: Any) -> "Options":
-        """From names and values. Raises ValueError for a name that there is not."""
+    def of(cls, **given: Any) -> "Options":  # not typed: names come from files and requests, too
+        """Return the options of these names and values. Raises ValueError for a name that there is not."""
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -91,3 +91,25 @@ class Options(Sampling):
 
     def stop_ids(self, metadata: Metadata) -> list[int]:
         return [*(() if self.ignore_eos else metadata.eos_ids), *self.stop_token_ids]
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of ``Options``, as keywords of ``Model.generate`` and others."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    skip_special_tokens: bool
+    ignore_eos: bool
+    chain_len: int | Literal["auto"] | None
+    logprobs: int | None
+    structured_outputs: Mapping[str, Any] | None
