@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -10,13 +10,8 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.planning.config import EMBEDDING_RECIPES, ExportConfig
-from eagle3.export.planning.defaults import output_name
 from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.targets import TARGETS
-
-if TYPE_CHECKING:
-    from eagle3.export.output.progress import Progress
-    from eagle3.export.planning.plan import Plan
 
 RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))
 
@@ -27,6 +22,7 @@ Examples:
   eagle3-export --target-model gemma4-31B --dry-run
   eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --download
   eagle3-export --checkpoint Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --backend xnnpack --qlinear 8da4w
+  eagle3-export --target-model gemma4-31B --random-weights --layers 6 --cuda-arch sm_90
   eagle3-export --target-model llama3.1-8B --checkpoint my-llama --draft 2 --output-dir out
 """
 
@@ -161,6 +157,16 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     is_flag=True,
     help="Print what would be done; read configurations and headers alone, of names on the hub as well.",
 )
+@click.option(
+    "--random-weights",
+    is_flag=True,
+    help="Take only shapes from both checkpoints and random values for them, to try an export with no weights at all.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1),
+    help="With --random-weights: export a target of so many layers, with every kind of its layers among them.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--list-targets", is_flag=True, help="Print the targets, their repositories and draft heads; --json too.")
@@ -176,73 +182,23 @@ def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> Non
         return
     if flags["target_model"] is None and flags["checkpoint"] is None:
         raise click.UsageError("type --target-model with a name of --list-targets, or --checkpoint FOLDER or ORG/NAME")
-    flags["target_model"] = flags["target_model"] or "auto"
-    if flags["output_dir"] is None:
-        given = (flags[name] for name in ("target_model", "checkpoint", "backend", "cuda_arch"))
-        flags["output_dir"] = output_name(*given)
-    config = ExportConfig(**flags)
+    config = ExportConfig(**flags | {"target_model": flags["target_model"] or "auto"})
 
-    from eagle3.export.output.folder import check_output
-    from eagle3.export.output.lock import refuse_a_second
-
-    check_output(config.output_dir, config.overwrite)
-    if not config.dry_run:
-        refuse_a_second(config.output_dir.resolve())
-
-    from eagle3.export.checkpoints.safetensors_file import needs_values
-    from eagle3.export.hub.sources import find_sources
-    from eagle3.export.output.progress import Progress
+    from eagle3.export.exporting import export, prepare
     from eagle3.export.output.report import plan_json, plan_text, result_text
 
-    sources, progress = find_sources(config, download), Progress()
-    planned = None
-    fetches = bool(sources.missing) and (download or not config.dry_run)
-    if fetches:
-        sources.check_disk()
-    if sources.headers_suffice or not fetches:
-        try:
-            with sources.local() as here:  # headers stand in for missing weights: a wrong pair is not downloaded
-                planned = _planned(here, progress)
-        except ValueError as error:
-            if not (fetches and needs_values(error)):
-                raise
-    if not config.dry_run:
-        for line in sources.lines():
-            progress.say(line)
-    if fetches or planned is None:
-        sources = sources.downloaded()
-        with sources.local() as here:
-            planned = _planned(here, progress, planned and planned[1])
-    plan, twin = planned
     if config.dry_run:
-        facts = plan_json(plan) | {"twin": twin, "repositories": sources.as_json()}
-        click.echo(json.dumps(facts) if as_json else plan_text(plan, sources.lines()))
+        known = prepare(config, download=download)
+        facts = plan_json(known.plan) | {"twin": known.twin, "repositories": known.sources.as_json()}
+        click.echo(json.dumps(facts) if as_json else plan_text(known.plan, known.sources.lines()))
         return
-
-    from eagle3.export.patches import used
-    from eagle3.export.pipeline import run_export
-
-    record = run_export(plan, twin, progress)
+    exported = export(config, download=download)
     if click.get_current_context().meta["verbose"]:
+        from eagle3.export.patches import used
+
         for name, patch in used().items():
             tell(f"replaced for this export: {name}: {patch.why}")
-    click.echo(json.dumps(record) if as_json else result_text(plan, record))
-
-
-def _planned(
-    config: ExportConfig, progress: "Progress", twin: dict[str, Any] | None = None
-) -> "tuple[Plan, dict[str, Any]]":
-    """Return the plan and the twin check's result. Prints the plan's warnings. With ``twin``, a result that is known,
-    only the plan is made."""
-    from eagle3.export.checks.preflight import preflight
-    from eagle3.export.planning.plan import make_plan
-
-    plan = make_plan(config)
-    if twin is not None:
-        return plan, twin
-    for warning in plan.warnings:
-        click.echo(f"Warning: {warning}", err=True)
-    return plan, preflight(plan, progress)
+    click.echo(json.dumps(exported.record) if as_json else result_text(exported.plan, exported.record))
 
 
 if __name__ == "__main__":

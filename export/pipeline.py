@@ -30,7 +30,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
     """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
     backend = BACKENDS[plan.config.backend].load()
     check_export_memory(plan, backend)
-    output = plan.config.output_dir
+    output = plan.config.folder
     progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}")
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
         with progress.stage("checksums"):
@@ -137,6 +137,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "qlinear": plan.qlinear,
         "draft_qlinear": plan.draft_qlinear,
         "backend": config.backend,
+        "random_weights": config.random_weights,
         "packages": package_versions(),
         "repositories": {
             name: {"id": found.repository, "commit": found.revision} for name, found in config.repositories.items()

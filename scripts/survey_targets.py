@@ -29,10 +29,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from eagle3.export.checks.preflight import preflight
-from eagle3.export.output.progress import Progress
-from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import make_plan
+from eagle3.export import ExportConfig, prepare
 from eagle3.export.twin.shrink import shrink
 from eagle3.targets.text_part import text_config_of, whole_config
 
@@ -160,8 +157,7 @@ def outcome(model_type: str, name: str) -> Outcome:
             return found(NO_MODEL, error)
         given = {"checkpoint": target, "draft": draft, "backend": "xnnpack", "aux_layers": (0, 1, 2)}
         try:
-            asked = ExportConfig("auto", None, **given, max_seq_len=CONTEXT)
-            preflight(make_plan(asked), Progress())
+            prepare(ExportConfig(output_dir=Path(made, "out"), **given, max_seq_len=CONTEXT, dry_run=True))
         except (ValueError, FileNotFoundError) as error:
             line = str(error).replace(f"{made}/", "")
             what = WRONG if "\n" in line or len(line) > 600 else REFUSED

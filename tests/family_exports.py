@@ -11,10 +11,7 @@ from random_checkpoints import random_model, save_random_draft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from eagle3.export.checks.preflight import preflight
-from eagle3.export.output.progress import Progress
-from eagle3.export.pipeline import run_export
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export import ExportConfig, export
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.export.twin.randomize import randomize
 
@@ -62,13 +59,17 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def family_plan(name: str, folder: Path) -> Plan:
-    """Return the plan of the export of ``name`` from ``folder``'s target and draft to its ``out``."""
+def export_config(name: str, folder: Path) -> ExportConfig:
+    """Return the flags of the export of ``name`` from ``folder``'s target and draft to its ``out``."""
     paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
     outputs["speculate"] = name in WITH_SPECULATE
-    return make_plan(ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack", draft_qlinear="none"))
+    return ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack", draft_qlinear="none")
+
+
+def family_plan(name: str, folder: Path) -> Plan:
+    return make_plan(export_config(name, folder))
 
 
 def main(output: Path) -> None:
@@ -79,8 +80,7 @@ def main(output: Path) -> None:
         save_draft(folder / "draft", model.config)
         if name in WITH_FORWARD:
             character_tokenizer().save(str(folder / "target" / "tokenizer.json"))
-        plan = family_plan(name, folder)
-        run_export(plan, preflight(plan, Progress()), Progress())
+        export(export_config(name, folder))
 
 
 if __name__ == "__main__":

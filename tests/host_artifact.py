@@ -12,16 +12,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from eager import eager_speculator
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
 from eagle3.export.output.contents import copy_tokenizer
-from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
+from eagle3.export.pipeline import make_manifest, make_metadata, trace
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import MODEL_FILE
-from eagle3.targets.attention import EagerAttention
 
 OPTIONS = {
     "aot_inductor.package": True,
@@ -37,7 +37,7 @@ def write_host_artifact(folder: Path) -> None:
     """Write ``model.pte``, the ``.ptd`` and the tokenizer into a new ``folder``: float32, plain attention."""
     arch = None if torch.cuda.is_available() else "sm_90"
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
-    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    speculator = eager_speculator(plan)
     size = plan.draft.hidden_size
     programs = {method.name: trace(speculator, method, size, torch.float32) for method in plan.methods}
     metadata = make_metadata(plan, make_manifest(plan) | {"cuda_arch": None}, speculator.draft.ids_in_target())

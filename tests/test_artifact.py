@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from commands import run_command
+from eager import eager_speculator
 
-from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.pte import read_constants, read_pte
@@ -17,7 +17,6 @@ from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.runner.run.cli import main as run_main
-from eagle3.targets.attention import EagerAttention
 
 TEXT = 'class Reader:\n    """Reads."""\n\n    def __init__(self, stream):\n        self.stream = stream\n'
 
@@ -25,7 +24,7 @@ TEXT = 'class Reader:\n    """Reads."""\n\n    def __init__(self, stream):\n    
 @pytest.fixture(scope="module")
 def speculator():
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack"))
-    return load_speculator(plan, EagerAttention, torch.float32)
+    return eager_speculator(plan)
 
 
 def some_tokens(length, seed=0):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
+from eager import eager_session, eager_speculator
 from gguf_files import transformers_gguf
 from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file, save_file
@@ -20,15 +21,12 @@ from eagle3.export.cli import main as export_main
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
-from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
 from eagle3.runner.artifact.near_ties import near_tie
-from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.targets import TARGETS
-from eagle3.targets.attention import EagerAttention
 
 TINY = TARGETS["gemma4-tiny"]
 
@@ -40,7 +38,7 @@ def plan():
 
 @pytest.fixture(scope="module")
 def speculator(plan):
-    return load_speculator(plan, EagerAttention, torch.float32)
+    return eager_speculator(plan)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +46,8 @@ def quantized(plan):
     """In 8da4w, eager, with the prompts of a check and what it says to them."""
     skeleton = TINY.module().skeleton(plan.target_config, plan.max_seq_len)
     convert = XnnpackWeights(skeleton.model, Recipe("8da4w", "8w", 32))
-    speculator = load_speculator(plan, EagerAttention, torch.float32, convert)
-    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    speculator = eager_speculator(plan, convert)
+    session = eager_session(plan, speculator)
     prompts = sample_prompts(TINY.checkpoint, plan)
     return speculator, [(prompt, complete(session, prompt, max_new_tokens=32).token_ids) for prompt in prompts]
 
@@ -109,8 +107,8 @@ def random_weights(tmp_path_factory):
     draft = save_random_draft(folder / "draft", model.config)
     flags = {"backend": "xnnpack", "max_seq_len": 256, "qlinear": "8da4w"}
     plan = make_plan(ExportConfig("qwen3-4B", None, file, draft, **flags))
-    speculator = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan))
-    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    speculator = eager_speculator(plan, xnnpack.conversion(plan))
+    session = eager_session(plan, speculator)
     prompt = sample_prompts(plan.checkpoint, plan)[2]
     said = complete(session, prompt, max_new_tokens=32, stop_ids=()).token_ids
     return speculator, plan, measured_tie(speculator, plan), prompt, said
@@ -214,14 +212,12 @@ def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path
     """What the warning is for: a random head on the real target, exported and checked for real."""
     from transformers import AutoConfig
 
-    from eagle3.runner.hosts.session import EagerSession
     from eagle3.runner.loop import complete
 
     config = AutoConfig.from_pretrained(TINY.checkpoint)
     draft = save_random_draft(tmp_path / "draft", config, aux_layers=(1, 3, 5))
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack", draft=draft))
-    from eagle3.export.pipeline import make_metadata
 
-    session = EagerSession(load_speculator(plan, EagerAttention, torch.float32), make_metadata(plan, {}))
+    session = eager_session(plan)
     stats = complete(session, sample_prompts(TINY.checkpoint, plan)[0], max_new_tokens=40).stats
     assert stats.acceptance_rate_per_position[0] < check.HOPELESS

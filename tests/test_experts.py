@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from eager import eager_speculator
 from random_checkpoints import MAVERICK, SIZE, random_model, save_random_draft
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -17,11 +18,9 @@ from transformers import (
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checks.preflight import preflight
 from eagle3.export.output.progress import Progress
-from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
-from eagle3.targets.attention import EagerAttention
 
 TOKENS = torch.arange(5, 45)[None]
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -42,7 +41,7 @@ def text_config(folder):
 
 def logits(plan) -> torch.Tensor:
     """Of our target over ``TOKENS``, in forwards as long as it takes."""
-    target, found = load_speculator(plan, EagerAttention, torch.float32).target, []
+    target, found = eager_speculator(plan).target, []
     for positions in torch.arange(TOKENS.shape[1]).split(16):
         state, _ = target(TOKENS[:, positions], positions, ())
         found.append(target.logits(state))

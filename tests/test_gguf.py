@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import fail_command
+from eager import eager_session, eager_speculator
 from gguf_files import TYPES, as_read, gemma4_gguf, random_blocks
 from transformers import Gemma4ForCausalLM
 
@@ -22,14 +23,12 @@ from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.output.report import plan_text
-from eagle3.export.pipeline import load_speculator, make_metadata, trace
+from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import TARGET_VERIFY
-from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.targets import TARGETS
-from eagle3.targets.attention import EagerAttention
 
 TINY = TARGETS["gemma4-tiny"].checkpoint
 Q4_K_M = {"attn_v.weight": "Q6_K", "token_embd.weight": "Q6_K", "ffn_down.weight": "Q5_K", ".weight": "Q4_K"}
@@ -101,9 +100,7 @@ def test_blocks_stay_memory_mapped(file, plan):
 
 def test_on_the_cpu_its_tokens_are_transformers_own(plan, reference):
     assert plan.checkpoint == TINY and plan.qlinear == "checkpoint"
-    session = EagerSession(
-        load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan)), make_metadata(plan, {})
-    )
+    session = eager_session(plan, eager_speculator(plan, xnnpack.conversion(plan)))
     for prompt in ([2, 7, 11, 30, 512, 9], list(range(40, 140))):
         expected = reference.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=[])
         assert (
@@ -114,7 +111,7 @@ def test_on_the_cpu_its_tokens_are_transformers_own(plan, reference):
 def test_on_the_cpu_it_is_quantized_again_where_that_is_asked_for(file, reference):
     plan = planned(file, qlinear="8da8w")
     assert "dequantized to float32 as they load, then quantized again: 8da8w" in plan_text(plan)
-    speculator = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan))
+    speculator = eager_speculator(plan, xnnpack.conversion(plan))
     weights, linears = reference.state_dict(), []
     for name, module in speculator.target.named_modules():
         if name.endswith("_proj") and "layers.0." in name:

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from eager import eager_session, eager_speculator
 from gguf_files import transformers_gguf, write_gguf
 from random_checkpoints import random_model, save_random_draft
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.targets.attention import EagerAttention
 
 ARCHITECTURES = {"llama3.1-8B": "llama", "mistral-7B": "llama", "qwen3-4B": "qwen3", "phi4": "phi3"}
 ARCHITECTURES |= {"gemma3-27B": "gemma3"}
@@ -177,9 +175,9 @@ def test_an_embedding_without_its_padding_is_the_vocabulary(listed, tmp_path):
     flags = {"backend": "xnnpack", "max_seq_len": 64}
     plan = make_plan(ExportConfig("gemma3-27B", None, file, heads[True], **flags))
     assert plan.target_config.vocab_size == 88 and plan.draft.target_vocab_size == 88
-    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    speculator = eager_speculator(plan)
     assert speculator.target.lm_head.weight.shape == speculator.target.embed_tokens.weight.shape == (88, 64)
-    session = EagerSession(speculator, make_metadata(plan, {}))
+    session = eager_session(plan, speculator)
     prompt = [2, 7, 11, 30, 51, 9]
     said, expected = complete(session, prompt, max_new_tokens=24, stop_ids=()).token_ids, list(prompt)
     for _ in range(24):

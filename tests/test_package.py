@@ -7,8 +7,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from eagle3.runner.options import OptionFields, Options
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,6 +66,22 @@ def test_the_runner_gives_six_names_and_imports_what_they_need_when_asked():
     assert eagle3.runner.__version__ == PROJECT["project"]["version"]
     with pytest.raises(AttributeError, match="no attribute 'Session'"):
         _ = eagle3.runner.Session
+
+
+def test_the_exporter_gives_five_names_and_imports_what_they_need_when_asked():
+    import eagle3.export
+
+    names = {"ExportConfig", "Exported", "Prepared", "export", "prepare"}
+    assert set(eagle3.export.__all__) == names and all(getattr(eagle3.export, name).__name__ == name for name in names)
+    assert not {"torch", "transformers", "executorch"} & imported_modules("import eagle3.export")
+    assert eagle3.export.__version__ == PROJECT["project"]["version"]
+    with pytest.raises(AttributeError, match="no attribute 'Plan'"):
+        _ = eagle3.export.Plan
+
+
+def test_the_keywords_of_a_generation_are_the_fields_of_its_options():
+    hints = get_type_hints(Options)
+    assert get_type_hints(OptionFields) == hints
 
 
 def test_threads_are_settled_before_torch_comes_with_a_class_of_the_runner():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eager import eager_session, eager_speculator
 from executorch.extension.llm.export.quant import dequantize_weight
 from packed_checkpoints import (
     FORMATS,
@@ -23,8 +24,7 @@ from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.output.progress import Progress
 from eagle3.export.output.report import plan_text
-from eagle3.export.pipeline import load_speculator, make_metadata, trace
-from eagle3.runner.hosts.session import EagerSession
+from eagle3.export.pipeline import load_speculator, trace
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
 
@@ -104,13 +104,13 @@ def test_on_the_cpu_tokens_are_transformers_with_the_dequantized_weights(name, b
     preflight(plan, Progress())
     assert "dequantized to float32 as they load" in plan_text(plan)
     convert = xnnpack.conversion(plan)
-    speculator = load_speculator(plan, EagerAttention, torch.float32, convert)
+    speculator = eager_speculator(plan, convert)
     expected = model.state_dict()
     for key, value in speculator.target.causal_lm.state_dict().items():
         if "kv_cache" not in key:
             assert torch.equal(value, expected[key]), key
     assert convert.record() == {"dequantized": len(linears(model))}
-    session = EagerSession(speculator, make_metadata(plan, {}))
+    session = eager_session(plan, speculator)
     tokens = torch.randint(96, (20,), generator=torch.Generator().manual_seed(3)).tolist()
     result = complete(session, tokens, max_new_tokens=12, stop_ids=[]).token_ids
     with torch.no_grad():

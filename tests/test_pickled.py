@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialect_files import random_head, write
+from eager import eager_speculator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchao.quantization import Float8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
@@ -17,10 +18,8 @@ from eagle3.export.checkpoints.pickled import PickledFolder
 from eagle3.export.checks.tensors import check_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
-from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.targets.attention import EagerAttention
 
 
 def every_other(value: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ def loaded(folder: Path, draft: Path, qlinear: str) -> tuple[dict[str, Tensor], 
     """The weights of the model that an export to the CPU makes of ``folder``, and logits [12, vocab_size]."""
     flags = {"backend": "xnnpack", "max_seq_len": 64, "qlinear": qlinear, "aux_layers": (1, 2, 4)}
     plan = make_plan(ExportConfig("auto", None, folder, draft, **flags))
-    speculator = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan))
+    speculator = eager_speculator(plan, xnnpack.conversion(plan))
     tokens = torch.arange(3, 15)[None]
     state, _ = speculator.target(tokens, torch.arange(12), ())
     return speculator.state_dict(), speculator.target.logits(state)[0]

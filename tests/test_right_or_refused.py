@@ -5,19 +5,14 @@ Families that nobody named, and each field of the named ones changed by itself: 
 
 import pytest
 import torch
+from eager import eager_session
 from family_configs import FAMILIES, YARN_ROPE, family_config
 from random_checkpoints import GEMMA4, LLAMA3_ROPE, SIZE, save_random_draft
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3Config
 
-from eagle3.export.checks.preflight import preflight
-from eagle3.export.output.progress import Progress
-from eagle3.export.pipeline import load_speculator, make_metadata
-from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import make_plan
+from eagle3.export import ExportConfig, prepare
 from eagle3.export.twin.randomize import randomize
-from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.targets.attention import EagerAttention
 
 PROMPT, NEW = 70, 14  # tokens: past four windows, a chunk and every original rope length
 RIGHT, REFUSED, NO_MODEL = "right", "refused", "transformers makes no such model"
@@ -37,12 +32,12 @@ def outcome(config, target: str, tmp_path) -> tuple[str, str]:
     draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, layers // 2, layers))
     folders = {"checkpoint": tmp_path / "target", "draft": draft}
     try:
-        plan = make_plan(ExportConfig(target, output_dir=None, backend="xnnpack", max_seq_len=128, **folders))
-        preflight(plan, Progress())
+        flags = {"output_dir": tmp_path / "out", "backend": "xnnpack", "max_seq_len": 128}
+        plan = prepare(ExportConfig(target, **flags, **folders)).plan
     except (ValueError, FileNotFoundError) as error:
         assert "\n" not in str(error)
         return REFUSED, str(error)
-    session = EagerSession(load_speculator(plan, EagerAttention, torch.float32), make_metadata(plan, {}))
+    session = eager_session(plan)
     given = expected[:PROMPT]
     assert complete(session, given, max_new_tokens=NEW, stop_ids=[]).token_ids == expected[PROMPT:]
     return RIGHT, ""

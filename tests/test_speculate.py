@@ -5,13 +5,13 @@ from random import Random
 import pytest
 import torch
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
+from eager import eager_session
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from random_checkpoints import save_random_draft
 from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_metadata
 from test_cache import InTurn, random_metadata, random_speculator
 
-from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.adaptive_chain import AdaptiveChain
@@ -19,18 +19,11 @@ from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.targets.attention import EagerAttention
 
 pytestmark = pytest.mark.usefixtures("host_artifact")  # some tests ask for it by the name of a parameter
-
-
-def eager_session(plan):
-    speculator = load_speculator(plan, EagerAttention, torch.float32)
-    return EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
 
 
 @pytest.fixture(scope="module")

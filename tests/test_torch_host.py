@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import fail_command, run_command
+from eager import eager_speculator
 from order_of_calls import OrderOfCalls
 
-from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.cuda_library import Library
@@ -33,7 +33,6 @@ from eagle3.runner.loop import complete
 from eagle3.runner.run.cli import main as run_main
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.targets.attention import EagerAttention
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 PROMPT = "5,6,7,8,9,10,11,12,13,14,15"
@@ -58,7 +57,7 @@ def hosted(host_artifact):
 @pytest.fixture(scope="module")
 def eager(hosted):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch="sm_90"))
-    return EagerSession(load_speculator(plan, EagerAttention, torch.float32), hosted.metadata)
+    return EagerSession(eager_speculator(plan), hosted.metadata)
 
 
 @pytest.fixture

@@ -8,19 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from eager import eager_session, eager_speculator
 from random_checkpoints import SIZE, save_random_draft
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eagle3.export.checkpoints.target_config import read_target_config
-from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.target import check_target
-from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.targets.attention import EagerAttention
 
 ALL = SIZE | {"num_hidden_layers": 4}
 TEXT = {key: value for key, value in ALL.items() if key != "head_dim"}
@@ -96,7 +94,7 @@ def test_its_tokens_are_transformers_own(name, tmp_path):
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (name not in ("mistral3", "internvl"))
     plan = planned(tmp_path)
     check_target(plan.spec, "auto", tmp_path, plan.target_config)
-    session = EagerSession(load_speculator(plan, EagerAttention, torch.float32), make_metadata(plan, {}))
+    session = eager_session(plan)
     prompt = list(range(5, 25))
     assert complete(session, prompt, max_new_tokens=16, stop_ids=()).token_ids == greedy(model, prompt, 16)
 
@@ -119,8 +117,8 @@ def test_a_layer_that_predicts_further_tokens_goes_unread(name, tmp_path):
     change(tmp_path, further)
     plan = planned(tmp_path)
     assert plan.target_headers == before.target_headers
-    speculator = load_speculator(plan, EagerAttention, torch.float32)
-    session = EagerSession(speculator, make_metadata(plan, {}))
+    speculator = eager_speculator(plan)
+    session = eager_session(plan, speculator)
     prompt = list(range(5, 25))
     assert complete(session, prompt, max_new_tokens=8, stop_ids=()).token_ids == greedy(model, prompt, 8)
 

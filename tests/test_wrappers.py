@@ -5,22 +5,18 @@ import copy
 import pytest
 import torch
 import transformers
+from eager import eager_speculator
 from family_configs import EXPERTS, SIZE
 from random_checkpoints import GEMMA4, GRANITE, save_random_draft
 from random_checkpoints import SIZE as GEMMA4_SIZE
 from transformers import CONFIG_MAPPING
 
+from eagle3.export import ExportConfig, prepare
 from eagle3.export.checkpoints.target_config import read_target_config
-from eagle3.export.checks.preflight import preflight
-from eagle3.export.output.progress import Progress
-from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.target import check_target, compare, make_twin
 from eagle3.targets import spec_for
-from eagle3.targets.attention import EagerAttention
 from eagle3.targets.text_part import model_class, text_config_of
 
 SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -80,9 +76,8 @@ def test_its_logits_are_the_wrappers(name, tmp_path):
     text = model.config.get_text_config()
     draft = save_random_draft(tmp_path / "draft", text, aux_layers=(0, 2, 4))
     folders = {"checkpoint": tmp_path / "target", "draft": draft}
-    plan = make_plan(ExportConfig("auto", output_dir=None, backend="xnnpack", max_seq_len=128, **folders))
-    preflight(plan, Progress())
-    target = load_speculator(plan, EagerAttention, torch.float32).target
+    plan = prepare(ExportConfig(output_dir=tmp_path / "out", backend="xnnpack", max_seq_len=128, **folders)).plan
+    target = eager_speculator(plan).target
     tokens = torch.randint(1, 96, (1, 50), generator=torch.Generator().manual_seed(1))
     expected = model(tokens, use_cache=False).logits
     for start in range(0, 50, 10):

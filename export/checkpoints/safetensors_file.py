@@ -1,7 +1,8 @@
 """Opens safetensors files, and the header files that a dry run makes of those that it does not download.
 
 A header file is a small safetensors file. Its metadata holds the other file's header as JSON, and its tensors are the
-few values that were fetched. Asking for any other value raises ``HeaderAlone``.
+few values that were fetched. Asking for any other value raises ``HeaderAlone``, or gives random values if the file says
+so (``--random-weights``).
 """
 
 import json
@@ -15,8 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3.export.checkpoints.random_values import random_tensor
+
 HEADER = "eagle3.header"
-"""The key of the metadata under which a header file holds the other file's header."""
+"""The key of the metadata under which a header file holds the other file's header: ``tensors`` maps each name to shape
+and dtype, ``metadata`` is the other file's, and ``random`` says that values which are not there are random ones."""
 
 
 class HeaderAlone(ValueError):
@@ -71,6 +75,8 @@ class HeaderFile:
     def get_tensor(self, name: str) -> Tensor:
         if name in self._values.keys():  # noqa: SIM118 (not a dict)
             return self._values.get_tensor(name)
+        if self._header["random"]:
+            return random_tensor(name, *self._header["tensors"][name])
         raise HeaderAlone(
             f"a dry run of this kind of checkpoint needs the values of {name}, and of {self.path.name} only the "
             "header was fetched: type --download as well, or leave --dry-run out"
@@ -85,6 +91,11 @@ def open_safetensors(path: Path) -> Iterator[OpenFile]:
         yield file if header is None else HeaderFile(path, file, json.loads(header))
 
 
+def is_header_file(path: Path) -> bool:
+    with safe_open(path, framework="pt") as file:
+        return HEADER in (file.metadata() or {})
+
+
 def needs_values(error: BaseException | None) -> bool:
     """Return whether ``error``, or what caused it, is ``HeaderAlone``."""
     return error is not None and (isinstance(error, HeaderAlone) or needs_values(error.__cause__))
@@ -95,6 +106,8 @@ def save_header(
     tensors: Mapping[str, tuple[list[int], str]],
     metadata: Mapping[str, str],
     values: Mapping[str, Tensor],
+    random: bool = False,
 ) -> None:
     """Write a header file. ``tensors`` maps each name to its shape and safetensors' dtype."""
-    save_file(dict(values), path, metadata={HEADER: json.dumps({"tensors": dict(tensors), "metadata": dict(metadata)})})
+    header = {"tensors": dict(tensors), "metadata": dict(metadata), "random": random}
+    save_file(dict(values), path, metadata={HEADER: json.dumps(header)})

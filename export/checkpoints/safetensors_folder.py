@@ -9,9 +9,10 @@ from executorch.extension.llm.export.load import iter_checkpoint
 from executorch.extension.llm.export.quant import identity
 from safetensors import SafetensorError
 from torch import Tensor
+from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.safetensors_file import open_safetensors
+from eagle3.export.checkpoints.safetensors_file import is_header_file, open_safetensors
 from eagle3.export.checkpoints.source import Source, TensorHeader
 
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
@@ -35,6 +36,8 @@ class SafetensorsFolder(Source):
         return read_headers(self.path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if any(is_header_file(path) for path in self.files()):
+            return _tensors_by_headers(self.files())
         return iter(iter_checkpoint(str(self.path), convert=identity))
 
     def tensor(self, name: str) -> Tensor:
@@ -149,10 +152,28 @@ def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
     return found
 
 
+def _tensors_by_headers(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Read header files, which ExecuTorch's reader does not know. Each file has all parts of its weights."""
+    for path in paths:
+        with open_safetensors(path) as file:
+            metadata, names = file.metadata() or {}, set(file.keys())
+            for name, description in _descriptions(path, metadata).items():
+                parts = {key: file.get_tensor(key) for key in _part_names(name, description)}
+                names -= set(parts)
+                single = {name: metadata[name], "tensor_names": json.dumps([name])}
+                yield from unflatten_tensor_state_dict(parts, single)[0].items()
+            for name in sorted(names):
+                yield name, file.get_tensor(name)
+
+
+def _part_names(name: str, description: dict) -> list[str]:
+    module, _, attribute = name.rpartition(".")
+    return [f"{module}._{attribute}_{part}" for part in description["_tensor_data_names"]]
+
+
 def _quantized(path: Path, name: str, description: dict, headers: dict[str, TensorHeader]) -> TensorHeader:
     """Take the parts of a quantized weight out of ``headers`` and return the weight's own."""
-    module, _, attribute = name.rpartition(".")
-    keys = [f"{module}._{attribute}_{part}" for part in description["_tensor_data_names"]]
+    keys = _part_names(name, description)
     missing = [key for key in keys if key not in headers]
     if missing:
         raise ValueError(f"{path}: {name} is quantized, but its part {missing[0]} is not there: is a shard missing?")

@@ -95,7 +95,7 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
         "tolerance": round(tie, 4),
         "mean_acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
     }
-    hopeless = drafts >= 10 and firsts / drafts < HOPELESS
+    hopeless = drafts >= 10 and firsts / drafts < HOPELESS and not plan.config.random_weights
     return Outcome(record, tuple(likely_causes(plan, folder, firsts / drafts)) if hopeless else ())
 
 

@@ -50,7 +50,7 @@ class Sources:
                 f"{which.name} has {which.kind} weights, of which a dry run cannot fetch the headers alone: type "
                 f"--download to fetch {gigabytes(which.missing_bytes)} first, or name a repository of safetensors"
             )
-        with TemporaryDirectory(prefix="eagle3-headers-") as folder, _named_as_typed(folder):
+        with TemporaryDirectory(prefix="eagle3-headers-") as folder, named_as_typed(folder):
             yield self._with_paths(
                 {
                     name: snapshot.folder or header_folder(snapshot, Path(folder) / name)
@@ -119,7 +119,7 @@ class Sources:
 
 
 @contextmanager
-def _named_as_typed(folder: str) -> Iterator[None]:
+def named_as_typed(folder: str) -> Iterator[None]:
     """Remove the temporary ``folder`` from the messages of errors, so that their paths begin with the repository."""
     try:
         yield
@@ -149,7 +149,7 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
     roles = {"checkpoint": TARGET, "config_folder": CONFIGURATION, "draft": DRAFT}
     found, unasked = {}, []
     for name, written in named.items():
-        allowed = name in given or download or config.dry_run
+        allowed = name in given or download or not config.reads_weights
         found[name] = _look_up(written, roles[name], allowed)
         if found[name].missing and not allowed:
             unasked.append(found[name])

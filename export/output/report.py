@@ -93,7 +93,7 @@ def quantized_text(plan: Plan) -> str:
 
 
 def result_text(plan: Plan, record: dict[str, Any]) -> str:
-    output = plan.config.output_dir
+    output = plan.config.folder
     seconds = sum(stage["seconds"] for stage in record["stages"])
     total = sum((output / name).stat().st_size for name in record["files"])
     prompt = "--prompt TEXT" if "tokenizer.json" in record["files"] else "--prompt-tokens 1,2,3"

@@ -18,8 +18,8 @@ EMBEDDING_RECIPES = ("none", "8w")
 class ExportConfig:
     """See ``eagle3-export --help``. None leaves a value to the target, the draft head or the backend."""
 
-    target_model: str
-    output_dir: Path
+    target_model: str = "auto"
+    output_dir: Path | None = None
     checkpoint: Path | None = None
     draft: Path | None = None
     backend: str = "cuda"
@@ -43,8 +43,22 @@ class ExportConfig:
     overwrite: bool = False
     config_folder: Path | None = None
     dry_run: bool = False
+    random_weights: bool = False
+    layers: int | None = None
     repositories: Mapping[str, HubName] = field(default_factory=dict)
     """Maps a field whose path lies in the hub's cache to the name on the hub, with its commit."""
+
+    @property
+    def reads_weights(self) -> bool:
+        """False where configurations and headers suffice."""
+        return not (self.dry_run or self.random_weights)
+
+    @property
+    def folder(self) -> Path:
+        """The artifact's folder. Raises ValueError where none was chosen yet."""
+        if self.output_dir is None:
+            raise ValueError("output_dir is missing")
+        return self.output_dir
 
     def as_json(self) -> dict[str, Any]:
         """Return the flags as they can be typed again, with names on the hub instead of paths into its cache."""

@@ -149,8 +149,7 @@ def make_plan(config: ExportConfig) -> Plan:
     check_context(spec, target_config, max_seq_len)
     skeleton = spec.module().skeleton(target_config, max_seq_len)
     target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
-    folder = _folder(config.draft or spec.draft, config.target_model, "--draft")
-    draft = read_draft(folder, config.draft_dialect, config.norm_before_residual)
+    draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
     check_trained_for(draft, checkpoint)
     check_pair(draft, whole_config, taps.layers)
@@ -344,6 +343,11 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
             "ORG/NAME with the Hugging Face folder of the model that it was made from"
         )
     return path, folder
+
+
+def draft_folder(config: ExportConfig) -> Path:
+    """Return the folder of the draft head. Raises ValueError or FileNotFoundError where there is none."""
+    return _folder(config.draft or TARGETS[config.target_model].draft, config.target_model, "--draft")
 
 
 def _folder(path: Path | None, target: str, flag: str) -> Path:

@@ -58,6 +58,12 @@ def choose_taps(
     return _checked(Taps(taps, origin, doubt), layers)
 
 
+def spread_taps(draft: DraftDescription, layers: int) -> tuple[int, ...] | None:
+    """Return as many taps as the head has, as inputs of layers spread over ``layers``; None for a head without taps."""
+    count = 3 if draft.aux_layers is None else len(draft.aux_layers)
+    return None if draft.takes_final_state else tuple(round((tap + 1) * layers / (count + 1)) for tap in range(count))
+
+
 def _meaning(draft: DraftDescription, ids: tuple[int, ...], layers: int) -> tuple[str, str | None]:
     """Return whether a checkpoint's ids mean inputs or outputs, and a doubt where only its dialect tells."""
     if draft.dialect == "speculators":

@@ -54,6 +54,36 @@ def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreT
     return build(complete[0] if complete else fields)
 
 
+def fewer_layers(
+    fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig], count: int
+) -> tuple[PreTrainedConfig, list[int]]:
+    """Build the configuration of ``count`` layers with every kind of layer among them, and return their indices.
+
+    They are the first layers; where these lack a kind, its first layer takes the place of a later one of another kind.
+    Raises ValueError for a count that leaves a kind out, and for one that is no smaller than the model's.
+    """
+    total = fields["num_hidden_layers"]
+    if count >= total:
+        raise ValueError(f"--layers {count}: the target has {total} layers: type a smaller number, or leave it out")
+    traits = _traits(build(deepcopy(fields)))
+    telling = _telling(traits)
+    kinds = _kinds(traits, telling)
+    first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}.values()
+    others = [at for at in range(total) if at not in first]
+    choices = [list(range(count)), sorted([*first, *others[: max(0, count - len(first))]])]
+    for layers in choices:
+        try:
+            found = _kinds(_traits(build(_take(fields, layers))), telling)
+        except (ValueError, LookupError):  # the class has no such choice
+            continue
+        if len(layers) == count and set(found) == set(kinds):
+            return build(_take(fields, layers)), layers
+    raise ValueError(
+        f"--layers {count} leaves out some of the target's {len(first)} kinds of layers: type --layers "
+        f"{max(1 + max(first), count + 1)} or more"
+    )
+
+
 def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     """Return the fields of a model that has only ``layers`` (ascending indices)."""
     count, fewer = fields["num_hidden_layers"], deepcopy(fields) | {"num_hidden_layers": len(layers)}

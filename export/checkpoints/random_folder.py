@@ -1,0 +1,72 @@
+"""A checkpoint with random weights, of which only headers are on the disk: made from another checkpoint's headers."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from eagle3.export.checkpoints.safetensors_file import open_safetensors, save_header
+from eagle3.export.checkpoints.safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, shard_paths
+
+LAYER = re.compile(r"^((?:.+?\.)?(?:layers|h|blocks)\.)(\d+)(\..+)$")
+"""The name of a tensor of a layer: what is before the layer's index, the index, and the rest."""
+READ = ("d2t", "t2d", "weight_shape", "g_idx")
+"""The last parts of the names of tensors whose values are facts about the others, which are taken as they are."""
+
+
+def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None) -> Path:
+    """Make ``into`` a checkpoint like that in ``folder``, with random weights, and return it.
+
+    Files other than weights are links to those of ``folder``. With ``layers`` (ascending indices) it has only these
+    layers; its config.json is left for the caller to write.
+
+    Raises FileNotFoundError or ValueError for a folder that holds no weights in safetensors.
+    """
+    if not SafetensorsFolder.recognizes(folder):
+        raise ValueError(
+            f"--random-weights takes the shapes of weights in safetensors, and {folder} has no {SINGLE_FILE} and no "
+            f"{INDEX_FILE}: name a checkpoint that has"
+        )
+    into.mkdir(parents=True)
+    weights, rename = shard_paths(folder), _renaming(layers)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE:
+            (into / file.name).symlink_to(file.resolve())
+    shards: dict[str, str] = {}
+    for path in weights:
+        shards |= dict.fromkeys(_save_random(path, into / path.name, rename), path.name)
+    if (folder / INDEX_FILE).is_file():
+        (into / INDEX_FILE).write_text(json.dumps({"weight_map": shards}))
+    return into
+
+
+def _renaming(layers: Sequence[int] | None) -> Callable[[str], str | None]:
+    """Return a function from a tensor's name to its name among fewer layers, None for one of another layer."""
+    places = None if layers is None else {index: place for place, index in enumerate(layers)}
+
+    def rename(name: str) -> str | None:
+        found = LAYER.match(name)
+        if found is None or places is None:
+            return name
+        place = places.get(int(found[2]))
+        return None if place is None else f"{found[1]}{place}{found[3]}"
+
+    return rename
+
+
+def _save_random(path: Path, random: Path, rename: Callable[[str], str | None]) -> list[str]:
+    """Write the header file ``random`` for the file ``path``; returns the names of its tensors."""
+    with open_safetensors(path) as file:
+        names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118 (not a dict)
+        slices = {new: file.get_slice(name) for name, new in names.items()}
+        tensors = {name: (list(piece.get_shape()), piece.get_dtype()) for name, piece in slices.items()}
+        values = {new: file.get_tensor(name) for name, new in names.items() if name.rpartition(".")[2] in READ}
+        metadata = dict(file.metadata() or {})
+    described = json.loads(metadata.get("tensor_names", "[]"))  # of torchao: each name has an entry in the metadata
+    kept = {name: new for name in described if (new := rename(name)) is not None}
+    entries = {new: metadata[name] for name, new in kept.items()}
+    others = {name: value for name, value in metadata.items() if name not in described}
+    if described:
+        others["tensor_names"] = json.dumps(list(entries))
+    save_header(random, tensors, others | entries, values, random=True)
+    return list(tensors)

@@ -1,0 +1,159 @@
+"""An export from its flags to the artifact, as the command ``eagle3-export`` makes it.
+
+What imports torch is imported on use: flags that cannot be right are refused at once, and a dry run imports nothing
+that lowers programs.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checkpoints.safetensors_file import needs_values
+from eagle3.export.hub.sources import Sources, find_sources
+from eagle3.export.output.folder import check_output
+from eagle3.export.output.lock import refuse_a_second
+from eagle3.export.output.progress import Progress
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.defaults import output_name
+from eagle3.targets import TARGETS
+
+if TYPE_CHECKING:
+    from eagle3.export.planning.plan import Plan
+
+Twin = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An export that was planned and checked. No weight was read."""
+
+    plan: "Plan"
+    twin: Twin
+    """The result of the twin check, as the manifest has it."""
+    sources: Sources
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished artifact in ``plan.config.output_dir``."""
+
+    plan: "Plan"
+    record: dict[str, Any]
+    """The content of ``export.json``."""
+
+    @property
+    def folder(self) -> Path:
+        return self.plan.config.folder
+
+
+def export(config: ExportConfig, *, download: bool = False, progress: Progress | None = None) -> Exported:
+    """Make an artifact.
+
+    Args:
+        config: the command's flags
+        download: fetch what the hub's cache lacks of the target's own repositories; repositories that ``config`` names
+            are fetched in any case
+        progress: prints a line a stage on stderr, and keeps their times; None for a new one
+
+    Raises:
+        FileNotFoundError, FileExistsError: a checkpoint is missing, or the output folder is in use
+        ValueError: the flags, the target and the draft head do not fit each other, or this machine cannot make it
+        OSError: the hub or the disk failed
+    """
+    if config.dry_run:
+        raise ValueError("dry_run is for prepare, which plans an export without making it: leave it out")
+    progress = progress or Progress()
+    with _prepared(config, download, progress) as known:
+        from eagle3.export.pipeline import run_export
+
+        return Exported(known.plan, run_export(known.plan, known.twin, progress))
+
+
+def prepare(config: ExportConfig, *, download: bool = False, progress: Progress | None = None) -> Prepared:
+    """Plan an export and check everything that can be checked before any weight is read.
+
+    With ``config.dry_run`` no weights are downloaded, unless ``download`` asks for them: of repositories on the hub the
+    configurations and headers suffice. Takes and raises what ``export`` does.
+    """
+    with _prepared(config, download, progress or Progress()) as known:
+        return known
+
+
+@contextmanager
+def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Iterator[Prepared]:
+    """Yield the plan while the files that it names are there. Headers stand in for weights that are not needed, and
+    until everything else is checked, so that a wrong pair is not downloaded."""
+    check_names(config)
+    config = with_output(config)
+    check_output(config.folder, config.overwrite)
+    if not config.dry_run:
+        refuse_a_second(config.folder.resolve())
+    sources, twin = find_sources(config, download), None
+    if sources.missing and (download or config.reads_weights):
+        sources.check_disk()
+        if sources.headers_suffice:
+            try:
+                with sources.local() as here:
+                    twin = _checked(here, sources, progress).twin
+            except ValueError as error:
+                if not needs_values(error):
+                    raise
+        _say_sources(sources, progress)
+        sources = sources.downloaded()
+        with sources.local() as here:
+            yield _checked(here, sources, progress, twin)
+    else:
+        with sources.local() as local, _random(local) as here:
+            known = _checked(here, sources, progress)
+            _say_sources(sources, progress)
+            yield known
+
+
+def _random(config: ExportConfig) -> AbstractContextManager[ExportConfig]:
+    if not config.random_weights:
+        return nullcontext(config)
+    from eagle3.export.planning.random_weights import random_weights
+
+    return random_weights(config)
+
+
+def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: Twin | None = None) -> Prepared:
+    """Plan and check the export. With ``twin``, the result of the checks, only plan it."""
+    from eagle3.export.checks.preflight import preflight
+    from eagle3.export.planning.plan import make_plan
+
+    plan = make_plan(config)
+    if twin is None:
+        for warning in plan.warnings:
+            progress.say(f"Warning: {warning}")
+        twin = preflight(plan, progress)
+    return Prepared(plan, twin, sources)
+
+
+def _say_sources(sources: Sources, progress: Progress) -> None:
+    for line in () if sources.config.dry_run else sources.lines():
+        progress.say(line)
+
+
+def with_output(config: ExportConfig) -> ExportConfig:
+    """Return the flags with an output folder: the default has the names of target, backend and architecture."""
+    if config.output_dir is not None:
+        return config
+    name = output_name(config.target_model, config.checkpoint, config.backend, config.cuda_arch)
+    return replace(config, output_dir=name)
+
+
+def check_names(config: ExportConfig) -> None:
+    """Raise ValueError for a target or a backend that there is not, and for ``layers`` of given weights."""
+    if config.layers is not None and not config.random_weights:
+        raise ValueError(f"--layers {config.layers} is for --random-weights: type both, or leave it out")
+    known: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+        ("target_model", config.target_model, TARGETS),
+        ("backend", config.backend, BACKENDS),
+    )
+    for field, name, entries in known:
+        if name not in entries:
+            raise ValueError(f"{field} {name!r} is unknown: there are {', '.join(entries)}")

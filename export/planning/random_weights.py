@@ -1,0 +1,55 @@
+"""Replaces the checkpoints of an export by ones with random weights, which take no room on the disk."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from eagle3.export.checkpoints.random_folder import random_folder
+from eagle3.export.checkpoints.target_config import read_target_config
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.hub.sources import named_as_typed
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import draft_folder, target_paths
+from eagle3.export.planning.taps import spread_taps
+from eagle3.export.twin.layers import fewer_layers
+from eagle3.export.twin.shrink import common_fields, from_common_fields
+from eagle3.targets import TARGETS
+from eagle3.targets.text_part import whole_config
+
+
+@contextmanager
+def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
+    """Yield the flags with random checkpoints of the same shapes, of ``config.layers`` layers. They are removed at the
+    end. The taps of a head for more layers are spread over those that are there.
+
+    Raises ValueError or FileNotFoundError where a checkpoint has no shapes to take, or not every kind of layer is kept.
+    """
+    checkpoint, _ = target_paths(config, TARGETS[config.target_model])
+    draft = draft_folder(config)
+    with TemporaryDirectory(prefix="eagle3-random-") as folder, named_as_typed(folder):
+        target, head = (_within(Path(folder, part), of) for part, of in (("target", checkpoint), ("draft", draft)))
+        random_folder(draft, head)
+        if config.layers is None:
+            taps = config.aux_layers
+            random_folder(checkpoint, target)
+        else:
+            taps = config.aux_layers or spread_taps(read_draft(draft, config.draft_dialect), config.layers)
+            _save_fewer_layers(checkpoint, config, target)
+        yield replace(config, checkpoint=target, draft=head, aux_layers=taps)
+
+
+def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path) -> None:
+    assert config.layers is not None
+    whole = read_target_config(checkpoint, config.target_model)
+    fewer, layers = fewer_layers(common_fields(whole), partial(from_common_fields, whole), config.layers)
+    random_folder(checkpoint, into, layers)
+    (into / "config.json").unlink()
+    whole_config(fewer).save_pretrained(into)
+
+
+def _within(folder: Path, of: Path) -> Path:
+    """Return a folder with the last two parts of the path ``of``, by which messages and the manifest name it."""
+    return folder.joinpath(*of.resolve().parts[-2:])
