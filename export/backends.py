@@ -3,9 +3,10 @@
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from eagle3.export.planning.config import CUDA_RECIPES, XNNPACK_RECIPES
@@ -100,8 +101,12 @@ class BackendEntry:
     """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
     draft_recipe: str = "none"
     """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
-    speculates: bool = False
-    """True where a greedy round is one method by default: it saves the copies and waits that each call costs."""
+    fuses_below: float = 0
+    """A greedy round is one method by default where the target's checkpoint has fewer bytes than this. That saves what
+    each call costs beside its work, and takes the time and the room of another method."""
+    fast_rows: Mapping[str, int] = field(default_factory=dict)
+    """By recipe the rows that the kernels take at once, so that a row more costs nothing. Without an entry, the first
+    of ``window_rows``."""
     window_rows: tuple[int, ...] = (8, 16)
     """The bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the window."""
     flags: frozenset[str] = frozenset()
@@ -131,7 +136,7 @@ BACKENDS: dict[str, BackendEntry] = {
         flags=frozenset({"cuda_arch"}),
         recipes=CUDA_RECIPES,
         quantizes=True,
-        speculates=True,
+        fuses_below=math.inf,
         window_rows=SMALL_M_ROWS,
         packages=("triton",),
     ),
@@ -141,5 +146,7 @@ BACKENDS: dict[str, BackendEntry] = {
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
         draft_recipe="8da8w",
+        fuses_below=1e8,  # where a round takes a millisecond it gains a twelfth; at the widths of a 4B model nothing
+        fast_rows={"none": 7, "8da8w": 5, "8da4w": 4},  # measured with AVX-512 (scripts/bench_cpu_kernels.py)
     ),
 }

@@ -144,7 +144,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--speculate/--no-speculate",
     default=None,
-    help="Add the method speculate, a whole greedy round in one call. Default: on cuda; on a CPU small models gain.",
+    help="Add the method speculate, a whole greedy round in one call. Default: on cuda, and for small models on a CPU.",
 )
 @click.option(
     "--check/--no-check",

@@ -35,9 +35,10 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
         with progress.stage("checksums"):
             manifest = make_manifest(plan) | {"twin": twin}
-        with progress.stage("finite weights"):
-            check_finite(plan.target_source, plan.target_headers.__contains__)
-            check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
+        if not plan.config.random_weights:
+            with progress.stage("finite weights"):
+                check_finite(plan.target_source, plan.target_headers.__contains__)
+                check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
         convert = backend.conversion(plan)
         if plan.quantized_headers:
             progress.say(quantized_text(plan))
@@ -90,6 +91,8 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
         outcome = check_artifact(folder, plan, speculator if backend.eager_on_host else None)
     for number, line in enumerate(outcome.warning):
         progress.say(f"Warning: {line}" if number == 0 else line)
+    for line in outcome.gain:
+        progress.say(line)
     return outcome.record
 
 

@@ -212,8 +212,8 @@ def counted_round(check: Check) -> Facts:
 
 def measure_round(facts: Facts, check: Check, graphs: str) -> None:
     """Time each method of a round at one position, and compute the round's share of copy bandwidth."""
-    from eagle3.runner.bench.measure import session_steps, step_milliseconds
     from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
+    from eagle3.runner.step_times import session_steps, step_milliseconds
 
     with opened(check.wide / "artifact", graphs, facts) as session:
         chain_len, rows = session.metadata.chain_len, session.metadata.min_prefill
@@ -241,8 +241,8 @@ def prefill(check: Check) -> None:
 
 
 def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
-    from eagle3.runner.bench.measure import step_milliseconds
     from eagle3.runner.contract import PREFILL
+    from eagle3.runner.step_times import step_milliseconds
 
     with opened(check.wide / "artifact", "off", facts) as session:
         metadata = session.metadata

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-CPU_FLAGS = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--draft-qlinear", "none", "--with-decode")
+CPU_FLAGS = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--draft-qlinear", "none")
+CPU_FLAGS += ("--with-decode", "--no-speculate")
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),
     "cuda_artifact": (TESTS / "cuda_artifact.py",),

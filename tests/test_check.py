@@ -75,7 +75,7 @@ def test_prompts_take_several_chunks_and_need_no_tokenizer(plan, tmp_path):
 
 def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, artifact):
     prompts = sample_prompts(artifact, plan)
-    said = check._tried(artifact, prompts)[0]["token_ids"]
+    said = check._tried(artifact, prompts)["generations"][0]["token_ids"]
     assert compare_tokens(speculator, prompts[0], said, 64) == 0
     wrong = [*said[:5], (said[5] + 1) % 2048, *said[6:]]
     with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5} where"):
@@ -150,7 +150,8 @@ def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artif
 
     def rejected(folder, prompts):
         stats = {"num_drafts": 30, "num_accepted_tokens": 0, "acceptance_rate_per_position": [0.0, 0.0, 0.0]}
-        return [each | {"stats": stats} for each in real(folder, prompts[:1])]
+        tried = real(folder, prompts[:1])
+        return tried | {"generations": [each | {"stats": stats} for each in tried["generations"]]}
 
     assert check_artifact(artifact, plan, None).warning == ()
     monkeypatch.setattr(check, "_tried", rejected)

@@ -58,11 +58,14 @@ def test_decode_is_there_when_it_is_asked_for():
 def test_a_fused_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_for():
     draft = read_draft(TINY.draft)
 
-    def planned(backend, **flags):
-        return fused_rounds(ExportConfig("gemma4-tiny", None, backend=backend, **flags), draft, 3)
+    def planned(backend, target_bytes, **flags):
+        return fused_rounds(ExportConfig("gemma4-tiny", None, backend=backend, **flags), draft, 3, target_bytes)
 
-    assert [planned(name) for name in ("cuda", "xnnpack")] == [(True, ()), (False, ())]
-    assert [planned("cuda", speculate=False), planned("xnnpack", speculate=True)] == [(False, ()), (True, ())]
+    tiny, large = 10_000_000, 8_000_000_000
+    assert [planned("cuda", size) for size in (tiny, large)] == [(True, ())] * 2
+    assert [planned("xnnpack", size) for size in (tiny, large)] == [(True, ()), (False, ())]
+    assert planned("cuda", tiny, speculate=False) == planned("xnnpack", tiny, speculate=False) == (False, ())
+    assert planned("xnnpack", large, speculate=True) == (True, ())
     config = ExportConfig("gemma4-tiny", output_dir=None, cuda_arch="sm_90", chain_len=5)
     method = make_plan(config).method("speculate")
     assert (method.min_len, method.max_len) == (6, 6)
@@ -71,11 +74,12 @@ def test_a_fused_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_
 def test_a_peagle_whose_rows_are_more_than_the_small_m_kernel_takes_has_no_fused_rounds():
     draft = replace(read_draft(TINY.draft), kind=P_EAGLE)
     quantized = ExportConfig("gemma4-tiny", output_dir=None, draft_qlinear="default")
-    assert fused_rounds(quantized, draft, 4)[0] and fused_rounds(replace(quantized, draft_qlinear=None), draft, 5)[0]
-    there, [line] = fused_rounds(quantized, draft, 5)
+    unquantized = replace(quantized, draft_qlinear=None)
+    assert fused_rounds(quantized, draft, 4, 1)[0] and fused_rounds(unquantized, draft, 5, 1)[0]
+    there, [line] = fused_rounds(quantized, draft, 5, 1)
     assert not there and "a P-EAGLE of 5 tokens has 10 rows in it, its quantized linears take 8" in line
     with pytest.raises(ValueError, match="--speculate: a P-EAGLE .*: type --no-speculate"):
-        fused_rounds(replace(quantized, speculate=True), draft, 5)
+        fused_rounds(replace(quantized, speculate=True), draft, 5, 1)
 
 
 def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
@@ -37,10 +39,12 @@ HOPELESS = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """``record`` goes into ``export.json``; ``warning`` is a line for each thing to try, empty where all is well."""
+    """``record`` goes into ``export.json``; ``warning`` is a line for each thing to try, empty where all is well;
+    ``gain`` says what speculation gains."""
 
     record: dict[str, Any]
     warning: tuple[str, ...]
+    gain: tuple[str, ...] = ()
 
 
 @torch.no_grad()
@@ -74,7 +78,8 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     Raises ValueError where the artifact does not run, gives what is no number, or says another token.
     """
     prompts = sample_prompts(folder, plan)
-    generations = _tried(folder, prompts)
+    tried = _tried(folder, prompts)
+    generations = tried["generations"]
     ties, most = 0, plan.method(PREFILL).max_len
     tie = near_tie(plan.qlinear) if speculator is None else measured_tie(speculator, plan)
     if speculator is not None:
@@ -86,7 +91,10 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     stats = [generation["stats"] for generation in generations]
     drafts = sum(each["num_drafts"] for each in stats)
     accepted = sum(each["num_accepted_tokens"] for each in stats)
-    firsts = sum(each["num_drafts"] * (each["acceptance_rate_per_position"] or [0])[0] for each in stats)
+    rates = [
+        sum(each["num_drafts"] * rate for each in stats if (rate := _rate(each, position))) / max(1, drafts)
+        for position in range(plan.chain_len)
+    ]
     record = {
         "prompts": len(prompts),
         "new_tokens": sum(len(generation["token_ids"]) for generation in generations),
@@ -95,8 +103,20 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
         "tolerance": round(tie, 4),
         "mean_acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
     }
-    hopeless = drafts >= 10 and firsts / drafts < HOPELESS and not plan.config.random_weights
-    return Outcome(record, tuple(likely_causes(plan, folder, firsts / drafts)) if hopeless else ())
+    if drafts < 10 or plan.config.random_weights:
+        return Outcome(record, ())
+    rounds = Rounds(rates, tried["step_ms"], plan.proposals)
+    record |= gain_record(rounds)
+    if rates[0] < HOPELESS:
+        return Outcome(record, tuple(likely_causes(plan, folder, rates[0])))
+    backend = BACKENDS[plan.config.backend]
+    fast_rows = backend.fast_rows.get(plan.qlinear, backend.window_rows[0])
+    return Outcome(record, (), tuple(gain_lines(rounds, fast_rows)))
+
+
+def _rate(stats: dict[str, Any], position: int) -> float:
+    rates = stats["acceptance_rate_per_position"] or []
+    return rates[position] if position < len(rates) else 0.0
 
 
 def why_not(folder: Path) -> str | None:
@@ -128,7 +148,7 @@ def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
     return [prompt[:most] for prompt in prompts if prompt]
 
 
-def _tried(folder: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def _tried(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
     asked = json.dumps({"prompts": prompts, "max_new_tokens": NEW_TOKENS})
     command = [sys.executable, "-m", "eagle3.runner.run.smoke_run", str(folder)]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
@@ -139,7 +159,7 @@ def _tried(folder: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
         raise ValueError(f"the artifact does not run: {lines[-1].removeprefix('Error: ')}: {_HOW}")
-    return json.loads(done.stdout)["generations"]
+    return json.loads(done.stdout)
 
 
 _HOW = "nothing was written; --no-check writes it all the same, to look into it"

@@ -155,7 +155,8 @@ def make_plan(config: ExportConfig) -> Plan:
     check_pair(draft, whole_config, taps.layers)
     draft = within_vocabulary(draft, target_config.vocab_size)
     chain_len = config.chain_len or draft.chain_len
-    fused, left_out = fused_rounds(config, draft, chain_len)
+    target_bytes = sum(header.bytes for header in target_headers.values())
+    fused, left_out = fused_rounds(config, draft, chain_len, target_bytes)
     return Plan(
         config=config,
         spec=spec,
@@ -193,14 +194,17 @@ def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str
     return config.qlinear or ("default" if keeps_codes else "none")
 
 
-def fused_rounds(config: ExportConfig, draft: DraftDescription, chain_len: int) -> tuple[bool, tuple[str, ...]]:
+def fused_rounds(
+    config: ExportConfig, draft: DraftDescription, chain_len: int, target_bytes: int
+) -> tuple[bool, tuple[str, ...]]:
     """Return whether to export the method ``speculate``, and a warning where the default would, but cannot.
 
     Raises ValueError where it is impossible and ``--speculate`` asks for it.
     """
-    rows, most = 2 * chain_len, BACKENDS[config.backend].few_rows(chain_len + 1)
-    wanted = BACKENDS[config.backend].speculates if config.speculate is None else config.speculate
-    quantized = BACKENDS[config.backend].quantizes and config.draft_qlinear not in (None, "none")
+    backend = BACKENDS[config.backend]
+    rows, most = 2 * chain_len, backend.few_rows(chain_len + 1)
+    wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
+    quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
     if not (wanted and quantized and draft.kind == P_EAGLE and rows > most):
         return wanted, ()
     reason = f"a P-EAGLE of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"

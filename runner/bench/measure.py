@@ -1,19 +1,14 @@
 """Runs the same prompts through several configurations in turn. Every reported speedup is a ratio within such a run."""
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from eagle3.runner.bench.ways import Way, Workload
-from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.hosts.session import Session
 from eagle3.runner.model import Result
 from eagle3.runner.prompts import Prompt
 from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.step_times import session_steps, step_milliseconds
 
 
 @dataclass(frozen=True)
@@ -75,34 +70,3 @@ def measure(
         session.seconds, session.calls = defaultdict(float), Counter()  # the last result keeps its own
         step_ms.append(step_milliseconds(steps))
     return outcomes, step_ms
-
-
-def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
-    """Return the median milliseconds of each call. The calls take turns, so changes of the machine's speed affect all
-    of them alike."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: 1000 * sorted(taken)[repeats // 2] for name, taken in times.items()}
-
-
-def step_position(max_seq_len: int) -> int:
-    """Return the position at which steps are timed."""
-    return min(128, max_seq_len // 2)
-
-
-def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
-    """Return a call of each method to time: ``target_verify`` of a whole verify window, and ``decode`` and
-    ``speculate`` if the artifact has them."""
-    position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
-    tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
-    steps: dict[str, Callable[[], Any]] = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
-    if session.has_decode:
-        token = tokens[:, :1].contiguous()
-        steps[DECODE] = lambda: session.decode(token, input_pos[:1])
-    if session.has_speculate and position + 2 * rows <= session.metadata.max_seq_len:
-        steps[SPECULATE] = lambda: session.speculate(tokens, input_pos)
-    return steps

@@ -21,13 +21,13 @@ from eagle3.runner.artifact.opening import Artifact, open_artifact
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.artifact.xnnpack_graph import read_graphs
 from eagle3.runner.bench.machine import cores, machine
-from eagle3.runner.bench.measure import step_milliseconds, step_position
 from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
+from eagle3.runner.step_times import step_milliseconds, step_position
 
 CALLS, WARMUP = 60, 20
 EXECUTE, DELEGATES, OPERATORS = "Method::execute", "DELEGATE_CALL", "OPERATOR_CALL"

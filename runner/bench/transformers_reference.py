@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from eagle3.runner.bench.figures import divergence, spread, tokens_per_second
-from eagle3.runner.bench.measure import Answer, Outcome, step_milliseconds, step_position
+from eagle3.runner.bench.measure import Answer, Outcome
 from eagle3.runner.contract import TARGET_VERIFY, Metadata
 from eagle3.runner.model import Result
+from eagle3.runner.step_times import step_milliseconds, step_position
 
 
 def add_transformers(

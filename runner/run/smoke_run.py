@@ -1,8 +1,9 @@
 """Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "by_whole_rounds"}, ...]}``. ``by_whole_rounds`` has the token ids of fused rounds (``speculate``), if the
-artifact has that method. Errors are reported as by every command. A crash of this process does not end the caller.
+"stats", "by_whole_rounds"}, ...], "step_ms": {...}}``. ``by_whole_rounds`` has the token ids of fused rounds
+(``speculate``), if the artifact has that method; ``step_ms`` the milliseconds of single calls. Errors are reported as
+by every command. A crash of this process does not end the caller.
 """
 
 import json
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from eagle3.runner.hosts.session import Session, Step
 
+WARMUP, CALLS = 2, 7
+"""The calls of each method before they are timed, and those whose median is taken."""
+
 
 @click.command(cls=OneLineFailures)
 @click.argument("artifact", type=click.Path(path_type=Path))
@@ -31,6 +35,7 @@ def main(artifact: Path) -> None:
     from eagle3.runner.artifact.opening import open_artifact
     from eagle3.runner.hosts.opening import open_session
     from eagle3.runner.loop import complete
+    from eagle3.runner.step_times import round_steps, step_milliseconds
 
     asked = json.load(sys.stdin)
     session, generations = open_session(open_artifact(artifact)), []
@@ -40,7 +45,9 @@ def main(artifact: Path) -> None:
         if session.has_speculate:
             fused = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
             generations[-1]["by_whole_rounds"] = fused.token_ids
-    click.echo(json.dumps({"generations": generations}))
+    steps = round_steps(session)
+    step_milliseconds(steps, repeats=WARMUP)
+    click.echo(json.dumps({"generations": generations, "step_ms": step_milliseconds(steps, repeats=CALLS)}))
 
 
 class FiniteSession:

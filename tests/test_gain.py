@@ -1,0 +1,66 @@
+"""What the check says that speculation gains, and which chain length it proposes."""
+
+import json
+
+import pytest
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
+
+FLAT = {"target_verify": 10.0, "two_rows": 10.0, "draft_step": 1.0}
+"""Milliseconds where a window of 4 rows costs what one of 2 does."""
+
+
+def test_tokens_are_one_and_the_rates_and_go_on_as_the_last_position_did():
+    rounds = Rounds([0.9, 0.72, 0.54], FLAT)
+    assert [rounds.tokens(length) for length in (1, 3)] == pytest.approx([1.9, 3.16])
+    assert rounds.tokens(5) == pytest.approx(3.16 + 0.54 * 0.75 + 0.54 * 0.75**2)
+
+
+def test_a_round_is_a_verify_and_its_draft_steps():
+    assert Rounds([0.5] * 3, FLAT).milliseconds(3) == 13
+    assert Rounds([0.5] * 3, FLAT | {"target_verify": 12}).milliseconds(3) == 15
+    assert Rounds([0.5] * 3, FLAT | {"target_verify": 12}).milliseconds(1) == 11
+    assert Rounds([0.5] * 3, FLAT | {"target_verify": 12}).milliseconds(5) == 10 + 4 + 5
+    assert Rounds([0.5] * 3, FLAT, proposals=3).milliseconds(3) == 11
+    assert Rounds([0.5], FLAT).milliseconds(1) == 11
+
+
+def test_a_fused_round_is_as_much_faster_at_any_length():
+    assert Rounds([0.5] * 3, FLAT | {"speculate": 6.5}).milliseconds(3) == 6.5
+    assert Rounds([0.5] * 3, FLAT | {"speculate": 6.5}).milliseconds(6) == 8
+
+
+def test_the_gain_is_by_the_step_of_decode_where_there_is_one():
+    rounds = Rounds([0.9, 0.8, 0.6], FLAT)
+    assert rounds.gain(3) == pytest.approx(3.3 * 10 / 13)
+    assert Rounds(rounds.rates, FLAT | {"decode": 8.0}).gain(3) == pytest.approx(3.3 * 8 / 13)
+    assert gain_record(rounds)["speculation_gain"] == 2.54
+
+
+def test_a_longer_chain_is_proposed_where_rows_are_free_and_proposals_are_accepted():
+    first, second = gain_lines(Rounds([0.95, 0.9, 0.85], FLAT), fast_rows=7)
+    assert "about 2.85 times" in first and "3.70 tokens in a round of 13.00 ms, a step takes 10.00 ms" in first
+    assert second.startswith("  --chain-len 6 would give about 3.")
+    assert len(gain_lines(Rounds([0.95, 0.9, 0.85], FLAT), fast_rows=4)) == 1
+    assert len(gain_lines(Rounds([0.95, 0.9, 0.85], FLAT, proposals=3), fast_rows=7)) == 1
+
+
+def test_a_shorter_chain_is_proposed_where_hardly_anything_is_accepted():
+    _, line = gain_lines(Rounds([0.4, 0.1, 0.02], FLAT | {"draft_step": 2}), fast_rows=7)
+    assert line.startswith("  --chain-len 1 would give about 1.1")
+
+
+def test_every_recipe_of_a_backend_with_fast_rows_has_some():
+    for backend in BACKENDS.values():
+        assert not backend.fast_rows or set(backend.fast_rows) == set(backend.recipes)
+        assert all(2 <= rows <= backend.window_rows[-1] for rows in backend.fast_rows.values())
+
+
+def test_the_check_of_an_export_records_the_gain(artifact):
+    checked = json.loads((artifact / "export.json").read_text())["check"]
+    assert set(checked["step_ms"]) == {"target_verify", "two_rows", "draft_step", "decode"}
+    assert all(taken > 0 for taken in checked["step_ms"].values())
+    step, verify, draft = (checked["step_ms"][name] for name in ("decode", "target_verify", "draft_step"))
+    rounds = checked["mean_acceptance_length"] * step / (verify + 3 * draft)
+    assert checked["speculation_gain"] == pytest.approx(rounds, rel=0.02)
