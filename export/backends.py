@@ -105,8 +105,8 @@ class BackendEntry:
     """A greedy round is one method by default where the target's checkpoint has fewer bytes than this. That saves what
     each call costs beside its work, and takes the time and the room of another method."""
     fast_rows: Mapping[str, int] = field(default_factory=dict)
-    """By recipe the rows that the kernels take at once, so that a row more costs nothing. Without an entry, the first
-    of ``window_rows``."""
+    """The rows that the kernels take at once, so that one more costs nothing, by recipe. Without an entry it is the
+    first of ``window_rows``."""
     window_rows: tuple[int, ...] = (8, 16)
     """The bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the window."""
     flags: frozenset[str] = frozenset()

@@ -99,7 +99,7 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
 def load_speculator(
     plan: Plan, attention: AttentionFactory, dtype: torch.dtype, convert: Convert | None = None
 ) -> Eagle3Speculator:
-    """Both models in memory, their attention made by ``attention``; the target's tensors converted as they are read."""
+    """Load both models. ``attention`` makes their attention; the target's tensors are converted as they are read."""
     target = plan.spec.module().load(
         plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention, convert
     )
@@ -122,7 +122,7 @@ def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, d
 
 
 def make_manifest(plan: Plan) -> dict[str, Any]:
-    """What the artifact says of its own making."""
+    """Return what the artifact says of its own making."""
     config = plan.config
     draft = config.repositories.get("draft")
     return {

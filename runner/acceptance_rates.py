@@ -1,4 +1,4 @@
-"""How often the draft's proposals are accepted, position by position."""
+"""Counts how often the draft's proposals are accepted, position by position."""
 
 MEMORY, USUAL_MEMORY = 16, 1024
 """Rounds until an outcome counts a third as much: in this text, and in what is usual."""
@@ -10,14 +10,15 @@ Counts = list[tuple[float, float]]
 
 
 class AcceptanceRates:
-    """What this text has not shown lately is expected to be as usual; what no text has, as at the position before."""
+    """Rates that this text has not shown lately are expected to be as usual; rates that no text has shown, as at the
+    position before."""
 
     def __init__(self, longest: int):
         self._usual: Counts = [(0.0, 0.0)] * longest
         self.forget_text()
 
     def forget_text(self) -> None:
-        """What follows may be another text."""
+        """Forget this text's rates: another text may follow."""
         self._now: Counts = [(0.0, 0.0)] * len(self._usual)
 
     def record(self, proposed: int, accepted: int) -> None:

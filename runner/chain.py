@@ -1,4 +1,4 @@
-"""How many draft tokens a round proposes."""
+"""Chooses how many draft tokens a round proposes."""
 
 from typing import Protocol
 
@@ -14,8 +14,8 @@ class ChainLength(Protocol):
         """Draft tokens of the next round, 0 for a step without speculation."""
 
     def record(self, proposed: int, accepted: int, seconds: float) -> None:
-        """What came of a round, and the seconds that its drafts and its verification took. What the caller does between
-        two rounds is not among them."""
+        """Take in a round's outcome, and the seconds that its drafts and its verification took. What the caller does
+        between two rounds is not among them."""
 
 
 class FixedChain:

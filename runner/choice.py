@@ -1,4 +1,4 @@
-"""How tokens are chosen from what a method gives."""
+"""Chooses tokens from the outputs of a method."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -24,7 +24,7 @@ class Choice(Protocol):
         """
 
     def draft(self, step: Step, proposed: Sequence[Tensor], /) -> Tensor:
-        """What to propose, as ids of the target: int64 [1, K] on the host.
+        """Return the proposals, as ids of the target: int64 [1, K] on the host.
 
         Args:
             step: ids [1, K], logits [1, K, V_draft]; row j is for the j-th position behind the tokens so far and

@@ -1,4 +1,4 @@
-"""Where a generation and its replay part: what each of the artifact's methods says at that very position."""
+"""Explains where a generation and its replay part: it asks each of the artifact's methods at that position."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -22,18 +22,18 @@ MakeChoice = Callable[[], Choice]
 
 @dataclass(frozen=True)
 class Said:
-    """What one way to compute a position says."""
+    """The answer of one way to compute a position."""
 
     method: str
     rows: int
-    """Of the call."""
+    """The rows of the call."""
     row: int
     """The position's among them, from 0."""
     token: int
     margin: float | None
     """Difference of the two best logits; None without logits (``speculate`` gives none), as the next."""
     moved: float | None
-    """How far the two tokens' logits stand from where the replay had them against each other, in standard deviations of
+    """The change of the two tokens' logits against each other since the replay, in standard deviations of
     its logits."""
     speculated: bool = False
     """The generation's own window, run again: over caches that speculation wrote."""
@@ -44,30 +44,30 @@ class Divergence:
     """The first token that differs. All that is not ``speculated`` was computed over the caches of the replay."""
 
     index: int
-    """Among the generated tokens, from 0."""
+    """The index among the generated tokens, from 0."""
     position: int
-    """In the context, from 0."""
+    """The position in the context, from 0."""
     token: int
-    """Of the generation that was checked."""
+    """The token of the generation that was checked."""
     replayed: int
     margin: float | None
     """Difference of the replay's two best logits; None without logits, as the next four."""
     relative_margin: float | None
-    """In standard deviations of its logits, as are the next two."""
+    """Like the next two, in standard deviations of the replay's logits."""
     moved: float | None
     """The least that the two tokens' logits moved against each other where ``token`` is said; where no method says it,
     what they would have to."""
     threshold: float | None
-    """What rounding may move them by."""
+    """The distance by which rounding may move them."""
     near_tie: bool | None
-    """Whether rounding explains it. False: a defect."""
+    """True if rounding explains it; False for a defect."""
     reproduced: bool
-    """Whether speculation, run again over empty caches, says its token again."""
+    """True if speculation, run again over empty caches, says its token again."""
     said: tuple[Said, ...]
 
 
 class Way(NamedTuple):
-    """To compute a position: ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
+    """A way to compute a position: ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
 
     method: str
     rows: int
@@ -120,18 +120,18 @@ class Watched:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a generation and its replay say something else. The session's caches hold what is before."""
+    """Return the position at which a generation and its replay differ. The session's caches hold what is before."""
 
     session: Session
     prompt: Sequence[int]
     token_ids: Sequence[int]
-    """Of the generation, to the one that differs."""
+    """The generation's tokens, up to the one that differs."""
     replayed: int
     step: Step
     """[1, 1], of which ``replayed`` was chosen."""
     make_choice: MakeChoice
     near_tie: float
-    """In standard deviations of the logits (``artifact/near_ties.py``)."""
+    """The tolerance in standard deviations of the logits (``artifact/near_ties.py``)."""
 
     def divergence(self, chain: int | ChainLength | None) -> Divergence:
         said = list(self._probed())
@@ -166,7 +166,7 @@ class Place:
         return None if self.step.logits is None else self.step.logits[0, 0]
 
     def _gap(self, logits: Tensor, replay: Tensor) -> float:
-        """By how much the replay's token is ahead, in standard deviations of the replay's logits."""
+        """Return how far the replay's token is ahead, in standard deviations of the replay's logits."""
         return float((logits[self.replayed] - logits[self.token_ids[-1]]) / replay.std())
 
     def _smallest_move(self, said: list[Said], replay: Tensor) -> float:
@@ -218,6 +218,6 @@ def _margin(logits: Tensor) -> float:
 
 
 def rounding(logits: Tensor, dtype: torch.dtype, tie: float = NEAR_TIE) -> float:
-    """What two of the logits [V] may be moved by, in standard deviations: by two steps of the activations' ``dtype`` at
-    the size of the largest logit, where that is more than ``tie``, which rounding in float32 adds up to."""
+    """Return how far two of the logits [V] may be moved, in standard deviations: by two steps of the activations'
+    ``dtype`` at the size of the largest logit, or by ``tie`` if that is more: rounding in float32 adds up to it."""
     return max(tie, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))

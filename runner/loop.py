@@ -164,8 +164,8 @@ class Rounds:
         return ids, len(proposed)
 
     def _fits_whole(self, rows: int) -> bool:
-        """Whether the artifact has one method for a round of so many rows, and this window and the next fit whatever is
-        accepted."""
+        """Return whether the artifact has one method for a round of so many rows, and this window and the next fit
+        whatever is accepted."""
         metadata = self._session.metadata
         if not self._whole or rows != metadata.chain_len + 1:
             return False
@@ -307,7 +307,7 @@ class Seed:
 
 
 def timed(call: Callable[..., Result], *args: Any, **options: Any) -> tuple[Result, float]:
-    """What ``call`` returns, and the seconds it took."""
+    """Return what ``call`` returns, and the seconds it took."""
     start = time.perf_counter()
     returned = call(*args, **options)
     return returned, time.perf_counter() - start

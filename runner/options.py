@@ -1,4 +1,4 @@
-"""What one generation is asked for."""
+"""The options of a generation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,13 +15,13 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class Options(Sampling):
-    """How tokens are chosen (``Sampling``), and when it ends. Raises ValueError for values that make no sense."""
+    """The choice of tokens (``Sampling``), and the end of a generation. Raises ValueError for values out of bounds."""
 
     max_new_tokens: int = 128
     stop: str | Sequence[str] = ()
     """The text ends before the first of these strings to appear."""
     stop_token_ids: Sequence[int] = ()
-    """Besides the artifact's own end tokens."""
+    """End tokens besides the artifact's own."""
     skip_special_tokens: bool = True
     """False: the text shows special tokens, such as a tool call's markers."""
     ignore_eos: bool = False
@@ -32,7 +32,7 @@ class Options(Sampling):
     """Log-probabilities of each token and of so many that are likeliest, by the model's own distribution."""
 
     structured_outputs: Mapping[str, Any] | None = None
-    """What the text has to be, under vLLM's names: one of ``{"json": schema}``, ``{"json_object": true}``,
+    """The form that the text has to have, under vLLM's names: one of ``{"json": schema}``, ``{"json_object": true}``,
     ``{"regex": ...}``, ``{"choice": [...]}`` and ``{"grammar": a grammar of llguidance's Lark}``. Beside it
     ``reasoning_end``, the text of the token that ends reasoning, which is free; the prompt opened that, unless
     ``reasoning_begin`` is the token that may."""

@@ -41,7 +41,7 @@ OPTIONS = (
     "logprobs",
     "structured_outputs",
 )
-"""What may stand beside any prompt, for its own generation."""
+"""Fields that may stand beside any prompt, for its own generation."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Prompt:
 
     @property
     def first_turn(self) -> str | list[int] | list[Message]:
-        """As ``Model.encode`` and ``Model.stream`` take it."""
+        """The first turn, in the form that ``Model.encode`` and ``Model.stream`` take."""
         return next(given for given in (self.text, self.tokens, self.messages) if given is not None)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a line cannot be run."""
+    """The reason why a line cannot be run."""
 
     line: int
     reason: str
@@ -105,7 +105,7 @@ def read_prompts(file: Path | None) -> list[Prompt]:
 
 
 def read_lines(file: Path | None) -> list[Prompt | Fault]:
-    """As ``read_prompts``, with a ``Fault`` for each line that is no prompt."""
+    """Read prompts as ``read_prompts`` does, with a ``Fault`` for each line that is no prompt."""
     found: list[Prompt | Fault] = []
     for number, line in enumerate(read_bytes(file).split(b"\n"), 1):
         if not line.strip():
@@ -161,7 +161,7 @@ def _prompt(line: int, entry: dict[str, Any]) -> Prompt:
 
 
 def _given(kind: str, value: object) -> dict[str, Any]:
-    """What a prompt's own field says, as fields of ``Prompt``."""
+    """Return a prompt's own field as fields of ``Prompt``."""
     if kind == "messages":
         return {"messages": check_messages(value)}
     if kind == "prompt_tokens":
@@ -188,7 +188,7 @@ def _typed(name: str, value: object, types: tuple[type, ...]) -> Any:  # noqa: A
 
 
 def _optional(entry: dict[str, Any], name: str | None, types: tuple[type, ...]) -> Any:  # noqa: ANN401 - as above
-    """None where there is no such field, or where it is null."""
+    """Return None where there is no such field, or where it is null."""
     return None if name is None or entry.get(name) is None else _typed(name, entry[name], types)
 
 

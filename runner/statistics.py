@@ -1,4 +1,4 @@
-"""What happened in a generation, under vLLM's names."""
+"""The statistics of a generation, under vLLM's names."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class GenerationStats:
     generations: int = 0
     prompt_tokens: int = 0
     reused_prompt_tokens: int = 0
-    """Of them, those that the caches held already."""
+    """The prompt tokens that the caches held already."""
     generation_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -23,9 +23,9 @@ class GenerationStats:
     num_undrafted: int = 0
     """Steps of the target without a draft."""
     prefill_seconds: float = 0.0
-    """To the first token."""
+    """Seconds to the first token."""
     decode_seconds: float = 0.0
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
     method_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     method_calls: Counter[str] = field(default_factory=Counter)
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from eagle3.runner.model import Model
 
 ABORT = "abort"
-"""As in vLLM: the generation was left or interrupted before its end."""
+"""The generation was left or interrupted before its end (vLLM's name)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a round gave. ``text`` is what is sure to stay; with a stop string in sight it lags behind ``token_ids``."""
+    """A round's outcome. ``text`` is what is sure to stay; with a stop string in sight it lags behind ``token_ids``."""
 
     text: str
     token_ids: list[int]
@@ -47,7 +47,7 @@ class Result:
     stop_reason: int | str | None
     """The end token or the stop string."""
     options: Options
-    """With the seed that was taken."""
+    """The options, with the seed that was taken."""
     stats: GenerationStats
     logprobs: list[TokenLogprobs] | None = None
 
@@ -93,7 +93,7 @@ class Stream(Iterator[Piece]):
 
     @property
     def running(self) -> bool:
-        """Whether a thread is computing its next piece."""
+        """True if a thread is computing its next piece."""
         return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING
 
     def __enter__(self) -> "Stream":
@@ -104,12 +104,12 @@ class Stream(Iterator[Piece]):
 
     @property
     def result(self) -> Result:
-        """What was generated so far."""
+        """The result so far."""
         return self._answer.result()
 
 
 class Answer:
-    """What a generation has given so far.
+    """The result of a generation so far.
 
     The generator of pieces refers to this and not to its ``Stream``: a reference cycle would keep a stream that was
     left, and the model with it, until a garbage collection.
@@ -202,6 +202,6 @@ def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Genera
 
 
 def choose(options: Options, metadata: Metadata, constraint: Constraint | None, tokens: Sequence[int]) -> Choice:
-    """How what follows ``tokens`` is chosen; ``constraint`` is compiled from ``options.structured_outputs``."""
+    """Return the choice of what follows ``tokens``; ``constraint`` is compiled from ``options.structured_outputs``."""
     choice = Greedy() if options.plain else Sampler(options, metadata, tokens)
     return choice if constraint is None else Constrained(choice, Guide(constraint), metadata)

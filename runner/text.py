@@ -30,7 +30,8 @@ class Text:
         self._special = {token.content for token in added if token.special}
 
     def encode(self, prompt: str) -> list[int]:
-        """With the tokenizer's own special tokens (``<bos>``, where it has one). ValueError for what is no text."""
+        """Return token ids with the tokenizer's own special tokens (``<bos>``, where it has one). Raises ValueError for
+        what is no text."""
         return self.tokenizer.encode(check_unicode(prompt, "the prompt")).ids
 
     def check_length(self, prompt: str, context: int) -> None:
@@ -124,7 +125,7 @@ class TextStream:
         return fresh
 
     def finish(self) -> str:
-        """What was held back: the beginning of a stop string, or of a character, that never came whole."""
+        """Return what was held back: the beginning of a stop string, or of a character, that never came whole."""
         return self._held + self._uncertain
 
     def _add(self, token: int, is_byte: bool) -> str:

@@ -49,7 +49,7 @@ TARGET = "gemma4-tiny"
 
 
 def use_threads(count: int) -> None:
-    """For XNNPACK and ExecuTorch's attention."""
+    """Set the threads of XNNPACK and of ExecuTorch's attention."""
     load_runtime()
     with calm_stderr():
         from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
@@ -93,7 +93,7 @@ def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def fastest_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """By the median of its passes; the first of equals."""
+    """Return the outcome with the fastest median of its passes; the first of equals."""
     return max(outcomes, key=lambda outcome: median(decode_rates(outcome)))
 
 
@@ -129,7 +129,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Of settings with speculation: a column for each chain length, a row for whatever else a setting has."""
+    """Return the table of settings with speculation: a column a chain length, a row for the rest of a setting."""
     drafting = [(Setting(**each["setting"]), each) for each in tried if each["setting"]["chain_len"]]
     lengths = {str(setting.chain_len): "-" for setting, _ in drafting}
     rows: dict[str, dict[str, str]] = {}

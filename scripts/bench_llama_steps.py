@@ -30,7 +30,7 @@ from eagle3.runner.bench.report import rendered
 from eagle3.runner.console.command import OneLineFailures
 
 RECIPES = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
-"""By bits per weight: our recipes (the value of --qlinear and further flags), and llama.cpp's types."""
+"""Our recipes (the value of --qlinear and further flags) and llama.cpp's types, by bits per weight."""
 ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
 WINDOW, PREFILL, STEPS = 4, 64, 32
 NAMES = {"decode": "a decode", "window": f"a window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}

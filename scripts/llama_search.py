@@ -46,7 +46,7 @@ class Tried:
 
 
 def grid(weights: str) -> list[Setting]:
-    """Without speculation first."""
+    """Return all settings of a type of weight; the first is without speculation."""
     drafting = product(CHAIN_LENGTHS, DRAFT_TYPES, (True, False))
     return [Setting(weights), *(Setting(weights, *each) for each in drafting)]
 

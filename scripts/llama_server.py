@@ -28,9 +28,9 @@ DRAFTED = re.compile(r"statistics +draft-eagle3: .*#acc rate/pos = \(([^)]+)\)")
 
 @dataclass(frozen=True)
 class Setting:
-    """How llama.cpp decodes: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also the type of the
-    ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and whether they are
-    chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
+    """The way llama.cpp decodes: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also the type of
+    the ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and whether they
+    are chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
 
     weights: str
     chain_len: int = 0

@@ -28,7 +28,7 @@ class TapTarget(Protocol):
 
     @property
     def lm_head(self) -> "nn.Linear":
-        """Of normed states, without what ``logits`` scales or caps: shared with a draft head that has none."""
+        """The head of normed states, without what ``logits`` scales or caps: shared with a draft head that has none."""
 
     def parameters(self) -> Iterator["nn.Parameter"]: ...
 
@@ -48,7 +48,7 @@ class TapTarget(Protocol):
         """
 
     def scores(self, state: "Tensor") -> "Tensor":
-        """What grows with the logits, [1, R, vocab_size], of normed states [1, R, hidden_size]: they without softcap.
+        """Scores [1, R, vocab_size] of normed states [1, R, hidden_size]: the logits before the softcap.
 
         The greatest score is the greatest logit. Where the softcap makes equals of the greatest logits (in float32 from
         about nine times its value on), the greatest score is one of them.
@@ -64,7 +64,7 @@ class TapTarget(Protocol):
 Weights = Iterable[tuple[str, "Tensor"]]
 """The tensors of a checkpoint under its own names, some of them quantized (torchao's classes); read once, in order."""
 Convert = Callable[[str, "Tensor"], "Tensor"]
-"""From the model's own name and a checkpoint's tensor to what the model holds; the tensor itself where it stays."""
+"""Takes the model's own name and a checkpoint's tensor; returns what the model holds, or the tensor as it is."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Skeleton:
 
     model: "nn.Module"
     key_map: Callable[[str], str | None]
-    """Checkpoint name to the model's, None for a tensor that is not read."""
+    """Maps a checkpoint's name to the model's; None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
     conversion: "Conversion | None" = None
-    """Where the names that ``key_map`` gives are not all the model's own."""
+    """Set where the names that ``key_map`` gives are not all the model's own."""
 
     def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Name to shape of what a checkpoint with tensors ``names``, as ``key_map`` gives them, must hold."""
+        """Map each name to the shape that a checkpoint with tensors ``names``, as ``key_map`` gives them, must hold."""
         if self.conversion is not None:
             return self.conversion.expected(names)
         return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
@@ -104,7 +104,7 @@ class Skeleton:
         use_input_orders(self.model)
 
     def _converted(self, tensors: Weights, convert: Convert, orders: "InputOrders") -> Iterator[tuple[str, "Tensor"]]:
-        """Of tensors under the model's own names; the heads that are tied come last."""
+        """Convert tensors under the model's own names; the heads that are tied come last."""
         given, embeddings = set(), {}
         for own, value in tensors:
             given.add(own)
@@ -154,14 +154,14 @@ class TargetSpec:
     max_forward_len: Callable[["PreTrainedConfig"], int] = lambda config: (
         sliding_window(config) or config.max_position_embeddings
     )
-    """From the configuration: how many rows one forward may have. A longer chunk cuts sliding attention short."""
+    """Takes the configuration; returns the rows a forward may have. A longer chunk cuts sliding attention short."""
 
     def module(self) -> ModuleType:
         return importlib.import_module(self.family)
 
 
 class Window(NamedTuple):
-    """How far back a layer attends, in tokens: 0 for all the way. ``chunked``: not past the last multiple of it."""
+    """The tokens that a layer attends back to, 0 for all. ``chunked``: not past the last multiple of that number."""
 
     tokens: int = 0
     chunked: bool = False

@@ -25,7 +25,7 @@ from eagle3.export.checkpoints.packed import (
 
 QWEIGHT, QZEROS, SCALES = "qweight", "qzeros", "scales"
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word, counted from its lowest bits, each of the eight outputs lies."""
+"""The place of each of the eight outputs in a word, counted from its lowest bits."""
 
 
 class Awq(Format):

@@ -91,7 +91,7 @@ class CompressedTensors(Format):
         return as_tensor(layout, read(PACKED).view(torch.uint8), read(SCALE), zero)
 
     def _scheme_of(self, linear: str) -> Scheme:
-        """By name, by pattern, by class, in this order, as compressed-tensors matches its targets."""
+        """Return a linear's scheme. Names match before patterns, patterns before classes (compressed-tensors)."""
         for matches in (
             lambda target: target == linear,
             lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), linear),

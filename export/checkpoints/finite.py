@@ -1,4 +1,4 @@
-"""Whether a checkpoint's weights are numbers: one NaN is enough for a model that says token 0 forever."""
+"""Refuses checkpoints whose weights are not finite. One NaN makes a model say token 0 forever."""
 
 from collections.abc import Callable, Iterator
 
@@ -37,6 +37,6 @@ def _parts(value: Tensor) -> Iterator[Tensor]:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """By its extremes, which a NaN passes through: one reading, no memory."""
+    """Judge by the extremes, which a NaN passes through. That reads the tensor once and takes no memory."""
     wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()  # float8 has no extremes
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

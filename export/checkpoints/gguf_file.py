@@ -103,7 +103,7 @@ class GGUFFile(Source):
         return {key.removeprefix(prefix): self.field(key) for key in names}
 
     def length(self, key: str) -> int | None:
-        """How many texts an array of the metadata has; None where there is no such array."""
+        """Return the number of texts in an array of the metadata; None where there is no such array."""
         field = self._readers[0].fields.get(key)
         return None if field is None else text_count(field)
 

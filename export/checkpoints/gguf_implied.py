@@ -1,4 +1,4 @@
-"""What a configuration implies for each key of a GGUF file's metadata: sizes, constants and switches by which llama.cpp
+"""Derives from a configuration each key of a GGUF file's metadata: sizes, constants and switches by which llama.cpp
 computes. llama.cpp's converter writes them (``conversion/`` there, per architecture)."""
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
 
 
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
-    """By kind of layer: one rope for all, or one each."""
+    """Return the rope parameters of each kind of layer: one for all, or one each."""
     given = config.rope_parameters
     return {kind: given.get(kind, given) for kind in ("full_attention", "sliding_attention")}
 
@@ -63,14 +63,14 @@ def _scale_field(config: "PreTrainedConfig") -> str:
 
 
 def _scale(config: "PreTrainedConfig", width: int) -> float:
-    """By what attention multiplies products of queries and keys, as transformers' classes do."""
+    """Return the factor of attention's products of queries and keys, as in transformers' classes."""
     if config.model_type == "gemma4_text":
         return 1.0  # its norms of queries and keys hold it
     return (getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5
 
 
 def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
-    """What most models have not: 0, or 1 for a factor."""
+    """Return the value of a model that has no such field: 0, or 1 for a factor."""
 
     def said(*names: str) -> Any:  # noqa: ANN401 - of the type of the configuration's field
         return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)

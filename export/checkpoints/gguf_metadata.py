@@ -1,4 +1,4 @@
-"""Whether a GGUF file is of the model that a configuration describes: what its metadata says against ``config.json``.
+"""Compares a GGUF file's metadata with ``config.json``, so that a file of another model is refused.
 
 The configuration is what is computed; the file has the sizes and constants that llama.cpp would compute with. Where the
 two disagree one of them is of another model. A key that is compared with nothing is refused, unless it is 0 or empty.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LIKELY = "likely not of the same model: type --config with the Hugging Face folder that the file was made from"
 _UNROTATED = 1e30
-"""By what llama.cpp divides the frequencies of dimensions that are not rotated."""
+"""llama.cpp divides the frequencies of dimensions that are not rotated by this."""
 FACTORS: tuple[str, ...] = (
     "logit_scale",
     "embedding_scale",
@@ -71,7 +71,7 @@ def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, sto
 def rows_of_embedding(
     file: GGUFFile, headers: dict[str, TensorHeader], config: "PreTrainedConfig", folder: Path
 ) -> int:
-    """How many tokens the file's embedding has: ``config.vocab_size``, or fewer where llama.cpp's converter left out
+    """Return the number of tokens in the file's embedding: ``config.vocab_size``, or fewer where the converter left out
     the rows that no token has (Gemma 3's last 64). Raises ValueError where it left out tokens."""
     rows = {headers[name].shape[0] for name in (EMBEDDING, HEAD) if name in headers and headers[name].shape}
     if not file.architecture.cuts_vocabulary or len(rows) != 1 or min(rows) >= config.vocab_size:
@@ -98,7 +98,7 @@ def template_note(file: GGUFFile, folder: Path) -> list[str]:
 
 
 def _template(folder: Path) -> str | None:
-    """As transformers finds it: a file of its own before ``tokenizer_config.json``."""
+    """Return the chat template that transformers finds: a file of its own comes before ``tokenizer_config.json``."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -111,7 +111,7 @@ def _template(folder: Path) -> str | None:
 
 
 def _tokens(file: GGUFFile, folder: Path) -> int | None:
-    """How many tokens there are, by the file's own list or the folder's tokenizer; None where neither says."""
+    """Return the number of tokens by the file's own list or the folder's tokenizer; None where neither says."""
     listed = file.length("tokenizer.ggml.tokens")
     if listed is not None:
         return listed

@@ -24,7 +24,7 @@ _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "m
 
 
 def gemma4_names(_architecture: str, layers: int) -> dict[str, str]:
-    """By ExecuTorch's own map, whose names are its model's."""
+    """Return names by ExecuTorch's own map, which has its model's names."""
     from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
 
     patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]
@@ -33,7 +33,7 @@ def gemma4_names(_architecture: str, layers: int) -> dict[str, str]:
 
 
 def transformers_names(architecture: str, layers: int, modules: tuple[str, ...] = _LAYER) -> dict[str, str]:
-    """By gguf-py's own map, to transformers' names."""
+    """Return transformers' names by gguf-py's own map."""
     import gguf
 
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -50,16 +50,16 @@ def transformers_names(architecture: str, layers: int, modules: tuple[str, ...] 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Of ``general.architecture``."""
+    """An entry for a value of ``general.architecture``."""
 
     model_types: tuple[str, ...]
     """transformers' ``model_type`` of the models whose files have it."""
     names: Callable[[str, int], dict[str, str]] = transformers_names
-    """From the architecture's name and the number of layers: GGUF name to the model's."""
+    """Takes the architecture's name and the number of layers; maps GGUF names to the model's."""
     rotary_rows: bool = False
     """The rows of q and k are in the order of llama.cpp's rotation, pairs beside each other."""
     norm_shift: int = 0
-    """What was added to the weights of norms."""
+    """The number that the converter added to the weights of norms."""
     cuts_vocabulary: bool = False
     """The converter leaves out the last rows of an embedding that no token has."""
 

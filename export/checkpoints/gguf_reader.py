@@ -37,7 +37,7 @@ class HeaderReader(GGUFReader):
 
 
 def text_count(field: ReaderField) -> int | None:
-    """Of an array of texts that ``HeaderReader`` read; None for a field of another kind."""
+    """Return the length of an array of texts that ``HeaderReader`` read; None for a field of another kind."""
     return int(field.parts[-1][0]) if field.types == [GGUFValueType.ARRAY, GGUFValueType.STRING] else None
 
 

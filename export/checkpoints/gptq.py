@@ -78,7 +78,7 @@ class Gptq(Format):
         return unpacked(read(QZEROS), layout.bits)[:, : layout.rows]
 
     def _check_zeros(self, linear: str, layout: PackedLinear, read: Read) -> None:
-        """Of a zero point of 0, format v1 stores -1: as the largest code, borrowed from its neighbour, or over it."""
+        """Format v1 stores -1 for a zero point of 0: as the largest code, borrowed from its neighbour, or over it."""
         largest = (1 << layout.bits) - 1
         if (self._stored_zeros(layout, read) == largest).any():
             raise ValueError(

@@ -25,7 +25,7 @@ ANOTHER = "name the original checkpoint, or one by compressed-tensors (pack-quan
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """How a linear of ``rows`` outputs and ``columns`` inputs is stored."""
+    """The storage of a linear of ``rows`` outputs and ``columns`` inputs."""
 
     rows: int
     columns: int
@@ -33,7 +33,7 @@ class PackedLinear:
     group: int
     """Columns that share a scale: all of them where scales are a row's."""
     symmetric: bool = False
-    """Without zero points: they are in the middle of the codes."""
+    """There are no zero points; zero is in the middle of the codes."""
 
     order: Tensor | None = field(default=None, compare=False)
     """int64 [columns]: the column of the input that each column of the weight, sorted by groups, multiplies."""
@@ -67,8 +67,8 @@ class Format(ABC):
 
     @abstractmethod
     def layout(self, linear: str, parts: Parts, read: Read, /) -> PackedLinear:
-        """How ``linear`` is stored. ``read`` gives a part, to be asked for the small ones alone. Raises ValueError for
-        parts that do not go together."""
+        """Return the storage of ``linear``. ``read`` gives a part, and is asked for small parts only. Raises ValueError
+        for parts that do not go together."""
 
     @abstractmethod
     def unpack(self, linear: str, layout: PackedLinear, read: Read, /) -> Tensor:

@@ -20,7 +20,7 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.targets.input_order import INPUT_ORDER
 
 FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
-"""By ``quant_method``, as transformers names them (``QuantizationMethod``)."""
+"""Maps ``quant_method``, in transformers' words (``QuantizationMethod``), to the format."""
 
 
 class PackedFolder(SafetensorsFolder):
@@ -111,7 +111,7 @@ def _parts_of(linear: str, read: Read) -> Read:
 
 
 def quantization_config(path: Path) -> dict[str, Any] | None:
-    """What config.json in a folder says of its weights' quantization, at its top level or of its text part; None where
+    """Return what config.json says of its weights' quantization, at its top level or of its text part; None where
     it says nothing."""
     if not (path / "config.json").is_file():
         return None

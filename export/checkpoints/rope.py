@@ -1,4 +1,4 @@
-"""Which rotary tables can be computed: those that depend on positions alone, since a cached key keeps its rotation."""
+"""Refuses rotary tables that depend on more than positions, since a cached key keeps its rotation."""
 
 import json
 from typing import TYPE_CHECKING, Any

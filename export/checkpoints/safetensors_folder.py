@@ -18,7 +18,7 @@ from eagle3.export.checkpoints.source import Source, TensorHeader
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
-"""What a trainer leaves beside the weights."""
+"""Files that a trainer leaves beside the weights."""
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # the others take one byte
 
 
@@ -76,7 +76,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def foreign_weights(folder: Path) -> str | None:
-    """Which weights a folder has that are not read, and what to do; None where there are none of a kind we know."""
+    """Return a line on weights that are not read, and what to do; None where there are none of a kind we know."""
     if (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model.*")):
         return f"{folder} holds a LoRA adapter alone: {MERGE_ADAPTER}"
     for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled")):
@@ -131,7 +131,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
-    """What torchao's metadata says of each weight that it quantized, by name. Raises ValueError where it is garbled."""
+    """Return torchao's description of each weight that it quantized, by name. Raises ValueError where it is garbled."""
     found = {}
     try:
         for name in json.loads(metadata.get("tensor_names", "[]")):

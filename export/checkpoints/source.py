@@ -37,7 +37,7 @@ class Source(ABC):
     @staticmethod
     @abstractmethod
     def recognizes(path: Path) -> bool:
-        """Whether there are such files at ``path``."""
+        """Return whether there are such files at ``path``."""
 
     @abstractmethod
     def files(self) -> list[Path]:
@@ -45,7 +45,7 @@ class Source(ABC):
 
     @abstractmethod
     def headers(self) -> dict[str, TensorHeader]:
-        """Of every tensor, no weight being read."""
+        """Return the header of every tensor. No weight is read."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -24,10 +24,10 @@ SIZES = (
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MOST, MOST_LAYERS = 2**31 - 1, 1000  # more would be built, on the meta device, until memory or patience ends
 BY_LAYER = ("head_dim", "num_key_value_heads")
-"""What single layers may override, as the full layers of Gemma 4 do."""
+"""Fields that single layers may override, as the full layers of Gemma 4 do."""
 SHORT = 16  # tokens: the context of a model that is built to see whether it can be
 DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_vocab_size")
-"""What a draft head's configuration has, whatever its dialect, and a target's has not."""
+"""Fields of a draft head's configuration, in any dialect, that a target's does not have."""
 
 
 def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
@@ -165,7 +165,7 @@ def _config_of(fields: dict[str, Any]) -> "PreTrainedConfig":
 def _refusal(
     file: Path, fields: dict[str, Any], error: Exception, build: Callable[[dict[str, Any]], Any]
 ) -> ValueError:
-    """What to raise for an error of transformers: it names the first field without which ``build`` takes the rest."""
+    """Return an error in place of transformers'. It names the first field without which ``build`` takes the rest."""
     cause = error.__cause__ if isinstance(error.__cause__, (TypeError, ValueError)) else error
     reason = " ".join(str(cause).partition(" Errors: ")[0].split()).rstrip(".") or type(cause).__name__
     reason = re.sub(r"<class '(\w+)'>", r"\1", reason) + (
@@ -183,7 +183,7 @@ def _refusal(
 
 
 def _tie_as_the_whole(config: "PreTrainedConfig", text_config: "PreTrainedConfig") -> None:
-    """Whether the head is the embedding is said at the top of a multimodal configuration, for most of its classes."""
+    """Most multimodal configurations say at their top level whether the head is the embedding."""
     if config is text_config:
         return
     from eagle3.targets.wrapper import wrapper_of
@@ -216,7 +216,7 @@ def _check_layers(file: Path, config: "PreTrainedConfig") -> None:
 
 
 def _check_ropes(file: Path, config: "PreTrainedConfig") -> None:
-    """Either one rope for all layers or one a kind of layer, each of a kind that can be computed."""
+    """Check that there is one rope for all layers or one for each kind of layer, and that each can be computed."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return
@@ -232,6 +232,6 @@ def _whole(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """As the file has it, or what it is where that is long."""
+    """Return the value as JSON, cut where it is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -30,9 +30,9 @@ LONGEST_PROMPT = 1100  # tokens: past a chunk of prefill, and no minutes of a la
 TIE_ROWS = 64
 """Tokens of a prompt by which the tolerance of quantized activations is measured."""
 WIDEST_TIE = 0.5
-"""Of the logits' standard deviation: a token that is wrong lies further behind."""
+"""In standard deviations of the logits. A wrong token lies further behind the best one."""
 COPIES = 2
-"""Of its weights, at the most, that an artifact has in memory: mapped, and packed by XNNPACK."""
+"""The most copies of its weights that an artifact has in memory: mapped, and packed by XNNPACK."""
 HOPELESS = 0.05
 """Share of the first proposals that are accepted: a wrong tap or norm accepts about 1%, a poor head 30% or more."""
 
@@ -120,7 +120,7 @@ def _rate(stats: dict[str, Any], position: int) -> float:
 
 
 def why_not(folder: Path) -> str | None:
-    """Why the artifact had better not be tried beside the export that made it: too little memory."""
+    """Return a reason not to try the artifact beside the export that made it: too little memory."""
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
     free = free_memory()
     if free is not None and takes > free:

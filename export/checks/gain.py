@@ -1,4 +1,4 @@
-"""What speculation gains by the check's own prompts, and which flags would give more."""
+"""Estimates what speculation gains on the check's prompts, and which chain length would gain more."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Rounds:
     """Rounds of any chain length, estimated from those of one artifact."""
 
     rates: Sequence[float]
-    """By position, the share of the rounds in which the proposal was accepted."""
+    """The share of the rounds in which the proposal was accepted, by position."""
     step_ms: Mapping[str, float]
-    """As ``smoke_run`` prints it."""
+    """Milliseconds of single calls; ``smoke_run`` prints them."""
     proposals: int = 1
     """Tokens that one call of the draft proposes."""
 

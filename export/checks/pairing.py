@@ -1,4 +1,4 @@
-"""Whether a draft head fits a target: widths, vocabularies, tokenizers, what it was trained for. A wrong pair loads,
+"""Refuses a draft head that does not fit its target: widths, vocabularies, tokenizers, training. A wrong pair loads,
 runs and accepts about 1%."""
 
 import re

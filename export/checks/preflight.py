@@ -1,4 +1,4 @@
-"""What is checked before weights load and needs more than a plan: what the backend needs here, memory, the twins."""
+"""Checks a plan before weights load: what the backend needs on this machine, memory, the twins."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

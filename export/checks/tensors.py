@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are those that its configuration implies: names, shapes, dtypes, from headers alone.
+"""Compares a checkpoint's tensors with its configuration: names, shapes, dtypes, from headers alone.
 
 A tensor that nothing reads is refused: it would have changed what the model computes. ``unread`` has the exceptions.
 """

@@ -21,7 +21,7 @@ LAYER_INDICES = (
 )
 """Lists of the indices of layers; any other list as long as the model has layers has one entry a layer."""
 LONG = 8
-"""Where the prefix would be longer than this, the first layer of each kind is tried alone."""
+"""If the prefix would be longer than this, the first layer of each kind is tried alone."""
 
 
 def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:

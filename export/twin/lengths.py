@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 LONGEST, SHORTEST, APART, POSITIONS = 32, 16, 4, 256
-"""In tokens: the longest length that a prompt passes twice, the shortest length, the least difference between two
+"""Tokens: the longest length that a prompt passes twice, the shortest length, the least difference between two
 lengths, and max_position_embeddings where no other field decides it."""
 PAST = 24
 """The tokens of a prompt after a length that it passes once."""

@@ -75,7 +75,7 @@ RUNTIMES = ("executorch", "torch", "auto")
 
 
 CUDA_GRAPHS = ("auto", "off")
-"""With "auto" the PyTorch host captures rounds as CUDA graphs if possible, with "off" never."""
+""""auto": the PyTorch host captures rounds as CUDA graphs if possible. "off": never."""
 
 
 class MissingMetadata(Exception):

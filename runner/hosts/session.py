@@ -20,9 +20,9 @@ class Step(NamedTuple):
 
     ids: Tensor
     feature: Tensor | None
-    """None for a fused round, which does not return it."""
+    """It is None for a fused round, which does not return it."""
     logits: Tensor | None = None
-    """None if the artifact has no logits, and for a fused round."""
+    """They are None if the artifact has no logits, and for a fused round."""
 
     def own_feature(self) -> Tensor:
         """Return the feature of a step that is not a fused round."""

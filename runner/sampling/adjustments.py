@@ -1,4 +1,4 @@
-"""What changes single logits before anything is drawn: biases, and the penalties on tokens that are there already."""
+"""Changes single logits before anything is drawn: biases, and the penalties on tokens that are there already."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What numpy and PyTorch do not call alike, so that the rest is written once for logits on the host and on a device.
+"""Functions that numpy and PyTorch name differently, so that the rest is written once for logits on host and device.
 
 On the host numpy is two to five times quicker than PyTorch on arrays of a window's size.
 """
@@ -56,7 +56,7 @@ class Host:
 
 
 def _largest_of_long(row: np.ndarray, count: int) -> np.ndarray:
-    """By the maxima of strided groups: as many as ``count`` values are no smaller than the maximum of that rank."""
+    """Use the maxima of strided groups: as many as ``count`` values are no smaller than the maximum of that rank."""
     groups = len(row) // STRIDED
     maxima = row[: groups * STRIDED].reshape(STRIDED, groups).max(axis=0)
     candidates = row[row >= np.partition(maxima, groups - count)[groups - count]]

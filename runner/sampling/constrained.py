@@ -19,7 +19,7 @@ from eagle3.runner.hosts.session import Step
 from eagle3.runner.sampling.constraint import Constraint
 
 BEFORE, REASONING, GRAMMAR, OVER = "before", "reasoning", "grammar", "over"
-"""Where a generation is: it may still open its reasoning; within that; in the constrained text; behind its end."""
+"""The state of a generation: it may still open its reasoning; within that; in the constrained text; behind its end."""
 
 
 class Guide:
@@ -37,7 +37,7 @@ class Guide:
 
     @property
     def free(self) -> bool:
-        """Whether any token may come next."""
+        """Return whether any token may come next."""
         return self._where in (REASONING, OVER)
 
     def take(self, token: int) -> bool:
@@ -81,8 +81,8 @@ class Guide:
         return allowed
 
     def allows(self, token: int) -> bool:
-        """Whether ``token`` is one of ``allowed``. ``take`` takes more: any cut of a text into tokens, where of a text
-        that is forced ``allowed`` has the tokenizer's own cut alone."""
+        """Return whether ``token`` is one of ``allowed``. ``take`` takes more: any cut of a text into tokens, where
+        ``allowed`` has only the tokenizer's own cut of a text that is forced."""
         constraint = self._constraint
         if self.free or (self._where == BEFORE and token == constraint.reasoning_begin):
             return True
@@ -109,7 +109,7 @@ class Guide:
         return bits
 
     def _step(self, token: int) -> tuple[str, bool] | None:
-        """Where ``token`` leads to, and whether the grammar moves by it; None where it may not come next."""
+        """Return the state behind ``token``, and whether the grammar moves by it; None where it may not come next."""
         constraint = self._constraint
         if self._where == OVER:
             return OVER, False

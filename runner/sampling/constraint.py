@@ -1,4 +1,4 @@
-"""What a text has to be: a JSON schema, a regular expression, a list of strings or a grammar, compiled by llguidance.
+"""The form of a text: a JSON schema, a regular expression, a list of strings or a grammar, compiled by llguidance.
 
 ``structured_outputs`` has vLLM's names. llguidance is imported when the first of them is compiled: an install without
 it runs everything else.

@@ -19,7 +19,7 @@ Draw = Callable[[Array, int], np.ndarray]
 """(float32 logits [1, R, V] with bias and penalty, position of the first row's id) to columns: numpy's int64 [1, R]."""
 
 MANY = 1 << 14
-"""More ids than these have their noise made one by one on the host."""
+"""The most ids whose noise is made at once. That of more is made one by one on the host."""
 LOUD_WORD = -(1 << 21)
 """Nearer to zero is the word of one id in 1024 ..."""
 KEPT = 32

@@ -10,7 +10,7 @@ from eagle3.runner.sampling.arrays import Array, Arrays
 from eagle3.runner.sampling.options import Sampling
 
 FIRST = 256
-"""Of a whole vocabulary as many are sorted at first: top-p seldom keeps more."""
+"""The number of a vocabulary's logits that are sorted at first; top-p seldom keeps more."""
 
 
 def thresholds(logits: Array, sampling: Sampling, arrays: Arrays[Array]) -> Array | None:

@@ -25,7 +25,7 @@ MULTIPLIERS = 0x7FEB352D, 0x846CA68B - (1 << 32)  # of Chris Wellons's lowbias32
 
 
 def keys(seed: int, position: int, count: int) -> np.ndarray:
-    """Of positions that are ``KEYED`` together: int32 [count, 2], the second odd."""
+    """Return the keys of positions that are ``KEYED`` together: int32 [count, 2], the second odd."""
     start = position % KEYED
     return _keys(seed, position // KEYED)[start : start + count]
 
@@ -70,7 +70,7 @@ def gumbel(words: Array, temperature: float, arrays: Arrays[Array]) -> Array:
 
 
 class Noise(Generic[Array]):
-    """Of one vocabulary, times the temperature: blocks of positions as they are asked for, the latest two kept."""
+    """The noise of one vocabulary, times the temperature. Blocks of positions are made on demand; two are kept."""
 
     def __init__(self, seed: int, ids: np.ndarray, temperature: float, arrays: Arrays[Array]):
         """ids: int64 [V], the target's"""

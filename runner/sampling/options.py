@@ -1,4 +1,4 @@
-"""What is asked of sampling, and whether an artifact can do it."""
+"""The options of sampling, and whether an artifact can do it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from eagle3.runner.contract import Metadata
 
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")
 LEAST, MOST = 1e-9, 1e9
-"""Of temperatures, penalties and biases: what float32 multiplies and divides by without overflow."""
+"""Bounds of temperatures, penalties and biases, by which float32 multiplies and divides without overflow."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Whether the artifact's own greedy ids are what is asked for."""
+        """True if the artifact's own greedy ids are what is asked for."""
         return not (self.temperature or self.adjusts)
 
     @property
     def adjusts(self) -> bool:
-        """Whether single logits are changed before anything is drawn."""
+        """True if single logits are changed before anything is drawn."""
         return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def check(self, metadata: Metadata) -> None:
