@@ -1,5 +1,6 @@
 """The adaptive chain length, on simulated machines and texts: it is about as fast as the best fixed length."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -88,6 +89,18 @@ def test_within_200_tokens_of_any_stall_it_is_as_fast_again(rounds, factor, long
         played = play(Machine(stall=(first, rounds, factor)), text, AdaptiveChain(longest), 850)
         end = played[first + rounds - 1].end
         assert speed([each for each in played if end + 200 < each.end <= end + 500]) > 0.94 * best, first
+
+
+def test_a_machine_that_slows_down_steadily_is_measured_rightly():
+    """Rounds of the other length lie between rounds of the present one, so that a drift falls out."""
+    chain, clock = AdaptiveChain(1), 1.0
+    for _ in range(40):
+        length = chain.next()
+        chain.record(length, 0, clock * (1.0 if length else 0.6))
+        clock *= 1.02
+    assert chain.length == 0
+    costs = float(re.search(r"costs ([0-9.]+) steps", chain.note)[1])
+    assert costs == pytest.approx(1 / 0.6, rel=0.03)
 
 
 def test_no_length_is_used_before_it_was_compared():
