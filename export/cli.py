@@ -8,9 +8,9 @@ import click
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.planning.config import EMBEDDING_RECIPES, ExportConfig
 from eagle3.runner.console.command import OneLineFailures, tell, version_option
+from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
 
 RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))
@@ -89,7 +89,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
-@click.option("--cuda-arch", type=click.Choice(list(GPUS)), help="Default: that of the GPU at hand.")
+@click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="Default: that of the GPU at hand.")
 @click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
 @click.option("--max-seq-len", type=click.IntRange(16), help="Slots of the KV cache, in tokens.")
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")

@@ -4,6 +4,7 @@ What imports torch is imported on use: flags that cannot be right are refused at
 that lowers programs.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.safetensors_file import needs_values
+from eagle3.export.hub.names import hub_name
 from eagle3.export.hub.sources import Sources, find_sources
 from eagle3.export.output.folder import check_output
 from eagle3.export.output.lock import refuse_a_second
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.defaults import output_name
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -144,6 +145,25 @@ def with_output(config: ExportConfig) -> ExportConfig:
         return config
     name = output_name(config.target_model, config.checkpoint, config.backend, config.cuda_arch)
     return replace(config, output_dir=name)
+
+
+def output_name(target: str, checkpoint: Path | None, backend: str, cuda_arch: str | None) -> Path:
+    """Return TARGET-BACKEND-ARCHITECTURE, a folder in the working folder. For ``auto`` it begins with the checkpoint's
+    own name."""
+    if cuda_arch is None and "cuda_arch" in BACKENDS[backend].flags:
+        cuda_arch = BACKENDS[backend].load().local_arch()
+    if target == "auto" and checkpoint is not None:
+        target = own_name(checkpoint)
+    return Path("-".join(filter(None, (target, backend, cuda_arch))))
+
+
+def own_name(checkpoint: Path) -> str:
+    """Return the name of a folder, a GGUF file without its suffix, or a repository on the hub without its owner."""
+    name = None if os.path.exists(checkpoint) else hub_name(str(checkpoint))
+    if name is not None and name.file is None:
+        return name.repository.partition("/")[2]
+    path = checkpoint.resolve() if name is None or name.file is None else Path(name.file)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def check_names(config: ExportConfig) -> None:

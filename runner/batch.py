@@ -20,9 +20,9 @@ from eagle3.runner.console.text_input import source_name
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
+from eagle3.runner.printing import table
 from eagle3.runner.prompts import Fault, Prompt, read_lines
 from eagle3.runner.statistics import GenerationStats
-from eagle3.runner.summary import table
 
 MOST_REPORTED = 20
 """The most errors of lines that are reported one by one."""

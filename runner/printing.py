@@ -1,11 +1,12 @@
-"""Prints a generation's text on stdout while it is generated."""
+"""Prints a generation's text while it is generated, and formats its statistics for a person."""
 
 import sys
 from collections.abc import Callable, Iterable
 
 import click
 
-from eagle3.runner.model import Piece
+from eagle3.runner.model import Piece, Result
+from eagle3.runner.statistics import GenerationStats
 
 
 def print_pieces(pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:
@@ -24,3 +25,37 @@ def print_pieces(pieces: Iterable[Piece], written: Callable[[Piece], str]) -> No
         if last != "\n":
             click.echo()
         raise
+
+
+def summary(result: Result) -> str:
+    """Return a line about a generation: tokens, seconds, rounds, acceptance, seed."""
+    stats = result.stats
+    parts = [f"{len(result.token_ids)} tokens in {stats.seconds:.2f} s ({result.finish_reason})"]
+    if stats.num_drafts:
+        rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
+        parts += [
+            f"{stats.num_drafts} rounds",
+            f"mean acceptance length {stats.mean_acceptance_length:.2f} (by position: {rates})",
+        ]
+    if result.options.temperature:
+        parts.append(f"seed {result.options.seed}")
+    return ", ".join(parts)
+
+
+def table(stats: GenerationStats) -> str:
+    """Return lines that say where the time went: first token, decoding, each method, the loop."""
+    reused = f", {stats.reused_prompt_tokens} reused" if stats.reused_prompt_tokens else ""
+    lines = [
+        f"time to first token {1000 * stats.time_to_first_token:.1f} ms ({stats.prompt_tokens} prompt tokens{reused}, "
+        f"{stats.prefill_tokens_per_second:.0f} tokens/s)",
+    ]
+    if stats.time_per_output_token:  # there are tokens after the first
+        rate = f"{stats.decode_tokens_per_second:.0f} tokens/s"
+        lines.append(f"decode {rate}, {1000 * stats.time_per_output_token:.3f} ms a token")
+    rounds = stats.num_drafts + stats.num_undrafted
+    for name, seconds in stats.method_seconds.items():
+        calls = stats.method_calls[name]
+        each = f"{name:<14} {calls:>6} x {1000 * seconds / calls:.3f} ms"
+        lines.append(f"  {each}" + (f", {1000 * seconds / rounds:.3f} ms a round" if rounds else ""))
+    lines.append(f"  the loop itself {stats.loop_share:.1%}")
+    return "\n".join(lines)

@@ -26,7 +26,7 @@ from eagle3.export.lowering.cuda.kernels import (
 )
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.runner.machine_code.barriers import faults
 
 TYPES = {
@@ -138,7 +138,7 @@ def ptx_of(kernel: triton.JITFunction, launch: Callable, arch: str) -> str:
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, places, aligned)
-    with compiling(GPUS[arch]):
+    with compiling(BY_ARCH[arch]):
         target = driver.active.get_current_target()
         backend = make_backend(target)
         chosen = backend.parse_options(options)
@@ -174,7 +174,7 @@ def edited(function: triton.JITFunction, old: str, new: str, folder: Path) -> tr
 if __name__ == "__main__":  # every kernel for every architecture: some minutes
     found = 0
     for name, (kernel, launch) in KERNELS.items():
-        for arch in GPUS:
+        for arch in BY_ARCH:
             lines = faults(ptx_of(kernel, launch, arch), names_of(kernel))
             found += len(lines)
             print(f"{name} for {arch}: {len(lines)} faults", *lines, sep="\n  ")  # noqa: T201

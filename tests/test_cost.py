@@ -22,13 +22,12 @@ from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import only, usage
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS as NAMED
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.cost import bound as cost_module
 from eagle3.runner.cost.bound import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
-from eagle3.runner.hardware.gpus import GPUS
+from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
 from eagle3.runner.inspect.cli import main
 from eagle3.runner.machine_code.ptx import Load, loads
 from eagle3.runner.machine_code.sass import Code, Loop, disassembler, read_codes
@@ -68,7 +67,7 @@ def build(kernel, types, constants, warps, arch="sm_90", registers=None):
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type != "i32"}
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": warps, "maxnreg": registers}
-    with compiling(NAMED[arch]):
+    with compiling(BY_ARCH[arch]):
         return triton.compile(source, target=driver.active.get_current_target(), options=options)
 
 
@@ -416,7 +415,7 @@ def test_a_gate_and_its_like_spill_nothing_on_sm_120():
         built = build(kernel, types, constants, warps, "sm_120", config.maxnreg)
         return SimpleNamespace(kernel=built, config=config)
 
-    found = only(Config({}, warps), compiled, NAMED["sm_120"])
+    found = only(Config({}, warps), compiled, BY_ARCH["sm_120"])
     assert usage(found.kernel.asm["cubin"])[1] == 0
     assert found.config.maxnreg == 255  # else it needs no test any more
 

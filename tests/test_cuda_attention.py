@@ -21,7 +21,7 @@ from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
+from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.runner.machine_code.barriers import faults
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
@@ -228,7 +228,7 @@ def compiled(
         kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, aligned
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    with compiling(GPUS[arch]):
+    with compiling(BY_ARCH[arch]):
         return triton.compile(source, target=driver.active.get_current_target(), options=options)
 
 
@@ -249,7 +249,7 @@ def test_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
     arch, width, groups, divided, keys, warps, stages, more
 ):
     kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages), **more)
-    assert kernel.metadata.shared <= GPUS[arch].shared_memory_per_block
+    assert kernel.metadata.shared <= BY_ARCH[arch].shared_memory_per_block
     assert usage(kernel.asm["cubin"])[1] == 0
     ptx = kernel.asm["ptx"]
     assert "mma.sync" in ptx and "cp.async.cg.shared.global" in ptx

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.kernels import bf16, sums
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.gc_tuning import THRESHOLDS, collected_rarely
+from eagle3.runner.hardware.gpus import BY_ARCH
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def arguments(dtype=torch.float32, n=3, block=16):
 def test_only_calls_that_differ_are_analyzed():
     analyze = triton_kernel_wrap.identify_accessed_tensors
     with (
-        compiling(GPUS["sm_90"]),
+        compiling(BY_ARCH["sm_90"]),
         patch.object(triton_kernel_wrap, "generate_ttir", wraps=triton_kernel_wrap.generate_ttir) as seen,
     ):
         expected = analyze(_add, arguments(), {})
@@ -61,7 +61,7 @@ def test_calls_that_say_how_many_warps_they_take_are_analyzed_once():
         return {dep.name for dep in triton_kernel_wrap.identify_accessed_tensors(tuned, given, {}).read_writes.writes}
 
     with (
-        compiling(GPUS["sm_90"]),
+        compiling(BY_ARCH["sm_90"]),
         patch.object(triton_kernel_wrap, "generate_ttir", wraps=triton_kernel_wrap.generate_ttir) as seen,
         analyzed_once(),
     ):
@@ -81,7 +81,7 @@ def test_a_product_writes_its_sums_and_its_output_and_no_counter():
         assert "X" in {dep.name for dep in found.read_writes.reads}
         return {dep.name for dep in found.read_writes.writes}
 
-    with compiling(GPUS["sm_90"]):
+    with compiling(BY_ARCH["sm_90"]):
         assert written() >= {"ARRIVED", "PARTS", "OUT"}
         with counters_unchanged():
             assert written() == {"PARTS", "OUT"}

@@ -14,7 +14,7 @@ from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.artifact.gpu_memory import workspace_of
+from eagle3.runner.artifact.gpu_needs import workspace_of
 from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, PREFILL, WORKSPACE
 from eagle3.runner.inspect.cli import main as inspect_main
 

@@ -27,10 +27,10 @@ from eagle3.export.lowering.cuda.named_gpu.choices import choices
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
 from eagle3.export.lowering.cuda.named_gpu.operators import operators
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
+from eagle3.runner.hardware.gpus import BY_ARCH
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 
@@ -52,14 +52,14 @@ def test_operators_of_fake_tensors_on_the_gpu_ask_for_no_device():
 def test_answers_are_those_of_the_gpu_named_last():
     assert not has_triton()  # an answer that PyTorch keeps
     for arch, capability in (("sm_90", (9, 0)), ("sm_86", (8, 6))):
-        with fake_device(GPUS[arch]):
+        with fake_device(BY_ARCH[arch]):
             from torch._inductor.codegen.cuda.cuda_env import get_cuda_arch
 
             assert torch.cuda.is_available() and has_triton()
             assert torch.cuda.get_device_capability() == capability
             assert get_cuda_arch() == arch.removeprefix("sm_")
             memory = torch.cuda.get_device_properties().shared_memory_per_block_optin
-            assert memory == GPUS[arch].shared_memory_per_block
+            assert memory == BY_ARCH[arch].shared_memory_per_block
     assert not torch.cuda.is_available() and not has_triton()
 
 
@@ -69,7 +69,7 @@ def test_triton_compiles_for_the_named_gpu_code_that_later_ones_run_too():
         _copy, signature={"x": "*fp32", "y": "*fp32", "n": "constexpr"}, constexprs={"n": 64}
     )
     earlier = driver._active
-    with compiling(GPUS["sm_90"]):
+    with compiling(BY_ARCH["sm_90"]):
         compiled = triton.compile(source, target=driver.active.get_current_target())
     assert driver._active is earlier
     assert ".target sm_90\n" in compiled.asm["ptx"]  # not sm_90a, whose PTX is for that architecture alone
@@ -91,7 +91,7 @@ def _maximum(x, y, n: triton.language.constexpr):
 def test_a_maximum_over_a_warp_is_compiled_for_any_architecture(arch):
     """As Triton comes LLVM ends the process for sm_100."""
     source = triton.compiler.ASTSource(_maximum, {"x": "*fp32", "y": "*fp32", "n": "constexpr"}, {"n": 256})
-    with compiling(GPUS[arch]):
+    with compiling(BY_ARCH[arch]):
         compiled = triton.compile(source, target=driver.active.get_current_target())
     assert f".target {arch}\n" in compiled.asm["ptx"]
 
@@ -118,7 +118,7 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
 def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
     one = tuner(*args)
     with (
-        compiling(GPUS[arch]),
+        compiling(BY_ARCH[arch]),
         patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin),
     ):
         CachingAutotuner._precompile_worker(one)
@@ -192,7 +192,7 @@ def test_spills_are_read_from_the_compiled_kernel():
     spilled = []
     for n, warps in ((32, 4), (256, 4)):
         source = triton.compiler.ASTSource(_many_sums, {"x": "*bf16", "y": "*fp32", "n": "constexpr"}, {"n": n})
-        with compiling(GPUS["sm_90"]):
+        with compiling(BY_ARCH["sm_90"]):
             compiled = triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps})
         spilled.append(usage(compiled.asm["cubin"])[1])
     assert spilled[0] == 0 < spilled[1]
@@ -203,18 +203,18 @@ def test_products_of_few_rows_take_tiles_with_many_bytes_in_flight_and_of_many_r
     tiles += [Tile(128, 256, 128, 5, 8), Tile(128, 256, 32, 2, 2)]  # too much shared memory, too many registers
 
     def rank(rows: int, arch: str) -> list[Tile]:
-        times = {tile: nanoseconds(tile, (1, rows, 5376, 16128), 2, GPUS[arch]) for tile in tiles}
+        times = {tile: nanoseconds(tile, (1, rows, 5376, 16128), 2, BY_ARCH[arch]) for tile in tiles}
         assert times[tiles[-1]] == times[tiles[-2]] == float("inf")
         return sorted(tiles[:-2], key=times.get)
 
-    for arch in GPUS:
+    for arch in BY_ARCH:
         assert rank(8, arch)[0] == tiles[1] and rank(1024, arch)[0] == tiles[3]
         assert rank(1024, arch)[-1] == tiles[0]
 
 
 def test_nothing_is_timed_and_templates_are_ranked():
     before = AlgorithmSelectorCache.do_autotuning, config.shape_padding, config.compile_threads
-    with choices(GPUS["sm_90"]):
+    with choices(BY_ARCH["sm_90"]):
         ranked = AlgorithmSelectorCache.do_autotuning(None, "mm", [], None, {}, "key", ["b", "a", "c"], None)
         assert sorted(ranked, key=ranked.get) == ["b", "a", "c"]  # what are no templates keep their order
         assert not config.shape_padding and config.compile_threads == 1
@@ -236,7 +236,7 @@ class Table(torch.nn.Module):
 def test_weights_are_fake_on_the_gpu_and_know_their_data_on_the_host():
     module = Table()
     program = torch.export.export(module, (torch.tensor([1, 2]),))
-    with fake_device(GPUS["sm_90"]), weights_on_host():
+    with fake_device(BY_ARCH["sm_90"]), weights_on_host():
         moved = on_named_gpu(program)
         weight = moved.state_dict["table"]
         assert weight.device.type == "cuda" and weight.shape == (4, 8)

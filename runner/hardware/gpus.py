@@ -74,6 +74,10 @@ def gpus_of(arch: str | None) -> list[Gpu]:
     return [gpu for gpu in GPUS.values() if f"sm_{gpu.arch}" == arch]
 
 
+BY_ARCH = {arch: gpus_of(arch)[0] for arch in dict.fromkeys(f"sm_{gpu.arch}" for gpu in GPUS.values())}
+"""The architectures that can be named, such as "sm_90", and the GPU that each is compiled for."""
+
+
 def excesses(
     launches: Mapping[str, Sequence[Mapping[str, Any]]], gpu: str, shared_bytes: int, threads: int = THREADS
 ) -> Iterator[str]:

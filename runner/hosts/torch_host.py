@@ -31,8 +31,7 @@ from eagle3.runner.artifact.cuda_weights import (
     decode_weight_table,
     read_ptd_index,
 )
-from eagle3.runner.artifact.gpu_memory import workspace_of
-from eagle3.runner.artifact.limits import recorded_launches
+from eagle3.runner.artifact.gpu_needs import recorded_launches, workspace_of
 from eagle3.runner.artifact.pte import Pte, read_pte
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata, row_bounds
 from eagle3.runner.hosts import torch_host_checks as checks

@@ -95,7 +95,7 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], w
 def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
     """Return the result of ``machine_code/check.py``. Raises ValueError for an artifact that is not for CUDA."""
     from eagle3.runner.artifact.cuda_delegates import cuda_delegates
-    from eagle3.runner.artifact.limits import recorded_launches
+    from eagle3.runner.artifact.gpu_needs import recorded_launches
     from eagle3.runner.machine_code.check import check_code
 
     delegates = cuda_delegates(model)

@@ -15,7 +15,7 @@ from eagle3.runner.artifact import cuda_library
 from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
 from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read_ptd_index
-from eagle3.runner.artifact.gpu_memory import gpu_memory
+from eagle3.runner.artifact.gpu_needs import gpu_memory
 from eagle3.runner.artifact.pte import Pte, read_pte
 from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, Metadata, row_bounds
 

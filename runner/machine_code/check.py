@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle3.runner.artifact.cuda_library import images_of, read_library
 from eagle3.runner.artifact.cuda_weights import WeightTable
-from eagle3.runner.artifact.limits import architectures
+from eagle3.runner.artifact.gpu_needs import architectures
 from eagle3.runner.hardware.gpus import excesses, gpus_of
 from eagle3.runner.machine_code.barriers import faults as barrier_faults
 from eagle3.runner.machine_code.constants import constant_devices, constant_faults

@@ -171,7 +171,7 @@ def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, A
 
 def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, as_json: bool) -> None:
     from eagle3.runner.options import AUTO
-    from eagle3.runner.summary import summary, table
+    from eagle3.runner.printing import summary, table
 
     again = model.replay(result) if verify_lossless else None
     if as_json:

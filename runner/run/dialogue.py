@@ -10,8 +10,7 @@ import click
 from eagle3.runner.console.command import one_line, tell
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model
-from eagle3.runner.printing import print_pieces
-from eagle3.runner.summary import summary, table
+from eagle3.runner.printing import print_pieces, summary, table
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends a reply."
 

@@ -38,7 +38,6 @@ from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
 from eagle3.export.lowering.cuda.weights.quantization import (
@@ -57,7 +56,7 @@ from eagle3.export.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versi
 from eagle3.runner.console.versions import version_of
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
 from eagle3.runner.hardware import gpus
-from eagle3.runner.hardware.gpus import lacking_on_later
+from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
 from eagle3.targets.attention import AttentionFactory
 
 OPTIONS = {
@@ -119,9 +118,9 @@ class NvidiaBackend:
         if local_arch():
             return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
         if plan.config.cuda_arch is None:  # only a dry run comes so far without one
-            gpu = max(gpus.GPUS.values(), key=lambda gpu: gpu.memory)
+            gpu = max(gpus.BY_ARCH.values(), key=lambda gpu: gpu.memory)
             return gpu.memory, f"the largest GPU that is known, {gpu.name},"
-        gpu = GPUS[named_arch(plan)]
+        gpu = BY_ARCH[named_arch(plan)]
         return gpu.memory, gpu.name
 
     def footprint(self, plan: Plan) -> GpuMemory:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import GPUS
 from eagle3.export.tested_versions import FOR_CUDA, TESTED, check_versions
+from eagle3.runner.hardware.gpus import BY_ARCH
 
 
 def check_named_versions() -> None:
@@ -31,7 +31,7 @@ def check_named_versions() -> None:
 
 @contextmanager
 def named_gpu(arch: str) -> Iterator[None]:
-    """Within this context, ExecuTorch's CUDA backend lowers for ``arch`` (a key of ``GPUS``, such as "sm_90").
+    """Within this context, ExecuTorch's CUDA backend lowers for ``arch`` (a key of ``BY_ARCH``, such as "sm_90").
 
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """
@@ -43,7 +43,7 @@ def named_gpu(arch: str) -> Iterator[None]:
     from eagle3.export.lowering.cuda.named_gpu.operators import operators
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
 
-    gpu = GPUS[arch]
+    gpu = BY_ARCH[arch]
     with ExitStack() as parts:
         for part in (toolchain(), fake_device(gpu), compiling(gpu), choices(gpu), weights_on_host(), operators()):
             parts.enter_context(part)

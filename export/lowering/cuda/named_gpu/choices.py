@@ -14,9 +14,9 @@ from torch._inductor.select_algorithm import TritonTemplateCaller
 from torch._inductor.template_heuristics.triton import BaseConfigHeuristic
 from torch._inductor.virtualized import V
 
-from eagle3.export.lowering.cuda.named_gpu.gpus import Gpu
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, ranked
 from eagle3.export.patches import all_replaced
+from eagle3.runner.hardware.gpus import Gpu
 
 INDUCTOR = "torch._inductor."
 

@@ -1,13 +1,18 @@
-"""Computes how much GPU memory a run of a CUDA artifact takes, from its files and without reading weights."""
+"""What a CUDA artifact needs of a GPU, from its files and without reading weights: memory, and what its blocks take.
+
+The exporter recorded each launch (``export.json``). Code for one architecture also runs on later ones, and some of them
+allow less shared memory a block: 99 KB on sm_86, sm_89 and sm_120, 163 KB on sm_80.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3.runner.artifact.cuda_library import runs_on
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
-from eagle3.runner.hardware.gpus import CONTEXT_BYTES
+from eagle3.runner.hardware.gpus import BY_ARCH, CONTEXT_BYTES, excesses
 
 
 def gpu_memory(model: Path, tables: Iterable[WeightTable]) -> dict[str, Any]:
@@ -38,3 +43,24 @@ def _workspace(methods: Mapping[str, int]) -> int:
     of its own."""
     captured = SPECULATE if SPECULATE in methods else TARGET_VERIFY
     return max(methods.values()) + methods[captured]
+
+
+def recorded_launches(model: Path) -> dict[str, list[dict[str, Any]]]:
+    """Map each method to its launches, as recorded beside a ``model.pte``; {} if they are not recorded."""
+    try:
+        methods = read_export(model.parent)[LAUNCHES]
+        return {name: list(method["launches"]) for name, method in methods.items()}
+    except (LookupError, TypeError, AttributeError):
+        return {}
+
+
+def architectures(
+    images: Mapping[str, list[tuple[str, str]]], launches: Mapping[str, list[dict[str, Any]]]
+) -> dict[str, str | None]:
+    """Map each architecture that all kernels have code for to the first line of ``excesses``, None if every launch
+    fits. ``images``: (form, architecture) of each kernel's code (``cuda_library.images_of``)."""
+    found = {}
+    for arch, gpu in BY_ARCH.items():
+        if all(any(runs_on(*image, gpu.capability) for image in each) for each in images.values()):
+            found[arch] = next(excesses(launches, arch, gpu.shared_memory_per_block), None)
+    return found
