@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import fail_command, run_command
+from executorch.backends.cuda.cuda_backend import CudaBackend
 from test_cost import build, launched
 
 from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home, driver_functions
@@ -211,6 +212,13 @@ def test_each_runtime_is_asked_for_itself():
     (line,) = lacking(["aoti_torch_cuda_addmm_out", "aoti_torch_check"], [])
     assert line == "aoti_torch_cuda_addmm_out, which ExecuTorch's CUDA libraries lack"
     assert [line.split(",")[0] for line in lacking(["cuNoSuchThing"], [DRIVER])] == ["cuNoSuchThing"] * 2
+
+
+def test_executorchs_table_has_what_its_own_exporter_counts_on():
+    """The kernels that Inductor may call by name, and the copy between tensors of its runtime."""
+    named = {name for name in CudaBackend.get_supported_fallback_kernels() if name.startswith("aoti_torch_")}
+    assert named and named <= EXECUTORCH
+    assert lacking(["aoti_torch_copy_"], []) == []
 
 
 def test_the_tables_of_symbols_are_cudas_and_pytorchs():

@@ -1,10 +1,11 @@
 """Checks that the runtimes for CUDA artifacts have the symbols that the artifact's libraries need.
 
 For PyTorch, the installed libraries are searched, and the headers that declare the functions of its CUDA build.
-ExecuTorch's CUDA runtime is not in a CPU wheel, so its functions are listed here. The list is the same in the sources
-of 1.4.1 and 1.5.0 (``backends/aoti/common_shims_slim.cpp``, ``backends/cuda/runtime``). The functions of CUDA are those
-of CUDA 13.0 that AOTInductor's code calls. Both runtimes link libcudart. PyTorch's host here also loads the driver's
-libcuda; ExecuTorch's does not, so a library must ask the loader for it.
+ExecuTorch's CUDA runtime is not in a CPU wheel, so its functions are listed here: all ``aoti_torch_`` names that
+``nm -D`` shows of ``libaoti_cuda_shims.so``, built from the sources of August 2026, before the release of 1.5.1
+(``backends/aoti/common_shims_slim.cpp``, ``backends/cuda/runtime``). The functions of CUDA are those of CUDA 13.0 that
+AOTInductor's code calls. Both runtimes link libcudart. PyTorch's host here also loads the driver's libcuda;
+ExecuTorch's does not, so a library must ask the loader for it.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ EXECUTORCH = frozenset(
         "check",
         "clone",
         "clone_preserve_strides",
+        "copy_",
         "create_cuda_guard",
         "create_cuda_stream_guard",
         "create_tensor_from_blob",
