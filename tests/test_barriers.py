@@ -11,7 +11,7 @@ import triton.language as tl
 from ptx_of_kernels import KERNELS, edited, names_of, on_meta, ptx_of
 
 from eagle3.export.lowering.cuda.kernels import attention, large_m, sums
-from eagle3.runner.machine_code.barriers import faults
+from eagle3.runner.machine_code.barriers import NO_BARRIER, faults
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it is Triton's target")
 ARCH = "sm_90"
@@ -144,10 +144,60 @@ def test_what_each_thread_loads_of_its_own_is_not_reported():
     assert found_in(_scalar, X, X, N=512) == ["stored, loaded"]
 
 
+@triton.jit
+def _in_place_twice(x, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(x + at, at)
+    tl.store(x + at, at + 1)
+
+
+@triton.jit
+def _overlapping(x, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(x + at, at)
+    tl.store(x + at + N // 2, at)
+
+
+@pytest.mark.parametrize(
+    ("body", "races"),
+    [
+        ("st.global.b32 [ %rd3 + 0 ], { %r1 };\nst.global.b32 [ %rd4 + 0 ], { %r1 };", True),
+        ("st.global.b32 [ %rd3 + 0 ], { %r1 };\nbar.sync 0;\nst.global.b32 [ %rd4 + 0 ], { %r1 };", False),
+        ("st.global.b32 [ %rd3 + 0 ], { %r1 };\nst.global.b32 [ %rd3 + 0 ], { %r2 };", False),  # a thread's own
+        ("st.global.b32 [ %rd3 + 0 ], { %r1 };\nst.global.b32 [ %rd5 + 0 ], { %r1 };", False),
+        ("st.global.b32 [ %rd3 + 0 ], { 0 };\nst.global.b32 [ %rd4 + 0 ], { 0 };", False),  # the same value
+        ("st.global.b32 [ %rd3 + 0 ], { 0 };\nst.global.b32 [ %rd4 + 0 ], { 1 };", True),
+        ("st.global.b32 [ %rd3 + 0 ], { %r1 };\nst.global.v2.b32 [ %rd3 + 4 ], { %r1, %r1 };", True),
+        ("st.global.b32 [ %rd3 + 0 ], { %r1 };\nst.global.v2.b32 [ %rd3 + 256 ], { %r1, %r1 };", True),  # itself
+        ("st.global.b32 [ %rd1 + 0 ], { %r1 };", True),
+        ("@%p1 st.global.b32 [ %rd1 + 0 ], { %r1 };", False),  # one thread alone
+        ("@%p1 st.global.b32 [ %rd1 + 0 ], { %r1 };\n@!%p1 st.global.b32 [ %rd1 + 4 ], { 2 };", False),
+        ("@%p1 st.global.b32 [ %rd1 + 0 ], { %r1 };\n@!%p1 st.global.b32 [ %rd4 + 0 ], { %r1 };", True),
+        ("@%p2 st.global.b32 [ %rd3 + 0 ], { %r1 };\n@%p2 st.global.b32 [ %rd4 + 0 ], { %r1 };", True),
+        ("@%p2 st.global.b32 [ %rd3 + 0 ], { %r1 };\n@!%p2 st.global.b32 [ %rd4 + 0 ], { %r1 };", True),
+        ("mad.wide.u32 %rd6, %r4, 4, %rd1;\nst.global.b32 [ %rd6 + 0 ], { %r1 };", False),  # not known where
+        ("$L__BB0_1:\nst.global.b32 [ %rd3 + 0 ], { %r1 };\n@%p2 bra $L__BB0_1;", False),
+    ],
+)
+def test_two_threads_store_to_one_place_behind_a_barrier_alone(body, races):
+    loaded = "ld.global.b32 { %r4 }, [ %rd5 + 512 ];\nsetp.eq.b32 %p2, %r4, 0;\n"
+    found = [fault.what for fault in faults(HEAD + loaded + body + "\nret;\n}\n")]
+    assert [what for what in found if what.startswith("stored by two")] == [
+        "stored by two threads, " + NO_BARRIER
+    ] * races
+
+
+def test_tiles_that_overlap_are_reported():
+    assert faults(ptx_of(_in_place_twice, lambda recorded: recorded[(1,)](X, N=512, num_warps=4), "sm_89")) == []
+    found = faults(ptx_of(_overlapping, lambda recorded: recorded[(1,)](X, N=512, num_warps=4), "sm_89"))
+    assert [fault.what.split(",")[0] for fault in found] == ["stored by two threads"]
+
+
 def test_steps_of_a_loop_meet_where_they_are_shorter_than_a_tile():
     assert found_in(_in_place, X, 4096, STEP=1024, N=1024) == []
     assert found_in(_in_place, X, 4096, STEP=768, N=1024) == []  # a thread's places are 128 apart
-    assert {"stored, loaded", "loaded, stored"} == set(found_in(_in_place, X, 4096, STEP=960, N=1024))
+    found = found_in(_in_place, X, 4096, STEP=960, N=1024)
+    assert set(found) == {"stored, loaded", "loaded, stored", "stored by two threads, two"}
 
 
 # Paths

@@ -5,8 +5,11 @@ Within a block: a store by one warp and a load by another of the same address ar
 runs the threads of a block together cannot show this. This module therefore follows a kernel's instructions along every
 path and looks for two accesses without a barrier between them, of which one is a load. Two accesses may overlap if
 their addresses come from the same pointer argument; different arguments are assumed to be different memory. Accesses
-that provably stay within one thread are left out (``thread_places.py``). Pairs of stores are left out too, because a
-kernel often has masked stores side by side.
+that provably stay within one thread are left out (``thread_places.py``).
+
+Two stores by two threads are a fault as well if their values may differ, but only where their addresses are known for
+each thread. Unknown addresses are assumed to differ, because many instructions side by side store one tile, often with
+strides that are arguments. The tests' race detector compares the elements of all stores.
 
 Between blocks of a grid: memory is handed over by an atomic (NVIDIA's PTX ISA, memory consistency model). The atomic
 must release and acquire at GPU scope. A barrier must come before it, to release what the other threads of the block
@@ -27,6 +30,7 @@ MEMORY = ("ld", "st", "atom", "red", "cp", "multimem", "tensormap", "discard", "
 ASYNC_GROUPS = ("commit_group", "wait_group", "wait_all", "mbarrier")
 FUNCTIONS = ("__assertfail", "vprintf")
 NO_BARRIER = "with no barrier on a path between them"
+OVERWRITTEN = f"stored by two threads, {NO_BARRIER}"
 UNRELEASED = f"stored by all threads, then released by an atomic of one, {NO_BARRIER}"
 CACHED = "stored, then loaded by a load that is for constants (ld.global.nc)"
 WEAK = "stored, then loaded behind an atomic that does not release and acquire for the GPU"
@@ -130,6 +134,8 @@ class _Kernel:
                 cached = "nc" in self.flow.instructions[at].parts
                 for stores, what in ((stored if cached else 0, CACHED), (weakly, WEAK), (unfollowed, UNFOLLOWED)):
                     yield from self._met(at, stores, what)
+            if kind == STORE:
+                yield from self._overwritten(at, at)
             if kind == ATOMIC and is_strong(self.flow.instructions[at]):
                 yield from self._unreleased(at, recent)
 
@@ -138,6 +144,8 @@ class _Kernel:
             pair = self.accesses[other], kind
             if LOAD in pair and pair != (LOAD, LOAD):
                 yield from self._pair(other, at, f"{pair[0]}, then {kind} by other threads, {NO_BARRIER}")
+            elif pair == (STORE, STORE):
+                yield from self._overwritten(other, at)
 
     def _unreleased(self, at: int, recent: int) -> Iterator[Fault]:
         for other in self._of(recent):
@@ -155,6 +163,12 @@ class _Kernel:
         if shared and not self.places.apart(self.flow.instructions[first], self.flow.instructions[second]):
             for argument in shared:
                 yield self._fault(argument, first, second, what)
+
+    def _overwritten(self, first: int, second: int) -> Iterator[Fault]:
+        shared = self.arguments(first) & self.arguments(second)
+        if shared and self.places.overwrite(self.flow.instructions[first], self.flow.instructions[second]):
+            for argument in shared:
+                yield self._fault(argument, first, second, OVERWRITTEN)
 
     def _of(self, bits: int) -> Iterable[int]:
         return [at for at, bit in self.bits.items() if bits & bit]

@@ -17,6 +17,7 @@ from eagle3.runner.machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
 FLOAT = re.compile(r"(f|bf|tf|e)\d")
+NAMED = re.compile(r"[%\w.-]+")
 SIZE = re.compile(r"(?:v(\d)\.)?[a-z]+(\d+)$")
 
 
@@ -58,20 +59,46 @@ class Places:
     def apart(self, one: Instruction, other: Instruction) -> bool:
         """Return True if no two threads can touch the same byte, one through the access ``one`` and another through
         ``other``; False if that is unknown."""
+        return self._touched_by_two(one, other) is False
+
+    def overwrite(self, one: Instruction, other: Instruction) -> bool:
+        """Return True if two threads may store different values to the same byte, one through ``one`` and another
+        through ``other``; False if they do not, or if the addresses are unknown.
+
+        A thread whose predicate is unknown may store.
+        """
+        return self._touched_by_two(one, other) is True and not self._store_the_same(one, other)
+
+    def _touched_by_two(self, one: Instruction, other: Instruction) -> bool | None:
+        """Return whether two threads can touch the same byte through the two accesses; None if that is unknown."""
         try:
             first, second = (self._address(each) for each in (one, other))
         except Unknown:
-            return False
+            return None
         difference = first.plus(second, -1)
         if difference.common:
-            return False
+            return None
         step = difference.step
         distance = first.by_thread[:, None] - second.by_thread[None, :]
         near = np.zeros_like(distance, dtype=bool)
         for start, size in ((distance, accessed_bytes(other)), (-distance, accessed_bytes(one))):
             near |= (start % step < size) if step else (start >= 0) & (start < size)
         np.fill_diagonal(near, False)
-        return not bool(near[np.ix_(self._executing(one), self._executing(other))].any())
+        return bool(near[np.ix_(self._executing(one), self._executing(other))].any())
+
+    def _store_the_same(self, one: Instruction, other: Instruction) -> bool:
+        """Return True if all threads store the same known values through both."""
+        if one.parts != other.parts:
+            return False
+        stored = (NAMED.findall(each.operands[1]) for each in (one, other))
+        for mine, theirs in zip(*stored, strict=True):
+            try:
+                difference = self.value(mine).plus(self.value(theirs), -1)
+            except Unknown:
+                return False
+            if not self.value(mine).is_common() or difference.common or difference.by_thread.any():
+                return False
+        return True
 
     def _address(self, instruction: Instruction) -> Value:
         register, offset = instruction.place
