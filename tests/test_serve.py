@@ -125,6 +125,15 @@ def test_each_choice_draws_by_a_seed_of_its_own(client, alone):
     assert texts == said
 
 
+def test_choices_of_one_prompt_have_cached_what_the_first_had(client, model):
+    model.forget()
+    options = {"model": "tiny", "messages": ASKED, "max_tokens": 4, "n": 3}
+    usage = client.chat.completions.create(**options).usage
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    again = client.chat.completions.create(**options).usage
+    assert again.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
 def test_without_a_temperature_text_is_sampled(model, artifact):
     with served([model], artifact, temperature=None) as running:
         given = {"messages": ASKED, "max_tokens": 20}

@@ -149,6 +149,8 @@ def test_a_client_that_vanishes_from_the_queue(server, held):
     held.set()
     until(lambda: server.engine.running == server.engine.waiting == 0)
     assert server.metric("vllm:generation_tokens_total") < 900
+    assert server.metric("vllm:request_success_total") == 2  # nothing was generated for it
+    assert server.metric('vllm:request_success_total{finished_reason="length"') == 0
     assert server.post("/completions", SHORT).status_code == 200
 
 
