@@ -32,6 +32,11 @@ class Piece:
 
     text: str
     token_ids: list[int]
+    proposed: int = 0
+    """Tokens that the draft proposed in this round; 0 for a step without a draft, as the first token is."""
+    accepted: int = 0
+    """Proposals that the target accepted. ``token_ids`` begins with them; one more is the target's own. A generation
+    that ends within a round has accepted more than it gives."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class Answer:
         self._decoder, self._rest_is_out = decoder, False
         self._tokens: list[int] = []
         self._texts: list[str] = []
+        self._counted = 0, 0  # draft tokens and accepted ones of the rounds before
         self.finish_reason: str = ABORT
         self._stop_reason: int | str | None = None
 
@@ -141,6 +147,8 @@ class Answer:
 
     def take(self, fresh: list[int]) -> Piece:
         """Keep what a round accepted, up to a stop string."""
+        before, self._counted = self._counted, (self.stats.num_draft_tokens, self.stats.num_accepted_tokens)
+        proposed, accepted = (now - then for now, then in zip(self._counted, before, strict=True))
         text = ""
         if self._decoder is not None:
             text = self._decoder.push(fresh)
@@ -149,7 +157,7 @@ class Answer:
                 self.finish_reason, self._stop_reason = STOP, self._decoder.stopped
                 fresh = fresh[: self._decoder.kept - len(self._tokens)]
         self._tokens += fresh
-        return Piece(text, fresh)
+        return Piece(text, fresh, proposed, accepted)
 
     def end(self, generation: Generation) -> None:
         """There are no more rounds."""

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from eagle3.runner.serve import chat, completions, responses
 from eagle3.runner.serve.errors import APIError, Refused, as_response, body, on_api_error
 from eagle3.runner.serve.gate import Gate
+from eagle3.runner.serve.page import add_page
 from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
 from eagle3.runner.serve.service import Service
 
@@ -68,6 +69,7 @@ def build_app(service: Service, key: str | None = None, log: Callable[[str], Non
     ):
         app.post(path)(_endpoint(service, kind, endpoint.complete, endpoint.stream, DONE, _data))
     app.post("/v1/responses")(_endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event))
+    add_page(app)
     return app
 
 

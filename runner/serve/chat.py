@@ -15,10 +15,11 @@ from starlette.requests import Request
 
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
+from eagle3.runner.serve.authors import Authors
 from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.engine import Delta, Job
 from eagle3.runner.serve.errors import Refused
-from eagle3.runner.serve.markup import CONTENT, REASONING, Part
+from eagle3.runner.serve.markup import CONTENT, FIELDS, REASONING, Part
 from eagle3.runner.serve.requests import MOST_LOGPROBS, ChatBody, length
 from eagle3.runner.serve.service import Service
 
@@ -38,6 +39,10 @@ def asked(service: Service, body: ChatBody) -> Turn:
         options["logprobs"] = count
     elif body.top_logprobs:
         raise Refused("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.return_speculation and not body.stream:
+        raise Refused(
+            "return_speculation needs stream to be true: usage has the counts of an answer", "return_speculation"
+        )
     turn = service.dialogue.turn(
         body.messages, options, body.tools, body.tool_choice, body.parallel_tool_calls, body.response_format, kwargs
     )
@@ -126,6 +131,7 @@ class Chunks:
     async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
         """One choice: the role, what each round gives, the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
+        authors = Authors(self._service.model, self._turn.options) if self._body.return_speculation else None
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
             first = True
             async for parts, delta in rounds:
@@ -133,23 +139,30 @@ class Chunks:
                     yield self._one(index, {"role": "assistant", "content": ""})
                     first = False
                 shown = [part for part in parts if part.kind == REASONING or (part.kind == CONTENT and not forced)]
-                for chunk in self._of_round(index, shown, delta):
-                    yield chunk
+                fields, more = self._of_round(shown, delta, authors)
+                if fields or more:
+                    yield self._one(index, fields, **more)
         if forced and not answer.calls:  # cut before the list of calls was whole
             yield self._one(index, {"content": answer.text(CONTENT)})
         for number, call in enumerate(answer.calls):
             yield self._one(index, {"tool_calls": [_tool_call(number, call)]})
         yield self._one(index, {}, finish_reason=answer.finish_reason)
 
-    def _of_round(self, index: int, parts: list[Part], delta: Delta | None) -> list[ChatCompletionChunk]:
+    def _of_round(
+        self, parts: list[Part], delta: Delta | None, authors: Authors | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A round's delta, and what stands beside it."""
         fields: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         for part in parts:
-            name = "content" if part.kind == CONTENT else "reasoning_content"
+            name = FIELDS[part.kind]
             fields[name] = fields.get(name, "") + part.text
         if self._body.logprobs and delta is not None and delta.logprobs:
             content = token_logprobs(self._service.model, delta.logprobs, self._turn.options)
-            return [self._one(index, fields, logprobs=ChunkLogprobs(content=content, refusal=None))]
-        return [self._one(index, fields)] if fields else []
+            more["logprobs"] = ChunkLogprobs(content=content, refusal=None)
+        if authors is not None and (parts or delta is not None):
+            more["speculation"] = authors.told(parts, delta)
+        return fields, more
 
 
 def _tool_call(number: int, call: Call) -> ChoiceDeltaToolCall:

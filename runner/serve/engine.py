@@ -26,6 +26,9 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     """Of ``token_ids``; empty unless they were asked for."""
+    proposed: int = 0
+    accepted: int = 0
+    """As ``Piece`` has them."""
 
 
 @dataclass
@@ -181,7 +184,7 @@ class Engine:
                 place.given += len(piece.token_ids)
                 known = place.stream.result.logprobs or []
                 logprobs = known[place.given - len(piece.token_ids) : place.given]
-            job.tell(Delta(piece.text, piece.token_ids, logprobs))
+            job.tell(Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted))
         except Exception as error:  # a generation that fails is its request's, and the next one goes on
             self._end(place, job, error)
 

@@ -19,6 +19,8 @@ TOOL_MARKS = {"gemma": ("<|tool_call>",), "qwen": ("<tool_call>", "<function="),
 """What a tool call's text begins with."""
 
 REASONING, CONTENT, TOOLS = "reasoning", "content", "tools"
+FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
+"""Of a message, by the kind of a part."""
 
 
 class ReasoningMarks(NamedTuple):
@@ -50,8 +52,11 @@ def tool_parser(template: str) -> str:
 
 
 class Part(NamedTuple):
+    """``start``: the place of ``text`` in the whole of what was pushed; None where it is no piece of that."""
+
     kind: str
     text: str
+    start: int | None = None
 
 
 @dataclass
@@ -69,7 +74,8 @@ class Splitter:
     specials: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._held, self._kind = "", REASONING if self.reasoning else CONTENT
+        self._held, self._start = "", 0  # and the place of what is held in the whole text
+        self._kind = REASONING if self.reasoning else CONTENT
         self._begun = self.reasoning  # reasoning comes first or not at all
         self._trims = True
 
@@ -83,8 +89,7 @@ class Splitter:
 
     def finish(self) -> list[Part]:
         """What was held back."""
-        held, self._held = self._held, ""
-        return self._part(held)
+        return self._part(len(self._held))
 
     def _advance(self, parts: list[Part]) -> bool:
         """Pass on what is certain; returns whether a mark was met, so that there may be more."""
@@ -93,25 +98,21 @@ class Splitter:
         marks = self._ahead()
         strings = StopStrings([*marks, *self.specials]) if marks or self.specials else None
         if strings is None:
-            parts += self._part(self._held)
-            self._held = ""
+            parts += self._part(len(self._held))
             return False
         found = strings.first(self._held)
         if found is None:
-            ready = len(self._held) - strings.unfinished(self._held)
-            parts += self._part(self._held[:ready])
-            self._held = self._held[ready:]
+            parts += self._part(len(self._held) - strings.unfinished(self._held))
             return False
         start, mark = found
-        parts += self._part(self._held[:start])
+        parts += self._part(start)
         marks = self._ahead()  # text before a mark may have made it one no more
         if mark not in marks and mark not in self.specials:
-            self._held = self._held[start:]
             return True
         if marks.get(mark) == TOOLS:
-            self._kind, self._held = TOOLS, self._held[start:]
+            self._kind = TOOLS
             return False
-        self._held = self._held[start + len(mark) :]
+        self._drop(len(mark))
         if mark in marks:
             self._kind, self._begun, self._trims = marks[mark], True, True
         return True
@@ -125,7 +126,15 @@ class Splitter:
             ahead[self.marks.begin] = REASONING
         return ahead
 
-    def _part(self, text: str) -> list[Part]:
+    def _drop(self, count: int) -> str:
+        """Hold the first ``count`` characters no more; returns them."""
+        dropped, self._held = self._held[:count], self._held[count:]
+        self._start += count
+        return dropped
+
+    def _part(self, count: int) -> list[Part]:
+        """The first ``count`` characters that are held."""
+        text = self._drop(count)
         if self._trims and self._begun:
             text = text.lstrip("\n")
         if not text:
@@ -133,4 +142,4 @@ class Splitter:
         self._trims = False
         if self._kind == CONTENT and text.strip():
             self._begun = True
-        return [Part(self._kind, text)]
+        return [Part(self._kind, text, self._start - len(text))]

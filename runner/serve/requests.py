@@ -94,6 +94,8 @@ class ChatBody(Asked, ChatCompletionRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_speculation: bool | None = None
+    """Of this server alone: each chunk of a stream says what was proposed and accepted (``authors.py``)."""
 
 
 class CompletionBody(Asked):
