@@ -23,7 +23,7 @@ from served import served
 from eagle3.runner import load
 from eagle3.runner.model import Model
 from eagle3.runner.serve.cli import bind, main
-from eagle3.runner.serve.gate import MOST_BODY
+from eagle3.runner.serve.gate import MOST_BODY, Gate
 
 LONG = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
 SHORT = {"prompt": "class A", "max_tokens": 8}
@@ -193,13 +193,47 @@ def test_a_key(model, artifact):
         for headers in (
             {},
             {"Authorization": "Bearer wrong"},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "Bearer secrets"},
+            {"Authorization": "Bearer"},
             {"Authorization": "secret"},
             {"Authorization": "Bearer é"},
         ):
             answer = server.post("/completions", SHORT, headers={k: v.encode() for k, v in headers.items()})
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{server.url}/models").status_code == 401
+        for path in ("models", "models/tiny", "responses", "nothing"):
+            assert httpx.get(f"{server.url}/{path}").status_code == 401
         assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "open_"),
+    [
+        ("/v1/models", "", False),
+        ("/tiny/v1/models", "/tiny", False),
+        ("/tiny/v1/models", "", False),
+        ("/tiny/health", "/tiny", True),
+        ("/tiny/", "/tiny/", True),
+        ("/tiny/page.js", "/tiny", True),
+        ("/", "", True),
+        ("/v2/models", "", False),
+        ("//v1/models", "", False),
+        ("/V1/models", "", False),
+        ("/health/../v1/models", "", False),
+    ],
+)
+def test_a_key_is_asked_for_wherever_the_application_is_mounted(path, root, open_):
+    passed = []
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
+    asyncio.run(Gate(app, "secret", lambda line: None)(scope, None, send))
+    assert bool(passed) == open_
 
 
 def test_a_line_a_request_without_its_text(server):

@@ -9,11 +9,22 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle3.runner.serve.errors import APIError, Refused, as_response
+from eagle3.runner.serve.page import FILES
 from eagle3.runner.statistics import GenerationStats
 
 MOST_BODY = 16 << 20
 MOST_DISCARDED = 1 << 28
 """Of a body that is too large, bytes that are read and thrown away, so that its sender gets to read the answer."""
+
+QUIET = frozenset(("/health", "/metrics"))
+"""Places that are asked again and again: no line is logged of them."""
+OPEN = QUIET | FILES.keys()
+"""Places that need no key; every other does, whether there is such a place or not."""
+
+
+def route(scope: Scope) -> str:
+    """The path without what a proxy mounts the application at."""
+    return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 class Gate:
@@ -35,13 +46,13 @@ class Gate:
         try:
             await self._pass(scope, receive, sent)
         finally:
-            if scope["path"] not in ("/health", "/metrics"):
+            if route(scope) not in QUIET:
                 self._log(line(scope, status, time.perf_counter() - start))
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
-            if self._key is not None and scope["path"].startswith("/v1"):
+            if self._key is not None and route(scope) not in OPEN:
                 self._check_key(headers.get("authorization", ""))
             size = headers.get("content-length", "")
             if size.isdigit() and int(size) > MOST_BODY:

@@ -13,13 +13,13 @@ POLICY = (
 )
 """A browser that heeds it loads nothing from elsewhere, and runs nothing that a model wrote."""
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+FILES = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(FOLDER.iterdir())}
+"""By the path that each is served at. They bear no secret, so that no key is asked for them."""
 
 
 def add_page(app: FastAPI) -> None:
-    """Routes for the files. They bear no secret, so that no key is asked for them."""
-    for file in sorted(FOLDER.iterdir()):
-        place = "/" if file.name == "index.html" else f"/{file.name}"
-        app.add_api_route(place, _sender(file), methods=["GET", "HEAD"])
+    for path, file in FILES.items():
+        app.add_api_route(path, _sender(file), methods=["GET", "HEAD"])
 
 
 def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
