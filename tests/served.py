@@ -28,13 +28,32 @@ class Served:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-@contextmanager
-def served(models: list[Model], folder, max_queue: int = 64, key: str | None = None, **defaults):
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def service_of(models: list[Model], folder, max_queue: int = 64, **defaults) -> Service:
     """Requests are greedy unless they say otherwise."""
-    metrics, lines = Metrics("tiny"), []
+    metrics = Metrics("tiny")
     engine = Engine(models, max_queue, metrics.add, {})
     metrics.watch(lambda: engine.running, lambda: engine.waiting)
-    service = Service(engine, Dialogue(models[0], folder), "tiny", metrics, {"temperature": 0, **defaults})
+    return Service(engine, Dialogue(models[0], folder), "tiny", metrics, {"temperature": 0, **defaults})
+
+
+@contextmanager
+def serviced(models: list[Model], folder):
+    """A service without a server."""
+    service = service_of(models, folder)
+    try:
+        yield service
+    finally:
+        service.engine.close()
+
+
+@contextmanager
+def served(models: list[Model], folder, max_queue: int = 64, key: str | None = None, **defaults):
+    service, lines = service_of(models, folder, max_queue, **defaults), []
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(build_app(service, key, lines.append), log_config=None, lifespan="on")
     server = uvicorn.Server(config)

@@ -90,11 +90,10 @@ def main(
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise click.ClickException(f"{missing[0]} is not installed: type pip install 'eagle3-export[serve]'")
-    key = None
-    if api_key_file is not None:
-        key = api_key_file.read_text(encoding="utf-8").strip()
-        if not key or not key.isascii() or not key.isprintable():
-            raise click.UsageError(f"{api_key_file} has no key: give it a line of printable ASCII")
+    try:
+        key = None if api_key_file is None else read_key(api_key_file)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     listening = bind(host, port)
 
     leave_threads_to_xnnpack()  # before torch is imported
@@ -110,6 +109,14 @@ def main(
         )  # fmt: skip
     finally:
         listening.close()
+
+
+def read_key(file: Path) -> str:
+    """The key that requests must bear. Raises ValueError for a file without one."""
+    key = file.read_text(encoding="utf-8").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{file} has no key: give it a line of printable ASCII")
+    return key
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -3,7 +3,8 @@
 import asyncio
 import signal
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,26 @@ def serve(
     chain_len: int | str | None,
     **loading: Any,
 ) -> None:
-    """Load and serve until SIGTERM or SIGINT; what runs then has ``grace`` seconds.
+    """Load and serve until SIGTERM or SIGINT; what runs then has ``grace`` seconds. Raises as ``opened``."""
+    opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, **loading)
+    with opening as service:
+        host, port = listening.getsockname()[:2]
+        tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        run(service, key, listening, grace)
+
+
+@contextmanager
+def opened(
+    artifact: Path,
+    model_id: str | None,
+    parallel: int,
+    max_queue: int,
+    defaults: dict[str, Any],
+    tool_parser: str,
+    chain_len: int | str | None,
+    **loading: Any,
+) -> Iterator[Service]:
+    """Load an artifact ``parallel`` times, to be served; the engine must have ended when this does.
 
     Raises ValueError and FileNotFoundError as ``load``, and for an artifact without a tokenizer and defaults that no
     request takes.
@@ -49,10 +69,7 @@ def serve(
         metrics = Metrics(name)
         engine = Engine(models, max_queue, metrics.add, {} if chain_len is None else {"chain_len": chain_len})
         metrics.watch(lambda: engine.running, lambda: engine.waiting)
-        service = Service(engine, Dialogue(models[0], folder, tool_parser), name, metrics, defaults)
-        host, port = listening.getsockname()[:2]
-        tell(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-        run(service, key, listening, grace)
+        yield Service(engine, Dialogue(models[0], folder, tool_parser), name, metrics, defaults)
 
 
 def check_defaults(given: dict[str, Any]) -> None:

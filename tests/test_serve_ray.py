@@ -1,0 +1,117 @@
+"""Two replicas on this machine under Ray Serve, and a file of prompts through Ray Data. Skipped without Ray, which is
+too large to be installed for tests alone: pip install 'eagle3-export[ray]'."""
+
+import time
+
+import httpx
+import pytest
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'eagle3-export[ray]'")
+serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'eagle3-export[ray]'")
+
+from served import free_port  # noqa: E402
+
+from eagle3.runner.model import Model  # noqa: E402
+
+FIRST, SECOND = "import os\nimport sys\n\n\ndef first(", "class Reader:\n    def second("
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster, artifact, tmp_path_factory):
+    from eagle3.runner.serve.ray import Settings, app
+
+    key, port = tmp_path_factory.mktemp("key") / "key", free_port()
+    key.write_text("secret\n")
+    asked = Settings(artifact=str(artifact), replicas=2, cpus=0.5, model_id="tiny", api_key_file=str(key))
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app(asked.model_copy(update={"defaults": {"temperature": 0}})), route_prefix="/tiny")
+    return f"http://127.0.0.1:{port}/tiny"
+
+
+@pytest.fixture
+def client(url):
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("WARNING")
+
+
+def completion(client, prompt, **more) -> dict:
+    answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_answers_are_the_librarys_and_a_prompt_goes_where_its_beginning_is_known(client, session, artifact):
+    alone = Model(session.metadata, lambda: session, artifact)
+    for number in range(4):
+        for begun in (FIRST, SECOND):
+            prompt = begun + f"x{number}"
+            answer = completion(client, prompt)
+            assert answer["choices"][0]["text"] == alone.generate(prompt, max_new_tokens=8).text
+            details = answer["usage"]["prompt_tokens_details"]
+            if number:  # one cache alone would hold the other prompt's beginning now
+                assert details["cached_tokens"] >= len(alone.encode(begun)) - 2
+
+
+def test_everything_else_is_as_without_ray(client, url):
+    lines = client.post("/v1/completions", json={"prompt": FIRST, "max_tokens": 20, "stream": True}).text
+    assert lines.endswith("data: [DONE]\n\n") and lines.count("data: {") > 4
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert completion(client, [5, 6, 7])["usage"]["prompt_tokens"] == 3  # no text to be routed by
+    assert client.post("/v1/completions", content=b"{").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert "module" in httpx.get(f"{url}/").text and httpx.get(f"{url}/page.js").status_code == 200
+
+
+def test_a_client_that_vanishes_frees_its_replica(client):
+    long = {"prompt": FIRST, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=long) as answer:
+        next(answer.iter_lines())
+    end = time.monotonic() + 20
+    while 'finished_reason="abort"' not in client.get("/metrics").text:  # of one replica or the other
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_replica_that_is_killed_comes_back(client):
+    expected = completion(client, FIRST)["choices"][0]["text"]
+
+    def replicas() -> set[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return {each["name"] for each in named if "eagle3-model" in each["name"]}
+
+    before = replicas()
+    assert len(before) == 2
+    killed = sorted(before)[0]
+    ray.kill(ray.get_actor(killed, namespace="serve"))
+    end = time.monotonic() + 60
+    while len(replicas() - {killed}) < 2:
+        assert completion(client, FIRST)["choices"][0]["text"] == expected  # the other goes on
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    for number in range(6):
+        assert completion(client, FIRST)["choices"][0]["text"] == expected, number
+
+
+def test_settings_that_make_no_sense(tmp_path):
+    from eagle3.runner.serve.ray import Settings, app
+
+    with pytest.raises(ValueError, match="extra_forbidden|Extra inputs"):
+        Settings(artifact="out", replica=2)
+    (tmp_path / "key").write_text("")
+    with pytest.raises(ValueError, match="has no key"):
+        app(Settings(artifact="out", api_key_file=str(tmp_path / "key")))
