@@ -341,6 +341,16 @@ def test_what_the_other_endpoints_refuse(server, path, given, words):
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_another_model_than_the_one_served(server, path):
+    given = (
+        {"messages": ASKED} if path.startswith("chat") else {"prompt": "x"} if path == "completions" else {"input": "x"}
+    )
+    answer = server.post(f"/{path}", given | {"model": "gpt-4"})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    assert httpx.get(f"{server.url}/models/gpt-4").status_code == 404
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/chat/completions", 405), ("POST", "/edits", 404)])
 def test_a_place_that_there_is_not(server, method, path, status):
     answer = httpx.request(method, server.url + path)
