@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,34 @@ class Batch:
         template = [self.chat, self.system] if prompt.text is not None else None
         return request_digest(self.model.metadata, prompt, template, Options.of(**options))
 
-    def generate(self, prompt: Prompt, replies: Sequence[str | None]) -> Iterator[Result]:
-        return generate_turns(self.model, prompt, self.chat, self.system, prompt.own_options(self.options), replies)
+    def run(self, prompts: Sequence[Prompt], replies: Mapping[int, Sequence[str | None]]) -> Iterator["Outcome"]:
+        """What is missing of each prompt, in turn. ``replies``: the turns that are known, by line."""
+        for prompt in prompts:
+            turn = len(known := replies.get(prompt.line, []))
+            options = prompt.own_options(self.options)
+            try:
+                for result in generate_turns(self.model, prompt, self.chat, self.system, options, known):
+                    yield Outcome(prompt, turn, result)
+                    turn += 1
+            except (ValueError, RuntimeError) as error:
+                yield Outcome(prompt, turn, error)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A turn of a prompt, or why there is none and no later one."""
+
+    prompt: Prompt
+    turn: int
+    result: Result | ValueError | RuntimeError
+
+    @property
+    def is_last(self) -> bool:
+        return self.turn == len(self.prompt.further_turns) or isinstance(self.result, Exception)
+
+
+Compute = Callable[[Batch, Sequence[Prompt], Mapping[int, Sequence[str | None]]], Iterator[Outcome]]
+"""As ``Batch.run``, anywhere and in any order."""
 
 
 def run_batch(
@@ -59,6 +85,7 @@ def run_batch(
     options: dict[str, Any],
     keep_going: bool = False,
     show_stats: bool = False,
+    compute: Compute | None = None,
 ) -> None:
     """Run the prompts of ``file`` whose results are not yet in ``output``.
 
@@ -69,6 +96,7 @@ def run_batch(
         options: generation options of all prompts; ``seed`` is mixed with each prompt's line (``Prompt.own_options``)
         keep_going: skip the prompts that cannot be run
         show_stats: print where the time went
+        compute: what runs the prompts; None: ``model``, one after the other
 
     Raises:
         ValueError: a line cannot be run (raised before anything is computed); a prompt fails (the results before it are
@@ -84,23 +112,24 @@ def run_batch(
     total, failed, done = GenerationStats(), len(faults), len(prompts)
     missing = [each for each in prompts if len(earlier.texts.get(each.line, [])) <= len(each.further_turns)]
     with opened(output, earlier) as results, progress() as bar:
-        if missing:
+        if missing and compute is None:
             _ = model.session  # loads the methods here, so that an error in them is not reported for a prompt
-        for prompt in bar.track(missing, description="generating"):
-            replies = earlier.texts.get(prompt.line, [])
-            try:
-                for turn, result in enumerate(batch.generate(prompt, replies), len(replies)):
-                    record = {"line": prompt.line} | ({} if prompt.id is None else {"id": prompt.id}) | {"turn": turn}
-                    record |= {"request": digests[prompt.line]} | result.as_json()
-                    results.write(json.dumps(record) + "\n")
-                    results.flush()
-                    total.add(result.stats)
-            except (ValueError, RuntimeError) as error:
-                reason = f"{name} line {prompt.line}: {one_line(error)}"
+        going = bar.add_task("generating", total=len(missing))
+        for outcome in (compute or Batch.run)(batch, missing, earlier.texts) if missing else ():
+            prompt, result = outcome.prompt, outcome.result
+            if isinstance(result, Exception):
+                reason = f"{name} line {prompt.line}: {one_line(result)}"
                 if not keep_going:
-                    raise ValueError(f"{reason} ({KEEP_GOING})") from error
+                    raise ValueError(f"{reason} ({KEEP_GOING})") from result
                 tell(f"Error: {reason}")
                 failed, done = failed + 1, done - 1
+            else:
+                record: dict[str, Any] = {"line": prompt.line} | ({} if prompt.id is None else {"id": prompt.id})
+                record |= {"turn": outcome.turn, "request": digests[prompt.line]} | result.as_json()
+                results.write(json.dumps(record) + "\n")
+                results.flush()
+                total.add(result.stats)
+            bar.advance(going, outcome.is_last)
     _tell_total(total, done, sum(map(bool, earlier.texts.values())), output)
     if show_stats and total.generations:
         tell(table(total))

@@ -307,3 +307,27 @@ def test_an_output_that_cannot_be_written_is_told_before_the_methods_are_loaded(
 def test_keep_going_is_for_a_file_of_prompts(artifact):
     code, line = fail_command(main, artifact, "--prompt", "a", "--keep-going")
     assert code == 2 and "--keep-going is for the prompts of a file" in line
+
+
+def test_prompts_may_be_computed_elsewhere_and_in_any_order(fresh, unused, files):
+    write(files[0], PROMPTS)
+    expected = tokens_by_turn(run(fresh, files))
+    files[1].unlink()
+
+    def elsewhere(asked, prompts, replies):
+        assert asked.model is unused
+        there = batch.Batch(fresh, asked.chat, asked.system, asked.options)
+        for prompt in reversed(prompts):
+            yield from there.run([prompt], replies)
+
+    run_batch(unused, *files, False, None, {"max_new_tokens": 6}, compute=elsewhere)
+    assert tokens_by_turn(records(files[1])) == expected and records(files[1])[0]["line"] == 3
+
+
+def test_ray_is_for_a_file_of_prompts_and_may_be_missing(artifact, files, monkeypatch):
+    code, line = fail_command(main, artifact, "--prompt", "a", "--ray", 2)
+    assert code == 2 and "--ray is for the prompts of a file" in line
+    write(files[0], PROMPTS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, line = fail_command(main, artifact, "--prompts", files[0], "--ray", 2)
+    assert (code, line) == (1, "Error: ray is not installed: type pip install 'eagle3-export[ray]'")

@@ -1,6 +1,7 @@
 """Two replicas on this machine under Ray Serve, and a file of prompts through Ray Data. Skipped without Ray, which is
 too large to be installed for tests alone: pip install 'eagle3-export[ray]'."""
 
+import json
 import time
 
 import httpx
@@ -9,9 +10,11 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'eagle3-export[ray]'")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'eagle3-export[ray]'")
 
+from commands import run_command  # noqa: E402
 from served import free_port  # noqa: E402
 
 from eagle3.runner.model import Model  # noqa: E402
+from eagle3.runner.run.cli import main  # noqa: E402
 
 FIRST, SECOND = "import os\nimport sys\n\n\ndef first(", "class Reader:\n    def second("
 
@@ -115,3 +118,29 @@ def test_settings_that_make_no_sense(tmp_path):
     (tmp_path / "key").write_text("")
     with pytest.raises(ValueError, match="has no key"):
         app(Settings(artifact="out", api_key_file=str(tmp_path / "key")))
+
+
+PROMPTS = [{"prompt": f"def f{number}(", "max_new_tokens": 12} for number in range(40)]
+PROMPTS += [
+    {"turns": ["Open a file.", "Close it."], "max_new_tokens": 8},
+    {"prompt": "x", "seed": 3, "temperature": 0.9},
+]
+
+
+def lines_of(file) -> dict:
+    """By line and turn, without what depends on time and on what a cache held."""
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return {(each["line"], each["turn"]): (each["token_ids"], each["request"]) for each in records}
+
+
+def test_a_file_of_prompts_over_ray_data_is_that_of_one_model_and_goes_on_where_it_was(cluster, artifact, tmp_path):
+    file, alone, spread = tmp_path / "prompts.jsonl", tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in PROMPTS))
+    run_command(main, artifact, "--prompts", file, "--output", alone, "--seed", 5)
+    run_command(main, artifact, "--prompts", file, "--output", spread, "--seed", 5, "--ray", 2)
+    assert lines_of(spread) == lines_of(alone) and len(lines_of(alone)) == len(PROMPTS) + 1
+    whole = spread.read_text().splitlines(keepends=True)
+    spread.write_text("".join(whole[:10]) + whole[10][:30])  # interrupted in the middle of a line
+    told = run_command(main, artifact, "--prompts", file, "--output", spread, "--seed", 5, "--ray", 2).stderr
+    assert spread.read_text().startswith("".join(whole[:10])) and lines_of(spread) == lines_of(alone)
+    assert "10 of them in" in told

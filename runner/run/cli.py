@@ -1,5 +1,6 @@
 """``eagle3-run``: runs prompts through an artifact."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ Examples:
   eagle3-run out --chat --system "You are brief."
   git diff | eagle3-run out --chat --prompt -
   eagle3-run out --prompts questions.jsonl --output results.jsonl --keep-going
+  eagle3-run out --prompts million.jsonl --output results.jsonl --ray 8
   eagle3-run out --prompt-tokens 2,45,17,300 --json
 """
 
@@ -53,6 +55,13 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     help="File for the results of --prompts; results that it already holds are not run again. Default: stdout.",
 )
 @click.option("--keep-going", is_flag=True, help="With --prompts, skip those that cannot be run; then exit code 1.")
+@click.option(
+    "--ray",
+    "replicas",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --prompts: on N replicas of a Ray cluster, each with a GPU of its own if the artifact is for one.",
+)
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template; no prompt: a dialogue.")
 @click.option("--system", callback=utf8, metavar="TEXT", help="The system prompt of --chat.")
 @generation_flags
@@ -78,6 +87,7 @@ def main(
     prompts: Path | None,
     output: Path | None,
     keep_going: bool,
+    replicas: int | None,
     chat: bool,
     system: str | None,
     stats: bool,
@@ -100,6 +110,8 @@ def main(
     _check_flags(prompt_tokens, prompts, output, chat, system, verify_lossless and (dialogue or prompts is not None))
     if keep_going and prompts is None:
         raise click.UsageError("--keep-going is for the prompts of a file: give them by --prompts")
+    if replicas is not None:
+        _check_ray(prompts)
     if given["logprobs"] is not None and prompts is None and not (as_json and sources):
         raise click.UsageError("--logprobs are shown with --json only: type --json as well")
     options = options_from(given)  # logprobs among them
@@ -116,7 +128,12 @@ def main(
         elif prompts is not None:
             from eagle3.runner.batch import run_batch
 
-            run_batch(model, prompts, output, chat, system, options, keep_going, stats)
+            compute = None
+            if replicas is not None:
+                from eagle3.runner.batch_ray import over_ray
+
+                compute = over_ray(artifact, replicas, {"runtime": runtime, "cuda_graph": cuda_graph})
+            run_batch(model, prompts, output, chat, system, options, keep_going, stats, compute)
         else:
             asked: Prompt | None = prompt_tokens
             if asked is None:
@@ -143,6 +160,13 @@ def _check_flags(
         raise click.UsageError("--output takes the results of --prompts: type > FILE for one prompt's")
     if lossless_of_many:
         raise click.UsageError("--verify-lossless is for one prompt: give it by --prompt")
+
+
+def _check_ray(prompts: Path | None) -> None:
+    if prompts is None:
+        raise click.UsageError("--ray is for the prompts of a file: give them by --prompts")
+    if importlib.util.find_spec("ray") is None:
+        raise click.ClickException("ray is not installed: type pip install 'eagle3-export[ray]'")
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
