@@ -11,10 +11,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from served import served
 
 from eagle3.runner.model import Model
+from eagle3.runner.serve.dialogue import moved
 from eagle3.runner.serve.requests import with_own_seeds
 
 ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
@@ -199,6 +200,45 @@ def test_a_forced_call(client, choice):
     assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
 
 
+class Place(BaseModel):
+    line: int
+    after: "Place | None" = None
+
+
+def function(name: str, model: type[BaseModel]) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": model.model_json_schema()}}
+
+
+@pytest.mark.parametrize("names", [("Trip",), ("Trip", "Walk")])
+def test_a_forced_call_of_a_schema_that_refers_to_its_own_parts(client, names):
+    """As pydantic writes nested and recursive models; the schema stands within another one here."""
+    models = {name: create_model(name, start=Place, end=Place) for name in names}
+    tools = [function(name, model) for name, model in models.items()]
+    given = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 300}
+    [answer] = client.chat.completions.create(**given, parallel_tool_calls=False).choices
+    [call] = answer.message.tool_calls
+    models[call.function.name].model_validate_json(call.function.arguments)
+
+
+def test_references_go_with_the_schema_that_they_are_of():
+    inner = {"$defs": {"a": {"type": "null"}}, "properties": {"$ref": {"$ref": "#/$defs/a"}, "x": {"$ref": "#"}}}
+    inner["anyOf"] = [{"$ref": "https://x.y/z"}, {"const": 3}]
+    found = moved(inner, "#/$defs/0")
+    assert found["properties"] == {"$ref": {"$ref": "#/$defs/0/$defs/a"}, "x": {"$ref": "#/$defs/0"}}
+    assert found["anyOf"] == inner["anyOf"] and found["$defs"] == inner["$defs"]
+
+
+def test_a_list_of_calls_that_is_cut_has_those_that_were_whole(client):
+    """gemma4-tiny goes on calling to the end of its budget."""
+    given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": "required"}
+    [answer] = client.chat.completions.create(**given, max_tokens=200).choices
+    calls = answer.message.tool_calls
+    assert answer.finish_reason == "length" and len(calls) > 1 and answer.message.content is None
+    assert all(json.loads(call.function.arguments).keys() == {"offset", "whence"} for call in calls)
+    [none] = client.chat.completions.create(**given, max_tokens=5).choices
+    assert (none.finish_reason, none.message.tool_calls) == ("length", None) and none.message.content
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_a_call_that_is_not_forced_is_the_models_to_make(client, alone, choice):
     said = alone(ASKED, max_new_tokens=20)
@@ -211,7 +251,9 @@ def test_completions(client, alone):
     said = [alone(prompt, max_new_tokens=12, logprobs=1) for prompt in ("def main(", "class A")]
     answer = client.completions.create(model="tiny", prompt="def main(", max_tokens=12, logprobs=1)
     [choice] = answer.choices
-    assert choice.text == said[0].text == "".join(choice.logprobs.tokens)
+    assert choice.text == said[0].text == "".join(choice.logprobs.tokens) and choice.finish_reason == "length"
+    ended = client.completions.create(model="tiny", prompt="def main(", max_tokens=90, stop=said[0].text[4:]).choices[0]
+    assert (ended.finish_reason, ended.text) == ("stop", said[0].text[:4])
     assert choice.logprobs.token_logprobs == pytest.approx([each.logprob for each in said[0].logprobs], abs=1e-4)
     chunks = client.completions.create(model="tiny", prompt="def main(", max_tokens=12, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == said[0].text

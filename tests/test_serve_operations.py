@@ -269,6 +269,23 @@ def test_metrics_are_vllms(server, session, artifact):
     assert server.metric("vllm:e2e_request_latency_seconds_sum") > server.metric("vllm:time_to_first_token_seconds_sum")
 
 
+def test_waiting_is_part_of_the_time_to_the_first_token(server, held):
+    client, _lines = begun(server, LONG)
+    held.clear()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(server.post, "/completions", SHORT)
+        until(lambda: server.engine.waiting == 1)
+        time.sleep(0.2)
+        client.close()
+        held.set()
+        waits.result()
+    queued, first = (
+        server.metric(f"vllm:{name}_seconds_sum") for name in ("request_queue_time", "time_to_first_token")
+    )
+    assert first > queued >= 0.2
+    assert server.metric("vllm:request_prefill_time_seconds_sum") < first - 0.2
+
+
 def test_an_artifact_without_logits_answers_greedily(session, artifact):
     model = Model(replace(session.metadata, has_logits=False), lambda: session, artifact)
     with served([model], artifact, temperature=None) as server:

@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -85,13 +85,16 @@ class Answer:
 
 def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
     """Of a text that the grammar of ``Tools`` wrote. One that its budget cut is a call as far as it goes where a named
-    function was asked for, and none otherwise."""
+    function was asked for, and the calls that were whole by then otherwise."""
     if choice in names:
         return [Call(new_id("call"), choice, text)]
-    try:
-        return [Call(new_id("call"), each["name"], json.dumps(each["parameters"])) for each in json.loads(text)]
-    except json.JSONDecodeError:
-        return []
+    found, place, decoder = [], text.find("{"), json.JSONDecoder()
+    with suppress(json.JSONDecodeError):
+        while place >= 0:
+            each, end = decoder.raw_decode(text, place)
+            found.append(Call(new_id("call"), each["name"], json.dumps(each["parameters"])))
+            place = text.find("{", end)
+    return found
 
 
 def new_id(prefix: str) -> str:

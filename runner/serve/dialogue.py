@@ -44,17 +44,32 @@ class Tools:
         """The JSON schema of a forced call: a named function's parameters, or a list of calls."""
         if self.choice in self.schemas:
             return self.schemas[self.choice]
+        places = {name: f"#/$defs/{number}" for number, name in enumerate(self.schemas)}
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": schema},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": place}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for name, schema in self.schemas.items()
+            for name, place in places.items()
         ]
         most = {} if self.parallel else {"maxItems": 1}
-        return {"type": "array", "minItems": 1, **most, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+        schemas = {str(number): moved(self.schemas[name], place) for number, (name, place) in enumerate(places.items())}
+        items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        return {"type": "array", "minItems": 1, **most, "items": items, "$defs": schemas}
+
+
+def moved(schema: Any, place: str) -> Any:  # noqa: ANN401 (JSON)
+    """A JSON schema that stands at ``place`` (``#/$defs/0``) of another one: its references are into itself still."""
+    if isinstance(schema, list):
+        return [moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + value[1:] if name == "$ref" and str(value).startswith("#") else moved(value, place)
+        for name, value in schema.items()
+    }
 
 
 @dataclass(frozen=True)
