@@ -1,6 +1,7 @@
 """A server over a loaded model in this process: uvicorn on the loopback, in a thread."""
 
 import asyncio
+import shutil
 import socket
 import threading
 from contextlib import contextmanager
@@ -8,12 +9,15 @@ from contextlib import contextmanager
 import httpx
 import uvicorn
 
+from eagle3.runner.loop import Generation
 from eagle3.runner.model import Model
+from eagle3.runner.serve.answer import Answer
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.dialogue import Dialogue
-from eagle3.runner.serve.engine import Engine
+from eagle3.runner.serve.engine import Delta, Engine, Job, Times
 from eagle3.runner.serve.metrics import Metrics
 from eagle3.runner.serve.service import Service
+from eagle3.targets import TARGETS
 
 
 class Served:
@@ -26,6 +30,33 @@ class Served:
     def metric(self, name: str) -> float:
         text = httpx.get(self.url.removesuffix("/v1") + "/metrics").text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+def dialogue_in(template: str, session, folder) -> Dialogue:
+    """In another chat template, over the shipped tokenizer, whose files are copied into an empty ``folder``."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGETS["gemma4-tiny"].checkpoint / name, folder / name)
+    (folder / "chat_template.jinja").write_text(template)
+    return Dialogue(Model(session.metadata, lambda: session, folder), folder)
+
+
+def read(dialogue: Dialogue, turn, texts: list[str]) -> Answer:
+    """An answer of a job whose rounds gave these texts."""
+
+    async def whole() -> Answer:
+        job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))
+        for text in texts:
+            job.events.put_nowait(Delta(text, [5], []))
+        stream = dialogue._model.stream([5])
+        stream._answer.end(Generation([5], "length", stream._answer.stats))
+        job.result = stream.result
+        job.events.put_nowait(None)
+        answer = Answer(turn)
+        async for _ in answer.read(job, dialogue):
+            pass
+        return answer
+
+    return asyncio.run(whole())
 
 
 def free_port() -> int:

@@ -1,24 +1,18 @@
 """What a model's own markup becomes: reasoning, content and tool calls, however the text is cut into rounds."""
 
-import asyncio
 import json
-import shutil
 
 import pytest
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import dialogue_in, read
 
-from eagle3.runner.loop import Generation
 from eagle3.runner.model import Model
-from eagle3.runner.serve.answer import Answer
 from eagle3.runner.serve.dialogue import Dialogue
-from eagle3.runner.serve.engine import Delta, Job, Times
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.markup import CHANNEL, CONTENT, REASONING, THINK, TOOL_MARKS, TOOLS, Splitter
-from eagle3.targets import TARGETS
 
-CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint
 HERMES = TOOL_MARKS["hermes"]
 CALL = '<tool_call>\n{"name": "seek", "arguments": {"offset": 3}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "seek", "parameters": {"type": "object"}}}
@@ -63,11 +57,7 @@ def with_template(session, tmp_path_factory):
     """A dialogue in another template, over the shipped tokenizer."""
 
     def make(template: str) -> Dialogue:
-        folder = tmp_path_factory.mktemp("template")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(CHECKPOINT / name, folder / name)
-        (folder / "chat_template.jinja").write_text(template)
-        return Dialogue(Model(session.metadata, lambda: session, folder), folder)
+        return dialogue_in(template, session, tmp_path_factory.mktemp("template"))
 
     return make
 
@@ -90,30 +80,18 @@ def test_what_a_template_says_of_its_marks(with_template):
     assert with_template(CHAT).turn(ASKED, {}).options == {}
 
 
+def test_tools_are_in_the_prompt_unless_none_may_be_called(with_template):
+    dialogue = with_template("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHAT)
+    for choice, shown in ((None, True), ("auto", True), ("required", True), ("none", False)):
+        prompt = dialogue.turn(ASKED, {}, [TOOL], choice).prompt
+        assert dialogue._model.text.decode(prompt).startswith("seek") == shown
+
+
 def test_a_prompt_is_what_the_template_renders(with_template):
     dialogue = with_template(CHAT)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turn = dialogue.turn([ChatMessage(role="system", content="s"), ChatMessage(role="user", content=parts)], {})
     assert Model.encode(dialogue._model, "system: s\nuser: a\nb\n") == turn.prompt
-
-
-def read(dialogue: Dialogue, turn, texts: list[str], finish_reason: str = "stop") -> Answer:
-    """An answer of a job whose rounds gave these texts."""
-
-    async def whole() -> Answer:
-        job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))
-        for text in texts:
-            job.events.put_nowait(Delta(text, [5], []))
-        stream = dialogue._model.stream([5])
-        stream._answer.end(Generation([5], "length", stream._answer.stats))
-        job.result = stream.result
-        job.events.put_nowait(None)
-        answer = Answer(turn)
-        async for _ in answer.read(job, dialogue):
-            pass
-        return answer
-
-    return asyncio.run(whole())
 
 
 def test_calls_of_the_models_own_are_parsed(with_template):

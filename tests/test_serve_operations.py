@@ -23,6 +23,8 @@ from served import served
 from eagle3.runner import load
 from eagle3.runner.model import Model
 from eagle3.runner.serve.cli import bind, main
+from eagle3.runner.serve.engine import Engine
+from eagle3.runner.serve.errors import Unavailable
 from eagle3.runner.serve.gate import MOST_BODY, Gate
 
 LONG = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
@@ -408,6 +410,49 @@ def test_the_engine_ends_with_the_server(session, artifact):
     with pytest.raises(httpx.ConnectError):
         server.post("/completions", SHORT)
     assert asyncio.run(_submitted(server.engine)) == "the server is shutting down"
+
+
+def test_who_waits_when_the_engine_ends_is_told(session, artifact, held):
+    model = Model(session.metadata, lambda: session, artifact)
+
+    async def both() -> list[str]:
+        engine = Engine([model], 4, lambda job: None, {})
+        prompt = model.encode("def main(")
+        jobs = await engine.submit(prompt, [{"max_new_tokens": 900, "ignore_eos": True}] * 2)
+        held.clear()
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        await asyncio.sleep(0.1)
+        held.set()
+        await closing
+        return [await asyncio.wait_for(_end_of(job), 5) for job in jobs]
+
+    assert asyncio.run(both()) == ["the server is shutting down"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_engine_leaves_nobody_waiting(session, artifact):
+    model = Model(session.metadata, lambda: session, artifact)
+
+    def fails(job):
+        raise RuntimeError("a fault")
+
+    async def three() -> list[str]:
+        engine = Engine([model], 4, fails, {})
+        jobs = await engine.submit(model.encode("def main("), [{"max_new_tokens": 9}] * 2)
+        found = [await asyncio.wait_for(_end_of(job), 5) for job in jobs]
+        assert not engine.alive
+        return [*found, await _submitted(engine)]
+
+    assert asyncio.run(three()) == ["", "the server is shutting down", "the server is shutting down"]
+
+
+async def _end_of(job) -> str:
+    try:
+        async for _ in job.deltas():
+            pass
+    except Unavailable as error:
+        return str(error)
+    return ""
 
 
 async def _submitted(engine) -> str:

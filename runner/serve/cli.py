@@ -21,7 +21,7 @@ Examples:
     -d '{"messages": [{"role": "user", "content": "Open a file."}], "stream": true}'
 """
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
-PARSERS = ("auto", "gemma", "qwen", "hermes")
+PARSERS = ("auto", "gemma", "qwen", "hermes", "llama")
 
 
 def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:

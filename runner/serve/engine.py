@@ -55,9 +55,12 @@ class Job:
     """Nobody waits for it any more: it ends within a round."""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What each round gives, as it comes. Raises GenerationError where the generation failed."""
+        """What each round gives, as it comes. Raises GenerationError where the generation failed, ``Unavailable`` where
+        the engine ended."""
         while isinstance(event := await self.events.get(), Delta):
             yield event
+        if isinstance(event, Unavailable):
+            raise event
         if isinstance(event, Exception):
             raise GenerationError(" ".join(str(event).split()) or type(event).__name__) from event
 
@@ -137,21 +140,28 @@ class Engine:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._generate()
+        finally:  # by ``close``, or by a fault of this class's own: nobody is left waiting for ever
+            for place in self._places:
+                if place.job is not None:
+                    self._end(place, place.job, Unavailable())
+            with self._changed:
+                self._closing = True
+                for job in self._waiting:
+                    job.tell(Unavailable())
+
+    def _generate(self) -> None:
         while True:
             with self._changed:
                 while not (self._waiting or self.running or self._closing):
                     self._changed.wait()
                 if self._closing:
-                    break
+                    return
                 self._assign()
             for place in self._places:
                 if place.job is not None:
                     self._round(place, place.job)
-        for place in self._places:
-            if place.job is not None:
-                self._end(place, place.job, GenerationError("the server is shutting down"))
-        for job in self._waiting:
-            job.tell(GenerationError("the server is shutting down"))
 
     def _assign(self) -> None:
         """Give free models to the jobs that wait, in their order; of the free ones that whose caches hold most of the
@@ -196,5 +206,7 @@ class Engine:
             job.result = stream.result
         job.times.ended = time.perf_counter()
         self._seconds += (job.times.ended - job.times.started - self._seconds) / 8
-        self._ended(job)
-        job.tell(error)
+        try:
+            self._ended(job)
+        finally:
+            job.tell(error)

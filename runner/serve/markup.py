@@ -3,6 +3,8 @@
 Which markup a model has is read from its chat template. Tool calls are parsed by ExecuTorch's detectors.
 """
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,11 +13,41 @@ from executorch.examples.llm_server.python.tool_parsers import (
     HermesDetector,
     QwenFunctionCallDetector,
 )
+from executorch.examples.llm_server.python.tool_parsers.types import ParseResult
 
 from eagle3.runner.stop_strings import StopStrings
 
-TOOL_PARSERS = {"gemma": GemmaToolCallDetector, "qwen": QwenFunctionCallDetector, "hermes": HermesDetector}
-TOOL_MARKS = {"gemma": ("<|tool_call>",), "qwen": ("<tool_call>", "<function="), "hermes": ("<tool_call>",)}
+PYTHON_TAG = "<|python_tag|>"
+
+
+class LlamaDetector:
+    """Llama 3's calls: JSON objects alone, behind PYTHON_TAG or not, with semicolons between several. ExecuTorch has no
+    detector of them; what they say is read as Hermes's calls are."""
+
+    def detect_and_parse(self, text: str, tools: dict[str, dict]) -> ParseResult:
+        """The calls, or all of ``text`` where it is something else."""
+        found, rest, decoder = "", text.removeprefix(PYTHON_TAG).strip(), json.JSONDecoder()
+        with suppress(json.JSONDecodeError):
+            while rest:
+                _, end = decoder.raw_decode(rest)
+                found += f"<tool_call>{rest[:end]}</tool_call>"
+                rest = rest[end:].lstrip("; \n")
+        parsed = HermesDetector().detect_and_parse(found, tools)
+        return parsed if parsed.calls and not rest else ParseResult(normal_text=text)
+
+
+TOOL_PARSERS = {
+    "gemma": GemmaToolCallDetector,
+    "qwen": QwenFunctionCallDetector,
+    "hermes": HermesDetector,
+    "llama": LlamaDetector,
+}
+TOOL_MARKS = {
+    "gemma": ("<|tool_call>",),
+    "qwen": ("<tool_call>", "<function="),
+    "hermes": ("<tool_call>",),
+    "llama": (PYTHON_TAG, '{"name":', '{"type": "function",'),
+}
 """What a tool call's text begins with."""
 
 REASONING, CONTENT, TOOLS = "reasoning", "content", "tools"
@@ -48,7 +80,9 @@ def tool_parser(template: str) -> str:
     """The name in TOOL_PARSERS of a template's tool calls."""
     if "<|tool_call>" in template:
         return "gemma"
-    return "qwen" if "<function=" in template else "hermes"
+    if "<function=" in template:
+        return "qwen"
+    return "llama" if PYTHON_TAG in template else "hermes"
 
 
 class Part(NamedTuple):
