@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,18 +80,17 @@ class Endpoint:
     asked: Callable[[list[int]], dict[str, Any]]
     tokens: Callable[[dict[str, Any]], int]
 
-    def __post_init__(self) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-
     def __call__(self, prompt: list[int]) -> Heard:
-        start, first, last = time.perf_counter(), 0.0, b""
         body, headers = json.dumps(self.asked(prompt)), {"Content-Type": "application/json"}
-        self._connection.request("POST", self.path, body, headers)
-        answer = self._connection.getresponse()
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first, last = first or time.perf_counter(), line
-        end = time.perf_counter()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)) as connection:
+            connection.connect()
+            start, first, last = time.perf_counter(), 0.0, b""
+            connection.request("POST", self.path, body, headers)
+            answer = connection.getresponse()
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    first, last = first or time.perf_counter(), line
+            end = time.perf_counter()
         if answer.status != http.client.OK or not last:
             raise ValueError(f"{self.path} answers {answer.status}: {last or answer.reason!r}")
         return Heard(self.tokens(json.loads(last[6:])), first - start, end - first)

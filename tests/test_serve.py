@@ -173,6 +173,17 @@ def test_log_probabilities(client, alone, stream):
     assert all(len(token.top_logprobs) == 2 and bytes(token.bytes).decode() == token.token for token in told)
 
 
+def test_the_token_that_ends_a_text_has_no_log_probability(client, alone):
+    said = alone(ASKED, max_new_tokens=90)
+    assert said.finish_reason == "stop"
+    choice = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=90, logprobs=True).choices[0]
+    assert "".join(token.token for token in choice.logprobs.content) == said.text
+    assert len(choice.logprobs.content) == len(said.token_ids) - 1
+    text = alone(said.prompt_token_ids, max_new_tokens=90).text
+    logprobs = client.completions.create(model="tiny", prompt=said.prompt_token_ids, max_tokens=90, logprobs=0)
+    assert "".join(logprobs.choices[0].logprobs.tokens) == text
+
+
 def test_a_pydantic_model_is_what_comes_back(client):
     answer = client.chat.completions.parse(model="tiny", messages=ASKED, response_format=Person, max_tokens=90)
     assert isinstance(answer.choices[0].message.parsed, Person)
@@ -294,7 +305,9 @@ def test_a_call_in_a_response(client):
     [call] = client.responses.create(**given).output
     assert (call.type, call.name) == ("function_call", "seek") and json.loads(call.arguments)
     with client.responses.stream(**given) as stream:
-        names = [event.type for event in stream]
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type for event in events]
     assert "response.function_call_arguments.done" in names and names[-1] == "response.completed"
 
 

@@ -1,17 +1,22 @@
 """What a model's own markup becomes: reasoning, content and tool calls, however the text is cut into rounds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import dialogue_in, read
+from served import dialogue_in, read, serviced
 
 from eagle3.runner.model import Model
+from eagle3.runner.serve.answer import usage
+from eagle3.runner.serve.chat import asked
 from eagle3.runner.serve.dialogue import Dialogue
+from eagle3.runner.serve.engine import Job, Times
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.markup import CHANNEL, CONTENT, REASONING, THINK, TOOL_MARKS, TOOLS, Splitter
+from eagle3.runner.serve.requests import ChatBody, parse
 
 HERMES = TOOL_MARKS["hermes"]
 CALL = '<tool_call>\n{"name": "seek", "arguments": {"offset": 3}}\n</tool_call>'
@@ -105,6 +110,62 @@ def test_calls_of_the_models_own_are_parsed(with_template):
     assert (broken.calls, broken.text(CONTENT)) == ([], "Well.")
     unknown = CALL.replace("seek", "other")
     assert read(dialogue, turn, [unknown]).text(CONTENT) == unknown
+
+
+def test_a_templates_own_ends_are_ends(session, tmp_path):
+    """Where the tokenizer ends a turn by another token than the artifact knows."""
+    end = dialogue_in(CHAT, session, tmp_path)
+    assert "stop_token_ids" not in end.turn(ASKED, {}).options
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<pad>"}))
+    model = Model(session.metadata, lambda: session, tmp_path)
+    dialogue, pad = Dialogue(model, tmp_path), model.text.tokenizer.token_to_id("<pad>")
+    assert pad not in session.metadata.eos_ids
+    assert dialogue.turn(ASKED, {}).options["stop_token_ids"] == [pad]
+    assert dialogue.turn(ASKED, {"stop_token_ids": [7]}).options["stop_token_ids"] == [7, pad]
+
+
+@pytest.fixture(scope="module")
+def thinking(session, tmp_path_factory):
+    """A service whose template knows reasoning, and whose tokenizer has its marks as tokens."""
+    folder = tmp_path_factory.mktemp("thinking")
+    tokenizer = dialogue_in(THINKS, session, folder)._model.text.tokenizer
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with serviced([Model(session.metadata, lambda: session, folder)], folder) as service:
+        yield service
+
+
+def test_reasoning_before_constrained_text_is_free(thinking):
+    asked = {"response_format": {"type": "json_object"}}
+    both = {"reasoning_begin": "<think>", "reasoning_end": "</think>"}
+    for kwargs, expected in (
+        ({}, both),
+        ({"effort": 1}, {"reasoning_end": "</think>"}),  # the prompt has begun it
+        ({"enable_thinking": False}, {}),  # and ended it
+    ):
+        options = thinking.dialogue.turn(ASKED, {}, **asked, template_kwargs=kwargs).options
+        assert options["structured_outputs"] == {"json_object": True, **expected}
+
+
+def test_what_a_request_says_of_reasoning_reaches_the_template(thinking):
+    def prompt(**given) -> str:
+        body = parse(ChatBody, {"messages": [{"role": "user", "content": "x"}], **given}, {})
+        return thinking.model.text.decode(asked(thinking, body).prompt, False)
+
+    closed = "<think>\n\n</think>"
+    assert prompt(reasoning_effort="none").endswith(closed) and "<think>" not in prompt(reasoning_effort="high")
+    assert prompt(chat_template_kwargs={"effort": 1}).endswith("<think>")
+    assert prompt(chat_template_kwargs={"enable_thinking": False}).endswith(closed)
+    given = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt(**given).endswith(closed)  # what is said outright goes before what follows from it
+
+
+def test_reasoning_is_counted_up_to_the_token_that_ends_it(session, artifact):
+    result = Model(session.metadata, lambda: session, artifact).generate([5, 6], max_new_tokens=6)
+    job = Job([5, 6], {}, None, Times(0.0), result=replace(result, token_ids=[8, 9, 4, 8]))
+    for end, count in ((4, 3), (8, 1), (7, 0), (None, 0)):
+        assert usage([(2, [job])], end).completion_tokens_details.reasoning_tokens == count
 
 
 def test_tools_that_are_not_given_together(with_template):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import click
 import httpx
@@ -22,10 +23,12 @@ from served import served
 
 from eagle3.runner import load
 from eagle3.runner.model import Model
+from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.cli import bind, main
 from eagle3.runner.serve.engine import Engine
 from eagle3.runner.serve.errors import Unavailable
 from eagle3.runner.serve.gate import MOST_BODY, Gate
+from eagle3.runner.serve.tunnel import Sent, answered
 
 LONG = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
 SHORT = {"prompt": "class A", "max_tokens": 8}
@@ -441,6 +444,9 @@ def test_a_fault_of_the_engine_leaves_nobody_waiting(session, artifact):
         jobs = await engine.submit(model.encode("def main("), [{"max_new_tokens": 9}] * 2)
         found = [await asyncio.wait_for(_end_of(job), 5) for job in jobs]
         assert not engine.alive
+        service = SimpleNamespace(engine=engine)
+        health = Sent("GET", "/health", b"", [], b"", "")
+        assert [message async for message in answered(build_app(service), health)][0]["status"] == 503
         return [*found, await _submitted(engine)]
 
     assert asyncio.run(three()) == ["", "the server is shutting down", "the server is shutting down"]
