@@ -34,6 +34,21 @@ _GPU = "it would ask the GPU that is only named: the answer is the named one's"
 _WEIGHTS = "weights stay on the host, where fake CUDA tensors know them"
 _AUTOTUNER = "torch._inductor.runtime.triton_heuristics.CachingAutotuner."
 PATCHES: dict[str, Patch] = {
+    # --- Any backend
+    **_group(
+        "what transformers' models import where it is installed, and a plan does not need, takes two seconds",
+        *(
+            f"{place}.{name}"
+            for place in ("utils", "utils.import_utils")
+            for name in (
+                "is_torch_distributed_available",
+                "is_torchao_available",
+                "is_scipy_available",
+                "is_torch_flex_attn_available",
+            )
+        ),
+        prefix="transformers.",
+    ),
     # --- The CPU
     **_group(
         "it copies the whole graph and makes Python of it for each delegate; order is all that is wanted",
@@ -89,6 +104,9 @@ PATCHES: dict[str, Patch] = {
         "Python is made of a graph when it is called, which hardly any is",
         "torch.fx.GraphModule.recompile",
     ),
+    **_group("a node's history is shared, not copied deeply for each pass", "torch.fx.traceback.NodeSource.__init__"),
+    **_group("composite operators are looked up once", "torch._export.utils._materialize_cpp_cia_ops"),
+    **_group("ExecuTorch's table of operators is read by libyaml, to the same table", "ruamel.yaml.YAML"),
     # --- CUDA, with a GPU and without
     **_group(
         "linears and embeddings of quantized weights take our kernels (``graph``'s dispatch)",

@@ -17,6 +17,7 @@ from executorch.examples.models.gemma4_31b.model import (
 )
 from torch import Tensor, nn
 from transformers import Gemma4TextConfig
+from transformers.initialization import no_init_weights
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -147,7 +148,7 @@ Target = Gemma4TapTarget
 def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
     """Return the model without weights. Raises ValueError for a Gemma 4 that is not dense."""
     refuse_variants(config)
-    with torch.device("meta"):
+    with no_init_weights(), torch.device("meta"):
         model = Gemma4_31B(executorch_config(config, max_seq_len))
     tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
     own = set(model.state_dict())  # the names in a checkpoint that ExecuTorch quantized

@@ -7,7 +7,8 @@ they have the usual layout. Permuting the input changes only the order of the su
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
-from torchao.utils import TorchAOBaseTensor
+
+from eagle3.targets.loading import is_plain
 
 INPUT_ORDER = "input_order"
 """The name of an order, int64 [K]. It precedes its weight in a checkpoint. Column j of the weight multiplies column
@@ -32,7 +33,7 @@ class InputOrders:
         """Yield the tensors that the model holds for a weight. The columns of a dense weight are put into the input's
         order; a quantized weight is preceded by its order."""
         order = self.waiting.pop(own, None)
-        if order is not None and isinstance(value, TorchAOBaseTensor):
+        if order is not None and not is_plain(value):
             yield own.removesuffix("weight") + INPUT_ORDER, order
         elif order is not None:
             value = value[:, order.argsort()]

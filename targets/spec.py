@@ -89,18 +89,15 @@ class Skeleton:
 
         A tied head is the embedding itself, unless ``convert`` makes something else of it.
         """
-        from executorch.extension.llm.export.load import load_checkpoint
-        from executorch.extension.llm.export.quant import identity
-        from executorch.extension.llm.export.quant.convert import to_default
-
         from eagle3.targets.input_order import InputOrders, use_input_orders
+        from eagle3.targets.loading import as_stored, default_form, load_tensors
 
         orders = InputOrders(self.key_map)
         given = ((name, tensor) for name, tensor in weights if not orders.takes(name, tensor))
         named = ((own, tensor) for name, tensor in given if (own := self.key_map(name)) is not None)
         joined = named if self.conversion is None else self.conversion.joined(named)
-        converted = self._converted(joined, convert or to_default, orders)
-        load_checkpoint("", self.model, convert=identity, dtype=dtype, raw_iter=lambda _: converted)
+        converted = self._converted(joined, convert or default_form, orders)
+        load_tensors(self.model, converted, dtype, convert=as_stored)
         use_input_orders(self.model)
 
     def _converted(self, tensors: Weights, convert: Convert, orders: "InputOrders") -> Iterator[tuple[str, "Tensor"]]:

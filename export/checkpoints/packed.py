@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from torch import Tensor
-from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from eagle3.export.checkpoints.json_fields import count
 from eagle3.export.checkpoints.source import TensorHeader
@@ -48,7 +46,7 @@ class PackedLinear:
 
     @property
     def tensor_class(self) -> str:
-        return (ExportableInt4Tensor if self.bits == 4 else IntxUnpackedToInt8Tensor).__name__
+        return "ExportableInt4Tensor" if self.bits == 4 else "IntxUnpackedToInt8Tensor"
 
 
 Parts = Mapping[str, TensorHeader]
@@ -83,6 +81,9 @@ def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor |
         scale: [rows, groups], of any floating dtype
         zero: uint8 [rows, groups]; None: the middle of the codes
     """
+    from executorch.extension.llm.export.int4 import ExportableInt4Tensor
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
     if layout.order is not None:
         codes = _sorted(codes, layout)
     if zero is None:

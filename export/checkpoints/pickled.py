@@ -1,15 +1,15 @@
 """Weights that PyTorch pickled, ``pytorch_model.bin``, one or sharded: read by ``weights_only=True`` alone."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torchao.utils import TorchAOBaseTensor
+from torch import Tensor
 
 from eagle3.export.checkpoints.safetensors_folder import weight_map
 from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.targets.loading import is_plain
 
 SINGLE_FILE, INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DTYPES = {
@@ -57,15 +57,16 @@ class PickledFolder(Source):
 
 def _header(tensor: Tensor) -> TensorHeader:
     shape = tuple(tensor.shape)
-    if isinstance(tensor, TorchAOBaseTensor):
+    if not is_plain(tensor):
         return TensorHeader(shape, type(tensor).__name__, _bytes(tensor), quantized=True)
     return TensorHeader(shape, _DTYPES.get(tensor.dtype, str(tensor.dtype)), tensor.nbytes)
 
 
 def _bytes(tensor: Tensor) -> int:
-    if not isinstance(tensor, TorchAOBaseTensor):
+    if is_plain(tensor):
         return tensor.nbytes
-    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    parts: Sequence[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]  # torchao's have it
+    return sum(_bytes(getattr(tensor, name)) for name in parts)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def _plain(tensor: Tensor) -> Tensor:
     ExecuTorch's loader casts what is of the class Tensor alone, and its writer takes the whole of a constant's storage.
     """
     tensor = tensor.detach()
-    if isinstance(tensor, TorchAOBaseTensor):
+    if not is_plain(tensor):
         return tensor
     tensor = tensor.resolve_neg().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -82,6 +83,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _read(file: Path) -> dict[str, Tensor]:
     """The state dictionary in a file, memory-mapped where its format allows. No code in it is run."""
+    import executorch.extension.llm.export  # noqa: F401  (registers the classes of quantized tensors as data)
+    from torchao.utils import TorchAOBaseTensor
+
     try:
         state = _load(file)
     except pickle.UnpicklingError as error:
@@ -105,7 +109,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(_is_dense(name, value) for name, value in state.items()):
         raise ValueError(f"{file} holds no state dictionary, names to dense tensors: save the model's state_dict()")
     for name, value in state.items():
-        if type(value) not in (Tensor, nn.Parameter) and not isinstance(value, TorchAOBaseTensor):
+        if not is_plain(value) and not isinstance(value, TorchAOBaseTensor):
             raise ValueError(
                 f"{file}: {name} is a {type(value).__name__}, no plain tensor: save the model's state_dict() with its "
                 "tensors converted (torch.Tensor)"

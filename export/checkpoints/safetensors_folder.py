@@ -5,15 +5,13 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from executorch.extension.llm.export.load import iter_checkpoint
-from executorch.extension.llm.export.quant import identity
 from safetensors import SafetensorError
 from torch import Tensor
-from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.safetensors_file import is_header_file, open_safetensors
 from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.targets.loading import read_safetensors
 
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
@@ -38,7 +36,7 @@ class SafetensorsFolder(Source):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         if any(is_header_file(path) for path in self.files()):
             return _tensors_by_headers(self.files())
-        return iter(iter_checkpoint(str(self.path), convert=identity))
+        return read_safetensors(str(self.path))
 
     def tensor(self, name: str) -> Tensor:
         for path in self.files():
@@ -154,6 +152,8 @@ def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
 
 def _tensors_by_headers(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """Read header files, which ExecuTorch's reader does not know. Each file has all parts of its weights."""
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
     for path in paths:
         with open_safetensors(path) as file:
             metadata, names = file.metadata() or {}, set(file.keys())

@@ -14,14 +14,15 @@ Source: the papers (EAGLE-3, arXiv 2503.01840; EAGLE, 2401.15077), speculators' 
 from typing import Any, Self
 
 import torch
-from executorch.extension.llm.export.load import load_checkpoint
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
 from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
+from eagle3.targets.loading import load_tensors
 
 
 class DraftHead(nn.Module):
@@ -196,6 +197,12 @@ class DraftHead(nn.Module):
         self._slots_written = first + count
 
 
+def unfilled_head(draft: DraftDescription, max_seq_len: int = 1, proposals: int = 1) -> DraftHead:
+    """Return a head on the meta device. Initial values that nobody reads would be computed there, by way of SymPy."""
+    with no_init_weights(), torch.device("meta"):
+        return DraftHead(draft, max_seq_len, proposals)
+
+
 def load_draft(
     draft: DraftDescription,
     max_seq_len: int,
@@ -205,7 +212,6 @@ def load_draft(
     proposals: int = 1,
 ) -> DraftHead:
     """Load a draft head. It shares ``target``'s embedding and lm_head if it has none of its own."""
-    with torch.device("meta"):
-        head = DraftHead(draft, max_seq_len, proposals)
-    load_checkpoint("", head, key_map=draft.tensor_names.get, dtype=dtype, raw_iter=lambda _: draft.source.tensors())
+    head = unfilled_head(draft, max_seq_len, proposals)
+    load_tensors(head, draft.source.tensors(), dtype, key_map=draft.tensor_names.get)
     return head.attach(draft, attention, dtype, target).eval().requires_grad_(False)

@@ -11,6 +11,7 @@ transformers' own states must not depend on the length of the text either: for e
 ends there.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -43,6 +44,7 @@ BEFORE = 5
 """The first chunk of the second prompt ends this many rows before the shortest length. Lengths are mostly even, so the
 chunk's is odd."""
 MOST_FIELDS_TRIED = 12
+DISTRIBUTED_TENSORS = "torch.distributed.tensor"
 MOST_CHARACTERS = 200  # of an error of transformers or torch
 
 
@@ -165,14 +167,18 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def quiet_saving() -> Iterator[None]:
-    """Keep transformers from showing a progress bar in this context."""
+    """Keep transformers from showing a progress bar in this context, and from importing distributed tensors, of which
+    huggingface_hub asks whether a weight is one."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    unknown = sys.modules.setdefault(DISTRIBUTED_TENSORS, None) is None  # type: ignore[arg-type]  # to import it fails
     try:
         yield
     finally:
+        if unknown:
+            del sys.modules[DISTRIBUTED_TENSORS]
         if shown:
             logging.enable_progress_bar()
 

@@ -14,7 +14,7 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from torch import nn
 
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.head import DraftHead, unfilled_head
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
 from eagle3.export.lowering.cuda.weights.experts import is_fused
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
@@ -34,8 +34,7 @@ INT4_GROUP = 32  # columns that share a scale in torchao's checkpoints
 
 def gpu_memory(plan: Plan) -> GpuMemory:
     skeleton = plan.skeleton
-    with torch.device("meta"):
-        draft = DraftHead(plan.draft, plan.max_seq_len, plan.proposals)
+    draft = unfilled_head(plan.draft, plan.max_seq_len, plan.proposals)
     recipe = _recipe(plan.draft_qlinear, plan.draft.layer, draft)
     target, workspace = _target_bytes(plan, skeleton), _workspace(plan, skeleton, draft)
     return GpuMemory(target, module_bytes(draft, recipe), plan.cache_bytes, workspace)

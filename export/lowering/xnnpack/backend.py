@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle3.export.backends import Backend
-from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.head import unfilled_head
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.planning.plan import Plan
@@ -35,7 +35,11 @@ class XnnpackBackend:
 
     @property
     def attention(self) -> "AttentionFactory":
-        from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
+        from eagle3.export.lowering.gc_tuning import collected_rarely
+        from eagle3.export.lowering.xnnpack.bookkeeping import tables_read_by_libyaml
+
+        with collected_rarely(), tables_read_by_libyaml():
+            from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 
         return LlmOpsAttention
 
@@ -47,8 +51,7 @@ class XnnpackBackend:
         check_versions(FOR_CPU, TESTED, "lowering for the CPU", "")
         target, draft = recipes(plan)
         target.check("--qlinear", plan.skeleton.model)
-        with torch.device("meta"):
-            draft.check("--draft-qlinear", DraftHead(plan.draft, max_seq_len=1))
+        draft.check("--draft-qlinear", unfilled_head(plan.draft))
 
     def runs_here(self) -> bool:
         return True

@@ -1,10 +1,9 @@
 """What an export to the CPU takes of this machine's memory, from configurations alone: every weight as it is computed
 with here, and as it is written, both at once; copies of the one that is being written."""
 
-import torch
 from torch import nn
 
-from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.head import unfilled_head
 from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.planning.plan import Plan
 
@@ -15,8 +14,7 @@ FLOAT = 4
 
 def export_bytes(plan: Plan) -> int:
     target, draft = recipes(plan)
-    with torch.device("meta"):
-        head = DraftHead(plan.draft, max_seq_len=1)
+    head = unfilled_head(plan.draft)
     skeleton = plan.skeleton
     models = ((skeleton.model, target), (head, draft))
     return OVERHEAD + round(sum(_model_bytes(*each) for each in models) + max(_copies(*each) for each in models))

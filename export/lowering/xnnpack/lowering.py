@@ -16,6 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from eagle3.export.lowering.gc_tuning import collected_rarely
+from eagle3.export.lowering.xnnpack.bookkeeping import kept_once
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack.lazy_code import code_on_call
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
@@ -34,7 +35,7 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
     use_product_norms(model)
     split_wide_linears(model, rows)
     head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, LlmOpsAttention)}
-    with product_rotary(model, head_dims), rows_before_heads(model), tanh_gelu(model), collected_rarely():
+    with product_rotary(model, head_dims), rows_before_heads(model), tanh_gelu(model), collected_rarely(), kept_once():
         yield
 
 
@@ -42,7 +43,7 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
     """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
     for program in programs.values():
         remove_no_ops(program)
-    with collected_rarely(), code_on_call(), repeated_alone(), applicable_passes(), scales_in_names():
+    with collected_rarely(), code_on_call(), kept_once(), repeated_alone(), applicable_passes(), scales_in_names():
         lowered = to_edge_transform_and_lower(
             dict(programs),
             transform_passes=[computed_once()],

@@ -1,0 +1,67 @@
+"""What PyTorch and ExecuTorch keep or look up again and again while they trace and lower, kept or looked up once: time
+alone, the program is the same.
+
+- Each node that is made from another has its whole history, copied deeply from pass to pass.
+- The operators that are composites are asked of the dispatcher for each of some thirty namespaces, at each pass.
+- ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser in Python.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+from torch.fx import Node
+from torch.fx.traceback import NodeSource, NodeSourceAction
+
+from eagle3.export.patches import all_replaced, original, replaced
+
+COMPOSITES = "torch._export.utils._materialize_cpp_cia_ops"
+HISTORY = "torch.fx.traceback.NodeSource.__init__"
+
+
+@contextmanager
+def kept_once() -> Iterator[None]:
+    """Within it a node shares the history of the node that it was made from, and composites are looked up once."""
+    original(COMPOSITES)()
+    with all_replaced({HISTORY: _begin, COMPOSITES: _nothing}):
+        yield
+
+
+def _begin(
+    self: NodeSource,
+    node: Node | None,
+    pass_name: str = "",
+    action: NodeSourceAction | list[NodeSourceAction] | None = None,
+) -> None:
+    self.pass_name = pass_name
+    self.action = action if isinstance(action, list) else [] if action is None else [action]
+    self.node_info, self.from_node = None, []
+    if node:
+        self.node_info = NodeSource.NodeInfo(node.name, str(node.target), id(node.graph))
+        self.from_node = list(node.meta.get("from_node", ()))
+    self._action_string = self._dict = None
+
+
+def _nothing() -> None:
+    pass
+
+
+class _LibYaml:
+    """ruamel's ``YAML``, as far as ExecuTorch uses it, by libyaml."""
+
+    def __init__(self, typ: str):
+        assert typ == "safe"
+
+    def load(self, text: str) -> Any:  # noqa: ANN401
+        return yaml.load(text, yaml.CSafeLoader)
+
+
+@contextmanager
+def tables_read_by_libyaml() -> Iterator[None]:
+    """Import ExecuTorch's compiler within it: its table is read by libyaml, where PyYAML has it."""
+    if not hasattr(yaml, "CSafeLoader"):
+        yield
+        return
+    with replaced("ruamel.yaml.YAML", _LibYaml):
+        yield

@@ -1,0 +1,77 @@
+"""ExecuTorch's loader of checkpoints, without the classes of quantized tensors that its package imports.
+
+Those classes bring all of torchao, which takes two seconds to import and which a checkpoint of plain tensors does not
+need. A plan and its twin check load nothing else.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec
+from typing import Any
+
+from torch import Tensor, dtype, nn
+
+PACKAGE = "executorch.extension.llm.export"
+Convert = Callable[[str, Tensor], Tensor]
+
+
+def load_tensors(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: dtype,
+    key_map: Callable[[str], str | None] | None = None,
+    convert: Convert | None = None,
+) -> None:
+    """Assign ``tensors`` to a model on the meta device, by ExecuTorch's ``load_checkpoint``.
+
+    Args:
+        dtype: of the floating tensors, after ``convert``
+        key_map: a tensor's name in the model, None for one that is left out
+        convert: what a tensor becomes, ``default_form`` unless given
+    """
+    with _bare(PACKAGE):
+        from executorch.extension.llm.export.load import load_checkpoint
+    form = convert or default_form
+    load_checkpoint("", model, key_map=key_map, convert=form, dtype=dtype, raw_iter=lambda _: tensors)
+
+
+def read_safetensors(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder as they are stored, by ExecuTorch's ``iter_checkpoint``."""
+    with _bare(PACKAGE):
+        from executorch.extension.llm.export.load import iter_checkpoint
+    yield from iter_checkpoint(folder, convert=as_stored)
+
+
+def default_form(name: str, weight: Tensor) -> Tensor:
+    """ExecuTorch's ``to_default``, which leaves a plain tensor as it is."""
+    if is_plain(weight):
+        return weight
+    from executorch.extension.llm.export.quant.convert import to_default
+
+    return to_default(name, weight)
+
+
+def as_stored(_name: str, weight: Tensor) -> Tensor:
+    return weight
+
+
+def is_plain(value: Any) -> bool:  # noqa: ANN401
+    """Whether a value is a tensor of PyTorch's own classes, not one of torchao's."""
+    return type(value) in (Tensor, nn.Parameter)
+
+
+@contextmanager
+def _bare(name: str) -> Iterator[None]:
+    """Within it the package ``name`` is a package without content whose modules can be imported; afterwards it is not
+    imported, its modules are. Nothing changes where it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    spec = find_spec(name)
+    assert spec is not None, name
+    sys.modules[name] = module_from_spec(spec)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
