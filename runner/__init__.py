@@ -44,7 +44,12 @@ def __getattr__(name: str) -> object:
 
 
 def load(
-    path: str | Path, runtime: str = "auto", verify: bool = False, defer: bool = False, cuda_graph: str = "auto"
+    path: str | Path,
+    runtime: str = "auto",
+    verify: bool = False,
+    defer: bool = False,
+    cuda_graph: str = "auto",
+    packed_weights: str | Path | None = None,
 ) -> "Model":
     """Open an artifact and load its methods.
 
@@ -55,7 +60,8 @@ def load(
         path: the artifact's folder or its ``model.pte``
         runtime: "executorch", "torch" (CUDA artifacts alone) or "auto"
         verify: read every file first, however large, and compare it with ``export.json``
-        defer: load the methods when they are first needed, so that a prompt that does not fit is refused before
+        defer: load a method when it is first needed, so that a prompt that does not fit is refused before
+        packed_weights: a folder for files of packed weights, which make later starts on the CPU fast
         cuda_graph: "auto" replays rounds as CUDA graphs if PyTorch runs the methods on a GPU, "off" never does
 
     Raises:
@@ -77,7 +83,10 @@ def load(
     from eagle3.runner.model import Model
 
     artifact = open_artifact(Path(path), verify, say=tell)
-    model = Model(artifact.metadata, lambda: open_session(artifact, runtime, cuda_graph), artifact.folder)
+    packed = None if packed_weights is None else Path(packed_weights)
+    model = Model(
+        artifact.metadata, lambda: open_session(artifact, runtime, cuda_graph, defer, packed), artifact.folder
+    )
     if not defer:
         _ = model.session
     return model

@@ -78,15 +78,15 @@ def _emit(
     stop_ids: frozenset[int],
     stats: GenerationStats,
 ) -> Generator[list[int], None, Generation]:
-    """Pass on what ``rounds`` accept until a stop token or the budget ends it. Time that the caller takes between two
-    tokens is nobody's."""
+    """Pass on what ``rounds`` accept until a stop token or the budget ends it. Neither time that the caller takes
+    between two tokens nor the loading of methods counts."""
     tokens: list[int] = []
     stats.generations += 1
     session.seconds, session.calls = stats.method_seconds, stats.method_calls
-    steps, start = rounds.run(prompt, stats), time.perf_counter()
+    steps, start, loaded = rounds.run(prompt, stats), time.perf_counter(), session.load_seconds
     for fresh in steps:
         fresh, finish_reason = cut(fresh, budget - len(tokens), stop_ids)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - (session.load_seconds - loaded)
         if tokens:
             stats.decode_seconds += seconds
         else:
@@ -96,7 +96,7 @@ def _emit(
         yield fresh
         if finish_reason:
             return Generation(tokens, finish_reason, stats)
-        start = time.perf_counter()
+        start, loaded = time.perf_counter(), session.load_seconds
     raise AssertionError("rounds do not end by themselves")
 
 

@@ -100,7 +100,7 @@ class ScriptedSession:
         self.target_cache = ScriptedCache(metadata.sliding_window)
         self.draft_cache = ScriptedCache(metadata.draft_sliding_window)
         self.has_decode, self.has_speculate = True, False
-        self.seconds, self.calls = Counter(), Counter()
+        self.seconds, self.calls, self.load_seconds = Counter(), Counter(), 0.0
         self.windows: list[int] = []
         self.fused_rounds = 0
         self.failure: BaseException | None = None

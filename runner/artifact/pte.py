@@ -101,6 +101,11 @@ def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
             raise ValueError(f"{path} is damaged (its constants do not parse: {error}): export it again") from error
 
 
+def program_bytes(path: Path) -> bytes:
+    """Return the program at the head of a file as it is stored. It names each weight by a hash of its values."""
+    return _head(path)[0]
+
+
 def _is_constant(plan: "StoredPlan") -> bool:
     instructions = sum(plan.Chains(place).InstructionsLength() for place in range(plan.ChainsLength()))
     return not plan.InputsLength() and not instructions

@@ -4,6 +4,7 @@ Without them, importing the package kills the process without a message. Kernels
 run time. The check must run before NumPy is imported, and before torch, which imports NumPy.
 """
 
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from pathlib import Path
 from eagle3.runner.console.versions import version_of
 
 CPUINFO = Path("/proc/cpuinfo")
+CORE_FIELDS = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),  # x86
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),  # Arm
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,14 @@ def check_cpu_features() -> None:
             f"this processor has no {', '.join(lacking)} ({need.field} in {CPUINFO}), which {need.package} "
             f"{version_of(need.package)} is built with: {need.advice}"
         )
+
+
+def processor(cpuinfo: Path = CPUINFO) -> str:
+    """Return what Linux says of the kinds of core of this processor, one line each: what code chooses kernels by."""
+    if not cpuinfo.is_file():
+        return platform.processor()
+    cores = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+    return "\n".join(sorted({f"{name.strip()}:{value}" for name, _, value in cores if name.strip() in CORE_FIELDS}))
 
 
 def lacking_cpu_features(cpuinfo: Path) -> tuple[Need | None, list[str]]:

@@ -1,6 +1,7 @@
 """Runs an artifact by ``executorch.runtime``: imports it quickly and silently, with ExecuTorch's LLM operators."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
 from eagle3.runner.hosts.session import TimedSession, missing_method
 
 if TYPE_CHECKING:
-    from executorch.runtime import Program, Runtime
+    from executorch.runtime import Method, Program, Runtime
 
 
 def load_runtime() -> "Runtime":
@@ -48,23 +49,42 @@ def load_llm_ops(runtime: "Runtime") -> None:
 
 class ExecuTorchSession(TimedSession):
     """The methods ``names`` of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on
-    the host."""
+    the host.
 
-    def __init__(self, program: "Program", metadata: Metadata, names: Iterable[str] = (*METHODS, SPECULATE, DECODE)):
+    Methods are loaded within a context that ``loading`` makes: all at once, or each at its first call if ``lazily``.
+    """
+
+    def __init__(
+        self,
+        program: "Program",
+        metadata: Metadata,
+        names: Iterable[str] = (*METHODS, SPECULATE, DECODE),
+        loading: Callable[[], AbstractContextManager[object]] = nullcontext,
+        lazily: bool = False,
+    ):
         super().__init__(metadata)
-        names = [name for name in names if name in program.method_names]
-        self._methods = {name: program.load_method(name) for name in names}
-        self.has_decode, self.has_speculate = DECODE in names, SPECULATE in names
+        self._program, self._loading = program, loading
+        self._names = [name for name in names if name in program.method_names]
+        self._methods: dict[str, Method] = {}
+        self.has_decode, self.has_speculate = DECODE in self._names, SPECULATE in self._names
+        for name in () if lazily else self._names:
+            self._load(name)
+
+    def _load(self, name: str) -> None:
+        if name in self._names and name not in self._methods:
+            with self._loading():
+                self._methods[name] = self._program.load_method(name)
 
     def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         try:
             return self._methods[name].execute(inputs)
         except KeyError:
-            raise ValueError(missing_method(name, closed=not self._methods)) from None
+            raise ValueError(missing_method(name, closed=not self._names)) from None
         except RuntimeError as error:
             raise RuntimeError(self._explain(name, inputs, error)) from error
 
     def close(self) -> None:
+        self._names.clear()
         self._methods.clear()
 
     def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:

@@ -1,6 +1,8 @@
 """Load an artifact's methods: choose what runs them, ExecuTorch's runtime or PyTorch itself."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
@@ -10,14 +12,27 @@ from eagle3.runner.console.command import calm_stderr, verbose_note
 from eagle3.runner.contract import RUNTIMES
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
 from eagle3.runner.hosts.one_host import check_only_host
+from eagle3.runner.hosts.packed_file import PackedFile
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 
 EXECUTORCH, TORCH, AUTO = RUNTIMES
 
 
-def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO) -> Session:
-    """Load the methods. ``runtime`` is one of RUNTIMES, ``cuda_graph`` one of CUDA_GRAPHS.
+def open_session(
+    artifact: Artifact,
+    runtime: str = AUTO,
+    cuda_graph: str = AUTO,
+    lazily: bool = False,
+    packed_weights: Path | None = None,
+) -> Session:
+    """Load the methods.
+
+    Args:
+        runtime: one of RUNTIMES
+        cuda_graph: one of CUDA_GRAPHS
+        lazily: load each method of an artifact for the CPU at its first call, which then raises what this raises
+        packed_weights: the folder for files of packed weights (``packed_file.py``); only artifacts for the CPU use it
 
     Raises FileNotFoundError or ValueError if a file is missing or ends early, if the artifact needs something that this
     machine or the runtime lacks, or if the runtime does not run such artifacts.
@@ -30,16 +45,28 @@ def open_session(artifact: Artifact, runtime: str = AUTO, cuda_graph: str = AUTO
             from eagle3.runner.hosts.torch_host import open_torch_session
 
             return open_torch_session(artifact.model, _weights(artifact), artifact.metadata, cuda_graph == AUTO)
+    if artifact.is_cuda:
+        with _loading(artifact, nullcontext):
+            check_only_host(torch=False)
+            program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
+            return ExecuTorchSession(program, artifact.metadata)
+    sharing = packed_weights_shared
+    if packed_weights is not None:
+        load_runtime()
+        sharing = PackedFile(artifact.model, packed_weights).in_use
+    with _loading(artifact, nullcontext):
+        load_llm_ops(load_runtime())
+        program = load_runtime().load_program(artifact.model)
+    return ExecuTorchSession(program, artifact.metadata, loading=partial(_loading, artifact, sharing), lazily=lazily)
+
+
+@contextmanager
+def _loading(artifact: Artifact, sharing: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Load a program or a method within a context that ``sharing`` makes. Raises ValueError for what does not load."""
     with calm_stderr():
         try:
-            if artifact.is_cuda:
-                check_only_host(torch=False)
-                program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
-            else:
-                load_llm_ops(load_runtime())
-                program = load_runtime().load_program(artifact.model)
-            with nullcontext() if artifact.is_cuda else packed_weights_shared():
-                return ExecuTorchSession(program, artifact.metadata)
+            with sharing():
+                yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             advice = "it needs an NVIDIA GPU with memory free" if artifact.is_cuda else "export it again"

@@ -55,6 +55,8 @@ class Session(Protocol):
     """Seconds spent inside each method so far."""
     calls: Counter[str]
     """Calls of each method so far."""
+    load_seconds: float
+    """Seconds spent loading methods so far, in none of ``seconds``."""
 
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
@@ -81,13 +83,20 @@ class TimedSession:
         self.positions = torch.arange(metadata.max_seq_len)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        self.load_seconds = 0.0
+
+    def _load(self, name: str) -> None:
+        """Load a method unless it is loaded."""
 
     def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         """Run a method and return its outputs in the contract's order."""
         raise NotImplementedError
 
     def _timed(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
+        before = time.perf_counter()
+        self._load(name)
         start = time.perf_counter()
+        self.load_seconds += start - before
         outputs = self._call(name, *inputs)
         self.seconds[name] += time.perf_counter() - start
         self.calls[name] += 1

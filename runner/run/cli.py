@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, tell, version_option
+from eagle3.runner.console.command import (
+    OneLineFailures,
+    cuda_graph_option,
+    packed_weights_option,
+    runtime_option,
+    tell,
+    version_option,
+)
 from eagle3.runner.console.text_input import argument_text, read_text
 from eagle3.runner.flags import generation_flags, options_from, token_ids
 
@@ -76,6 +83,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 )
 @runtime_option
 @cuda_graph_option
+@packed_weights_option
 @click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @version_option
@@ -94,6 +102,7 @@ def main(
     verify_lossless: bool,
     runtime: str,
     cuda_graph: str,
+    packed_weights: Path | None,
     verify: bool,
     as_json: bool,
     **given: Any,
@@ -122,7 +131,7 @@ def main(
 
     from eagle3.runner import load
 
-    with load(artifact, runtime, verify, defer=not dialogue, cuda_graph=cuda_graph) as model:
+    with load(artifact, runtime, verify, not dialogue, cuda_graph, packed_weights) as model:
         if dialogue:
             run_dialogue(model, system, stats, options)
         elif prompts is not None:

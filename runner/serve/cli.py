@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, tell, version_option
+from eagle3.runner.console.command import (
+    OneLineFailures,
+    cuda_graph_option,
+    packed_weights_option,
+    runtime_option,
+    tell,
+    version_option,
+)
 from eagle3.runner.flags import chain_len_option
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 
@@ -64,6 +71,7 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
 @chain_len_option
 @runtime_option
 @cuda_graph_option
+@packed_weights_option
 @click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
 @version_option
 def main(
@@ -80,6 +88,7 @@ def main(
     chain_len: int | str | None,
     runtime: str,
     cuda_graph: str,
+    packed_weights: Path | None,
     verify: bool,
 ) -> None:
     """Serve an artifact of eagle3-export behind OpenAI's API: its folder or its model.pte.
@@ -105,7 +114,7 @@ def main(
     try:
         serve(
             artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len,
-            runtime=runtime, cuda_graph=cuda_graph, verify=verify,
+            runtime=runtime, cuda_graph=cuda_graph, packed_weights=packed_weights, verify=verify,
         )  # fmt: skip
     finally:
         listening.close()
