@@ -92,7 +92,8 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch, package, version
 def test_every_package_of_a_patch_has_its_versions_checked():
     for_cpu = {name.split(".")[0] for name in PATCHES if ".xnnpack" in name or name.startswith("transformers")}
     assert for_cpu <= set(FOR_CPU)
-    assert {name.split(".")[0] for name in PATCHES} <= {*FOR_CPU, *FOR_CUDA}
+    public = {"ruamel.yaml.YAML"}  # what is replaced in it is documented, so that it needs no certain version
+    assert {name.split(".")[0] for name in PATCHES.keys() - public} <= {*FOR_CPU, *FOR_CUDA}
 
 
 def test_verbose_says_what_an_export_replaced(tmp_path, monkeypatch):
