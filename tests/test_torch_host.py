@@ -393,7 +393,7 @@ def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(hos
         "executorch",
         "torch",
     ]
-    with pytest.raises(ValueError, match="no device.*needs an NVIDIA GPU"):
+    with pytest.raises(ValueError, match="no device.*needs an NVIDIA GPU.*weight tables; --verbose shows"):
         open_session(opened)
     assert runtime.loaded == [(host_artifact / MODEL_FILE, host_artifact / WEIGHTS_FILE)]
 

@@ -17,6 +17,11 @@ from eagle3.runner.hosts.session import Session
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 
 EXECUTORCH, TORCH, AUTO = RUNTIMES
+CUDA_NEEDS = (
+    "it needs an NVIDIA GPU with memory free and an ExecuTorch that reads its weight tables; --verbose shows its own "
+    "reason, --runtime torch runs it without ExecuTorch"
+)
+"""Its errors are bare codes, and a CUDA build of another version fails as a GPU without memory does."""
 
 
 def open_session(
@@ -69,7 +74,7 @@ def _loading(artifact: Artifact, sharing: Callable[[], AbstractContextManager[ob
                 yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            advice = "it needs an NVIDIA GPU with memory free" if artifact.is_cuda else "export it again"
+            advice = CUDA_NEEDS if artifact.is_cuda else "export it again"
             raise ValueError(f"{artifact.model}: a method does not load ({reason}): {advice}") from error
 
 
