@@ -1,5 +1,6 @@
 """eagle3-serve as its clients see it: OpenAI's own client over a real server, and what the library says beside it."""
 
+import asyncio
 import json
 import os
 import re
@@ -11,11 +12,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from executorch.examples.llm_server.python.protocol import ChatMessage
 from pydantic import BaseModel, create_model
 from served import served
 
 from eagle3.runner.model import Model
+from eagle3.runner.serve.answer import Answer
 from eagle3.runner.serve.dialogue import moved
+from eagle3.runner.serve.markup import CONTENT
 from eagle3.runner.serve.requests import with_own_seeds
 
 ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
@@ -159,6 +163,34 @@ def test_a_stop_string_is_not_shown(client, alone):
     whole = alone(ASKED, max_new_tokens=30).text
     choice = client.chat.completions.create(model="tiny", messages=ASKED, stop=["read"]).choices[0]
     assert (choice.message.content, choice.finish_reason) == (whole[: whole.index("read")], "stop")
+
+
+def test_characters_of_several_tokens_come_whole(client):
+    text = "na\u00efve \u65e5\u672c \U0001f600!"
+    given = {"model": "tiny", "messages": ASKED, "extra_body": {"structured_outputs": {"choice": [text]}}}
+    assert client.chat.completions.create(**given).choices[0].message.content == text
+    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**given, stream=True)]
+    assert "".join(pieces) == text and len(pieces) > 4 and not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("stop", [None, "<tool", ".", "whence"])
+def test_a_stop_string_goes_before_a_call(server, stop):
+    """The model is made to write one."""
+    dialogue, text = server.service.dialogue, 'Well.<tool_call>{"name": "seek", "arguments": {"whence": 1}}</tool_call>'
+    turn = dialogue.turn([ChatMessage(**ASKED[0])], {"stop": [stop] if stop else []}, [TOOL])
+    turn.options["structured_outputs"] = {"choice": [text]}
+
+    async def answer() -> Answer:
+        [job] = await server.engine.submit(turn.prompt, [turn.options])
+        found = Answer(turn)
+        async for _ in found.read(job, dialogue):
+            pass
+        return found
+
+    found = asyncio.run(answer())
+    expected = {None: ("Well.", 1), "<tool": ("Well.", 0), ".": ("Well", 0), "whence": ("Well.", 0)}[stop]
+    assert (found.text(CONTENT), len(found.calls)) == expected
+    assert found.finish_reason == ("tool_calls" if stop is None else "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
