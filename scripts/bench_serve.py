@@ -103,10 +103,13 @@ def served(artifact: Path, new_tokens: int) -> Iterator[Endpoint]:
     command = [sys.executable, "-c", code, str(artifact), "--port", "0", "--default", "temperature=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    said = "it says nothing"
     try:
-        found = re.search(r":(\d+)/v1$", line := process.stderr.readline().strip())
+        found = None
+        while found is None and (line := process.stderr.readline()):
+            found, said = re.search(r":(\d+)/v1$", line.strip()), line.strip()
         if not found:
-            raise ValueError(f"eagle3-serve does not start: {line}")
+            raise ValueError(f"eagle3-serve does not start: {said}")
         asks = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         yield Endpoint(
             int(found[1]),
