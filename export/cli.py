@@ -8,6 +8,7 @@ import click
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.dialects import DIALECTS
+from eagle3.export.draft.kinds import EAGLE3, KINDS
 from eagle3.export.planning.config import EMBEDDING_RECIPES, ExportConfig
 from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.runner.hardware.gpus import BY_ARCH
@@ -40,6 +41,22 @@ def _list_targets(as_json: bool) -> None:
         click.echo(f"{name:<16} {spec.summary}" + (f": {spec.repository}" if spec.repository else ""))
         for number, head in enumerate(spec.heads, 1):
             click.echo(f"{'':<16} --draft {number}  {head}")
+
+
+def _list_drafts(as_json: bool) -> None:
+    """Print each kind of draft head with what it takes and keeps, and published heads. Those that targets name are
+    EAGLE-3's unless another kind lists them."""
+    listed = {head for kind in KINDS.values() for head in kind.published}
+    named = (head for spec in TARGETS.values() for head in spec.heads if head not in listed)
+    heads = {name: list(kind.published) for name, kind in KINDS.items()}
+    heads[EAGLE3] += named
+    if as_json:
+        click.echo(json.dumps({name: {"takes": kind.takes, "heads": heads[name]} for name, kind in KINDS.items()}))
+        return
+    for name, kind in KINDS.items():
+        click.echo(f"{name:<18} {kind.takes}")
+        for head in heads[name]:
+            click.echo(f"{'':<18} {head}")
 
 
 def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -169,9 +186,10 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 )
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@click.option("--list-drafts", is_flag=True, help="Print the kinds of draft heads that are read; --json too.")
 @click.option("--list-targets", is_flag=True, help="Print the targets, their repositories and draft heads; --json too.")
 @version_option
-def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> None:
+def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, **flags: Any) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
 
     The artifact is a folder with model.pte (prefill, target_verify, draft_decode, and speculate for a GPU), the
@@ -179,6 +197,9 @@ def main(as_json: bool, list_targets: bool, download: bool, **flags: Any) -> Non
     """
     if list_targets:
         _list_targets(as_json)
+        return
+    if list_drafts:
+        _list_drafts(as_json)
         return
     if flags["target_model"] is None and flags["checkpoint"] is None:
         raise click.UsageError("type --target-model with a name of --list-targets, or --checkpoint FOLDER or ORG/NAME")

@@ -49,6 +49,11 @@ PATCHES: dict[str, Patch] = {
         ),
         prefix="transformers.",
     ),
+    # --- The twin check
+    **_group(
+        "a model in which no layer keeps keys cannot be built; of each family's own configuration",
+        "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes",
+    ),
     # --- The CPU
     **_group(
         "it copies the whole graph and makes Python of it for each delegate; order is all that is wanted",

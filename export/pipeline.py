@@ -13,7 +13,7 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
 from eagle3.export.checks.preflight import check_export_memory
-from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.loading import load_draft
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder
@@ -126,7 +126,9 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
     config = plan.config
     draft = config.repositories.get("draft")
     return {
-        "format_version": format_version(plan.proposals, config.logits, config.with_forward, plan.speculates),
+        "format_version": format_version(
+            plan.proposals, config.logits, config.with_forward, plan.speculates, plan.draft.has_cache
+        ),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": sha256_by_name(plan.target_source.files()),
@@ -167,7 +169,8 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         use_sdpa_with_kv_cache=False,
         enable_dynamic_shape=True,
         proposals=plan.proposals,
-        draft_sliding_window=max(plan.draft.windows),
+        draft_sliding_window=max(plan.draft.windows, default=0),
+        has_draft_cache=plan.draft.has_cache,
         has_logits=plan.config.logits,
         draft_ids=draft_ids if plan.config.logits else None,
         forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,

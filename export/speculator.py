@@ -6,7 +6,7 @@ Acceptance, rollback and stopping belong to the runner. The methods' shapes are 
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.kinds.head import Head
 from eagle3.targets import TapTarget
 
 
@@ -14,7 +14,7 @@ class Eagle3Speculator(nn.Module):
     """Runs the methods. ``taps``: the target's layers whose inputs the draft head fuses, ascending. ``gives_logits``:
     the last output of a method is logits in float32."""
 
-    def __init__(self, target: TapTarget, draft: DraftHead, taps: tuple[int, ...], gives_logits: bool = True):
+    def __init__(self, target: TapTarget, draft: Head, taps: tuple[int, ...], gives_logits: bool = True):
         super().__init__()
         self.target, self.draft, self.taps, self.gives_logits = target, draft, taps, gives_logits
 
@@ -50,7 +50,8 @@ class Eagle3Speculator(nn.Module):
         following = input_pos + accepted + 1
         chain = [ids.gather(1, accepted[None]), self.draft.target_ids(logits)]
         for step in range(tokens.shape[1] - 1 - self.draft.proposals):
-            logits, recurrent = self.draft(chain[-1], recurrent, following[:1] + step, last=True)
+            slot = following[:1] + step if self.draft.has_cache else following[:1] - 1
+            logits, recurrent = self.draft(chain[-1], recurrent, slot, last=True)
             chain.append(self.draft.target_ids(logits))
         window = torch.cat(chain, dim=1)
         return torch.cat((ids, window)), window, following

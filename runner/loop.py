@@ -3,6 +3,9 @@
 Draft slot p pairs the target's feature at p with token p + 1, at position p, and proposes token p + 2. The corrected
 token of a round never needs a target forward of its own: it is the next window's first row, and its slot is reseeded
 with the feature that proved it. Both caches roll back by writing positions again.
+
+A draft without a cache of its own attends to the target's. It is not seeded: each round begins with the slot before the
+anchor, and all of its steps are at that slot.
 """
 
 import time
@@ -126,6 +129,7 @@ class Rounds:
         self._seed = Seed()
         self._whole = session.has_speculate and choice.greedy
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
+        self._has_draft_cache = session.metadata.has_draft_cache
 
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
         """The first token, then what each round accepts, without end: at the context's last position it must not be
@@ -160,8 +164,14 @@ class Rounds:
         ids = chosen.tolist()[0]
         rows = common_prefix(proposed, ids) + 1  # the corrected token is the target's own, as the accepted ones are
         self._accept(ids := ids[:rows])
-        self._seed.add(chosen[:, :rows], step.own_feature()[:, :rows])
+        self._keep(chosen[:, :rows], step.own_feature()[:, :rows])
         return ids, len(proposed)
+
+    def _keep(self, tokens: Tensor, feature: Tensor) -> None:
+        """Add draft slots up to the anchor's to the seed. A draft without a cache needs the last one alone."""
+        if not self._has_draft_cache:
+            self._seed, tokens, feature = Seed(self._anchor_pos - 1), tokens[:, -1:], feature[:, -1:]
+        self._seed.add(tokens, feature)
 
     def _fits_whole(self, rows: int) -> bool:
         """Return whether the artifact has one method for a round of so many rows, and this window and the next fit
@@ -184,7 +194,7 @@ class Rounds:
         proposed, wanted = window.tolist()[0][1:], longest
         while self._fits_whole(1 + wanted):
             began = time.perf_counter()
-            cached.reach(self._anchor_pos + 2 * longest - 1)
+            cached.reach(self._anchor_pos + (2 * longest - 1 if self._has_draft_cache else longest))
             said, tokens, input_pos = session.speculate(tokens, input_pos)
             ids, following = chosen_by(Step(said, None), proposed).tolist()
             accepted = common_prefix(proposed, ids)
@@ -200,8 +210,9 @@ class Rounds:
 
     def _prefill(self, prompt: list[int], stats: GenerationStats) -> int:
         """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it."""
-        session, cached, speculates = self._session, self._cached, self._chain.speculates
-        reused = cached.reuse(prompt, session.metadata, draft=speculates)
+        session, cached = self._session, self._cached
+        seeds = self._chain.speculates and self._has_draft_cache
+        reused = cached.reuse(prompt, session.metadata, draft=seeds)
         stats.prompt_tokens += len(prompt)
         stats.reused_prompt_tokens += reused
         tokens = torch.tensor([prompt])
@@ -214,7 +225,7 @@ class Rounds:
             if end == len(prompt):
                 break
             cached.tokens = prompt[: end + 1]
-            if speculates:
+            if seeds:
                 cached.reach(end - 1 + self._masks)
                 feature = step.own_feature()
                 session.draft_decode(tokens[:, start + 1 : end + 1], feature, session.positions[start:end])
@@ -224,7 +235,7 @@ class Rounds:
         cached.tokens = list(prompt)
         self._accept(ids := anchor[0].tolist())
         self._seed = Seed(start)
-        self._seed.add(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.own_feature())
+        self._keep(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.own_feature())
         return ids[0]
 
     def _verify(self, tokens: Tensor, start: int) -> Step:
@@ -267,7 +278,8 @@ class Rounds:
         seed_can_wait = seed.rows + wanted < session.metadata.max_prefill and (wanted or not write_slots)
         if len(forced) == wanted and seed_can_wait:
             return torch.cat([anchor, torch.tensor([forced])], dim=1) if forced else anchor
-        cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
+        if self._has_draft_cache:
+            cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
         tokens, feature = seed.all()
         step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
         cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
@@ -281,7 +293,8 @@ class Rounds:
             if len(forced) == last - position:
                 chain.append(torch.tensor([forced]))
                 break
-            step = session.draft_decode(chain[-1], step.own_feature(), session.positions[position : position + 1])
+            at = position if self._has_draft_cache else anchor_pos - 1
+            step = session.draft_decode(chain[-1], step.own_feature(), session.positions[at : at + 1])
             chain.append(self._choice.draft(step, chain))
         return torch.cat([anchor, *chain], dim=1)
 

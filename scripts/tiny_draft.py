@@ -21,7 +21,8 @@ from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.draft.head import DraftHead, load_draft
+from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.runner.contract import Metadata

@@ -15,7 +15,7 @@ TARGETS: dict[str, TargetSpec] = {
         "eagle3.targets.gemma4",
         model_types=("gemma4_text",),
         repository="google/gemma-4-31B-it",
-        heads=("RedHatAI/gemma-4-31B-it-speculator.eagle3",),
+        heads=("RedHatAI/gemma-4-31B-it-speculator.eagle3", "google/gemma-4-31B-it-assistant"),
     ),
     "gemma4-tiny": TargetSpec(
         "5.3 M parameters of Gemma 4 trained on Python's standard library; shipped, with its draft head",

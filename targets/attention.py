@@ -76,8 +76,8 @@ class EagerAttention(nn.Module):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         rows: tuple[Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
@@ -87,7 +87,7 @@ class EagerAttention(nn.Module):
 
         Args:
             query: [1, T, heads, head_dim]
-            key, value: [1, T, kv_heads, head_dim]
+            key, value: [1, T, kv_heads, head_dim]; both None to attend to what is written, and write nothing
             rows: the result of ``rows`` in this forward
             scale: factor on the dot products of query and key
             softcap: a scaled dot product x becomes softcap * tanh(x / softcap)
@@ -97,13 +97,19 @@ class EagerAttention(nn.Module):
             [1, T, heads, head_dim]
         """
         input_pos, mask = rows
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, heads, T, head_dim]
-        keys, values = self.kv_cache.update(input_pos, key, value)
+        query = query.transpose(1, 2)  # [1, heads, T, head_dim]
+        keys, values = self.written(input_pos, key, value)
         if softcap is None and sinks is None:
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         else:
             out = attend(query, keys, values, mask, scale, softcap, sinks)
         return out.transpose(1, 2)
+
+    def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return both caches [1, kv_heads, slots, head_dim], with ``key`` and ``value`` written into them."""
+        if key is None or value is None:
+            return self.kv_cache.k_cache, self.kv_cache.v_cache
+        return self.kv_cache.update(input_pos, key.transpose(1, 2), value.transpose(1, 2))
 
 
 def attend(

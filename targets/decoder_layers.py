@@ -73,6 +73,16 @@ class DecoderLayersTarget(nn.Module):
     def lm_head(self) -> nn.Linear:
         return self.causal_lm.lm_head
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed as the family's own module does; families that scale outside of it have no head that asks for this."""
+        return self.embed_tokens(tokens)
+
+    def kept(self, kind: str) -> nn.Module | None:
+        kinds = getattr(self.causal_lm.config, "layer_types", None) or ["full_attention"] * len(self.layers)
+        attns: list[Any] = [layer.self_attn for layer, own in zip(self.layers, kinds, strict=True) if own == kind]
+        keeping = [attn for attn in attns if not getattr(attn, "is_kv_shared_layer", False)]
+        return keeping[-1].kv_attention if keeping else None
+
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         states: dict[int, Tensor] = {}
         count = len(self.layers)

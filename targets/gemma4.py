@@ -113,8 +113,16 @@ class Gemma4TapTarget(nn.Module):
     def lm_head(self) -> nn.Linear:
         return self.model.lm_head
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.embed_tokens(tokens) * self.model.embed_normalizer
+
+    def kept(self, kind: str) -> nn.Module | None:
+        sliding = kind == "sliding_attention"
+        attns = [layer.self_attn for layer in self.model.layers if layer.is_sliding == sliding]
+        return attns[-1].kv_attention if attns else None
+
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x = self.model.embed_tokens(tokens) * self.model.embed_normalizer
+        x = self.embed(tokens)
         kinds = {layer.is_sliding: layer.self_attn for layer in self.model.layers}
         rows = {kind: self._rows(attn, input_pos, x) for kind, attn in kinds.items()}
         states = [x]
@@ -134,12 +142,18 @@ class Gemma4TapTarget(nn.Module):
 
     @staticmethod
     def _rows(attn: Gemma4Attention, input_pos: Tensor, x: Tensor) -> SharedInputs:
-        angles = torch.outer(input_pos.float(), attn.inv_freq)
-        angles = torch.cat((angles, angles), dim=-1)[None]
-        cos, sin = angles.cos(), angles.sin()
-        if attn.rope_scale != 1:
-            cos, sin = cos * attn.rope_scale, sin * attn.rope_scale
-        return SharedInputs(attn.kv_attention.rows(input_pos), cos.to(x.dtype), sin.to(x.dtype))
+        tables = rotary(input_pos, attn.inv_freq, attn.rope_scale, x.dtype)
+        return SharedInputs(attn.kv_attention.rows(input_pos), *tables)
+
+
+def rotary(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin [1, T, head_dim] of positions [T], in float32, then rounded."""
+    angles = torch.outer(positions.float(), inv_freq)
+    angles = torch.cat((angles, angles), dim=-1)[None]
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return cos.to(dtype), sin.to(dtype)
 
 
 Target = Gemma4TapTarget

@@ -47,6 +47,14 @@ class TapTarget(Protocol):
             the final normed state [1, T, hidden_size] and one [1, T, hidden_size] per tap
         """
 
+    def embed(self, tokens: "Tensor") -> "Tensor":
+        """What the first layer takes of tokens [1, T]: the embedding's rows, scaled as the model scales them, [1, T,
+        hidden_size]."""
+
+    def kept(self, kind: str) -> "nn.Module | None":
+        """The attention module (``AttentionFactory``) with the keys and values of the last layer of a kind that has
+        its own; None without such a layer. ``kind``: "full_attention" or "sliding_attention"."""
+
     def scores(self, state: "Tensor") -> "Tensor":
         """Scores [1, R, vocab_size] of normed states [1, R, hidden_size]: the logits before the softcap.
 

@@ -8,6 +8,8 @@ from safetensors.torch import save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GptOssConfig,
@@ -27,6 +29,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
+from eagle3.export.twin.randomize import randomize
 
 SIZE = {
     "vocab_size": 96,
@@ -164,4 +169,31 @@ def save_random_draft(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described))
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+    return folder
+
+
+def random_assistant(config, ordered: bool = False, **changes):
+    """transformers' own assistant with random weights, for a target with transformers' text configuration ``config``.
+    ``changes`` are of its text configuration."""
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    overrides = config.per_layer_config[config.layer_types.index("full_attention")]
+    sizes = {"num_hidden_layers": 3, "layer_types": layer_types, "hidden_size": 48, "intermediate_size": 96}
+    text = config.to_dict() | sizes | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0}
+    text |= {"vocab_size_per_layer_input": 0, "final_logit_softcapping": None}
+    text["per_layer_config"] = {"2": {key: getattr(overrides, key) for key in ("head_dim", "num_key_value_heads")}}
+    text = Gemma4TextConfig.from_dict(text | changes)
+    centroids = {"num_centroids": 16, "centroid_intermediate_top_k": 5}
+    whole = Gemma4AssistantConfig(
+        text_config=text, backbone_hidden_size=config.hidden_size, use_ordered_embeddings=ordered, **centroids
+    )
+    with states_are_shared(type(text)):
+        model = Gemma4AssistantForCausalLM(whole).float().eval().requires_grad_(False)
+    randomize(model, seed=9)
+    if ordered:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(config.vocab_size))
+    return model
+
+
+def save_random_assistant(folder: Path, config, ordered: bool = False, **changes) -> Path:
+    random_assistant(config, ordered, **changes).save_pretrained(folder)
     return folder

@@ -8,7 +8,7 @@ import torch
 from random_checkpoints import FAMILIES, random_model
 from safetensors.torch import load_file
 
-from eagle3.export.draft.head import load_draft
+from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
+from eagle3.export.draft.description import EagleDescription
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
@@ -207,16 +208,16 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
     other = "input" if "outputs" in plan.chosen_taps.origin else "output"
     if plan.taps:
         lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
-    if draft.aux_layers is None and config.aux_layers is None:
+    if plan.taps and draft.aux_layers is None and config.aux_layers is None:
         lines.append("  the checkpoint names no taps and the default was taken: type --aux-layers with its training's")
     if draft.verifier:
         lines.append(f"  the target: the head was trained for {draft.verifier}, this is {plan.checkpoint}")
     else:
         lines.append(f"  the target: the head does not say what it was trained for, this is {plan.checkpoint}")
-    lines.append(
-        f"  norm_before_residual ({str(draft.norm_before_residual).lower()}): type --norm-before-residual "
-        f"{str(not draft.norm_before_residual).lower()}"
-    )
+    if isinstance(draft, EagleDescription):
+        said = str(draft.norm_before_residual).lower()
+        other = str(not draft.norm_before_residual).lower()
+        lines.append(f"  norm_before_residual ({said}): type --norm-before-residual {other}")
     if not (folder / "tokenizer.json").is_file():
         lines.append("  the prompts: there is no tokenizer.json, so they were random ids")
     return lines

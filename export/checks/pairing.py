@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checks.tensors import check_draft
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map, largest_id
 
 if TYPE_CHECKING:
@@ -18,48 +19,16 @@ if TYPE_CHECKING:
 
 def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...]) -> None:
     """Raise ValueError where the draft's tensors cannot belong to this target."""
-    hidden, vocabulary = target_config.hidden_size, target_config.vocab_size
+    vocabulary = target_config.vocab_size
     trained_for = f"; the head names {draft.verifier} as its target" if draft.verifier else ""
-    if draft.takes_final_state and draft.taps_width != hidden:
-        raise ValueError(
-            f"the draft takes a final state of {draft.taps_width}, the target's hidden size is {hidden}: likely not a "
-            f"matched pair{trained_for}"
-        )
-    if not draft.takes_final_state and draft.taps_width != len(taps) * hidden:
-        if draft.taps_width % hidden:
-            raise ValueError(
-                f"the draft's fc takes {draft.taps_width} features, no multiple of the target's hidden size {hidden}: "
-                f"likely not a matched pair{trained_for}"
-            )
-        raise ValueError(
-            f"the draft's fc takes {draft.taps_width} features = {draft.taps_width // hidden} taps of {hidden}, but "
-            f"{len(taps)} aux layers are named ({','.join(map(str, taps))}): type --aux-layers with "
-            f"{draft.taps_width // hidden} ids"
-        )
+    KINDS[draft.kind].load().check_pair(draft, target_config, taps, trained_for)
     if draft.target_vocab_size != vocabulary:
         raise ValueError(
             f"the draft is for a vocabulary of {draft.target_vocab_size}, the target has {vocabulary}: "
             f"likely not a matched pair{trained_for}"
         )
-    if draft.has_embedding:
-        rows, width = draft.headers["embed_tokens.weight"].shape
-        if (rows, width) != (vocabulary, draft.hidden_size):
-            raise ValueError(
-                f"the draft's embed_tokens is {rows} x {width}, but target vocabulary x draft hidden size is "
-                f"{vocabulary} x {draft.hidden_size}: likely not a matched pair{trained_for}"
-            )
-    elif draft.hidden_size != hidden:
-        raise ValueError(
-            f"the draft has no embedding and its hidden size {draft.hidden_size} is not the target's {hidden}, "
-            "so it cannot share the target's: the checkpoint lacks embed_tokens.weight"
-        )
-    if draft.shares_lm_head and draft.hidden_size != hidden:
-        raise ValueError(
-            f"the draft has no lm_head and its hidden size {draft.hidden_size} is not the target's {hidden}, "
-            "so it cannot share the target's: the checkpoint lacks lm_head.weight"
-        )
     check_draft(draft)
-    if draft.maps_vocabulary:
+    if isinstance(draft, EagleDescription) and draft.maps_vocabulary:
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
@@ -74,7 +43,9 @@ def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescript
     """
     if vocabulary == draft.target_vocab_size:
         return draft
-    most = largest_id(draft) if draft.maps_vocabulary else draft.draft_vocab_size - 1
+    most = draft.draft_vocab_size - 1
+    if isinstance(draft, EagleDescription) and draft.maps_vocabulary:
+        most = largest_id(draft)
     if not draft.shares_lm_head and most >= vocabulary:
         raise ValueError(
             f"the draft speaks ids up to {most}, but the target's file has rows for {vocabulary} tokens alone: name "

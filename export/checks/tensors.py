@@ -84,9 +84,9 @@ def _cause(name: str) -> str:
 
 def check_draft(draft: DraftDescription) -> None:
     """Every tensor of the head as its configuration has it, by name. Raises ValueError."""
-    from eagle3.export.draft.head import unfilled_head
+    from eagle3.export.draft.loading import unfilled
 
-    expected = unfilled_head(draft).state_dict()
+    expected = unfilled(draft).state_dict()
     for name, value in expected.items():
         header = draft.headers.get(name)
         if header is None:
@@ -103,6 +103,4 @@ def check_draft(draft: DraftDescription) -> None:
             )
     unread = sorted(set(draft.headers) - set(expected))
     if unread:
-        raise ValueError(
-            f"{draft.folder} has {unread[0]}, which an {draft.kind} head of its config.json has no place for"
-        )
+        raise ValueError(f"{draft.folder} has {unread[0]}, which a {draft.kind} with its config.json has no place for")

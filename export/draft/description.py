@@ -1,35 +1,39 @@
-"""The description of a draft head, independent of its checkpoint's dialect. ``DraftHead`` is built from it alone."""
+"""The description of a draft head, independent of how its checkpoint is written. The head's module is built from it
+alone.
 
-from dataclasses import dataclass, field
+``DraftDescription`` is what the plan, the lowering and the report need of a head of any kind (``kinds/``).
+``EagleDescription`` adds what EAGLE heads differ in.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
-__all__ = ["EAGLE", "EAGLE3", "P_EAGLE", "DraftDescription"]
+__all__ = ["EAGLE", "EAGLE3", "P_EAGLE", "DraftDescription", "EagleDescription"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftDescription:
-    """A draft head. Tensor names are ``DraftHead``'s own (see ``tensor_names``). ``headers`` say which optional parts
-    exist (biases, norms, an embedding, a vocabulary of its own)."""
+    """A draft head. Tensor names are those of its module. ``headers`` say which optional parts exist (biases, norms, an
+    embedding, a vocabulary of its own)."""
 
     kind: str
+    """A key of ``KINDS``."""
     dialect: str
-    """The system that wrote the files, under its name for ``--draft-dialect``."""
+    """The system that wrote the files, under its name for ``--draft-dialect`` where the kind has dialects."""
     source: Source
-    layer: "LlamaConfig"
-    """Sizes and rotary parameters of the decoder layers, as in transformers; ``head_dim`` is derived from the
-    tensors."""
-    layers: int
+    layer: Any
+    """transformers' configuration of the decoder layers: sizes and rotary parameters."""
     tensor_names: dict[str, str]
-    """Maps tensors of the checkpoint to parameters or buffers of ``DraftHead``; other tensors are not loaded."""
+    """Maps tensors of the checkpoint to parameters or buffers of the module; other tensors are not loaded."""
     headers: dict[str, TensorHeader]
-    """The headers of these tensors, by ``DraftHead``'s names."""
+    """The headers of these tensors, by the module's names."""
     target_vocab_size: int
     aux_layers: tuple[int, ...] | None = None
     """Taps as in the checkpoint, with the meaning of ``aux_convention``; None if the checkpoint has none."""
@@ -37,30 +41,18 @@ class DraftDescription:
     """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
     output."""
     takes_final_state: bool = False
-    """The feature is the target's final state after its norm: for EAGLE, and EAGLE-3 without
-    ``use_aux_hidden_state``."""
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    feeds_normed: bool = False
-    """The next step's feature is the normed state (``norm_output``, except for SpecForge)."""
-    later_norm: str = "input_layernorm"
-    """The norm that the layers after the first apply to their input."""
+    """The feature is the target's final state after its norm."""
     shares_lm_head: bool = False
     """The head uses the target's lm_head."""
-    ties_lm_head: bool = False
-    """The head uses its own embedding as lm_head."""
-    mask_token_id: int | None = None
-    """P-EAGLE: the token of the rows for proposals that are not made yet."""
-    selector: str | None = None
-    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
-    windows: tuple[int, ...] = (0,)
-    """Sliding window of each layer's own attention, in tokens; 0 for full attention."""
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer's own attention, in tokens; 0 for full attention. Empty for a head without KV
+    caches."""
     chain_len: int = 3
     """Draft tokens per round that the checkpoint suggests."""
     verifier: str | None = None
     """The target that the head was trained for, if the checkpoint names it."""
     verifier_architectures: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -68,24 +60,26 @@ class DraftDescription:
 
     @property
     def hidden_size(self) -> int:
+        """The width of a feature."""
         return self.layer.hidden_size
 
     @property
-    def draft_vocab_size(self) -> int:
-        if self.shares_lm_head:
-            return self.target_vocab_size
-        return self.headers["embed_tokens.weight" if self.ties_lm_head else "lm_head.weight"].shape[0]
+    def taps_width(self) -> int:
+        """The width of what the head takes of the target: all taps, or the final state."""
+        return self.hidden_size
 
     @property
-    def taps_width(self) -> int:
-        """The width of the taps together, n_aux * the target's hidden size, which ``fc`` takes; or the width of the
-        final state if that is the feature."""
-        if not self.takes_final_state:
-            return self.headers["fc.weight"].shape[1]
-        return self.headers["fc.weight"].shape[1] - self.hidden_size if self.kind == EAGLE else self.hidden_size
+    def draft_vocab_size(self) -> int:
+        return self.target_vocab_size
+
+    @property
+    def has_cache(self) -> bool:
+        """False for a head that keeps no keys and values of its own."""
+        return bool(self.windows)
 
     @property
     def has_embedding(self) -> bool:
+        """True if tokens are embedded by the head's own table, False if by the target's."""
         return "embed_tokens.weight" in self.headers
 
     @property
@@ -97,6 +91,49 @@ class DraftDescription:
         """The shortest sliding window of any layer, 0 if there is none."""
         return min((window for window in self.windows if window), default=0)
 
+    def proposals(self, chain_len: int) -> int:  # noqa: ARG002 - the kinds that propose a chain in one forward read it
+        """Return the tokens that one forward of the head proposes, of ``chain_len`` a round."""
+        return 1
+
     def has(self, module: str) -> bool:
-        """Return True if the checkpoint has a weight for a module of ``DraftHead``."""
+        """Return True if the checkpoint has a weight for a module."""
         return f"{module}.weight" in self.headers
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDescription(DraftDescription):
+    """An EAGLE-3, P-EAGLE or EAGLE head, of any dialect, for ``DraftHead``. ``layer`` is a ``LlamaConfig`` whose
+    ``head_dim`` is derived from the tensors."""
+
+    layer: "PreTrainedConfig"
+    layers: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    feeds_normed: bool = False
+    """The next step's feature is the normed state (``norm_output``, except for SpecForge)."""
+    later_norm: str = "input_layernorm"
+    """The norm that the layers after the first apply to their input."""
+    ties_lm_head: bool = False
+    """The head uses its own embedding as lm_head."""
+    mask_token_id: int | None = None
+    """P-EAGLE: the token of the rows for proposals that are not made yet."""
+    selector: str | None = None
+    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        if self.shares_lm_head:
+            return self.target_vocab_size
+        return self.headers["embed_tokens.weight" if self.ties_lm_head else "lm_head.weight"].shape[0]
+
+    @property
+    def taps_width(self) -> int:
+        """n_aux * the target's hidden size, which ``fc`` takes; or the width of the final state if that is the
+        feature."""
+        if not self.takes_final_state:
+            return self.headers["fc.weight"].shape[1]
+        return self.headers["fc.weight"].shape[1] - self.hidden_size if self.kind == EAGLE else self.hidden_size
+
+    def proposals(self, chain_len: int) -> int:
+        return chain_len if self.kind == P_EAGLE else 1

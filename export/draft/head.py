@@ -15,26 +15,26 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
-from eagle3.export.draft.description import EAGLE, P_EAGLE, DraftDescription
+from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
+from eagle3.export.draft.kinds.head import Head
 from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
-from eagle3.targets.loading import load_tensors
 
 
-class DraftHead(nn.Module):
+class DraftHead(Head):
     """A draft head. Draft slot p pairs the target's feature at p with token p + 1.
 
     ``proposals`` is the number of tokens that one forward proposes: K for a P-EAGLE, otherwise 1.
     """
 
+    has_cache = True
     d2t: Tensor | None
     mask_feature: Tensor
 
-    def __init__(self, draft: DraftDescription, max_seq_len: int, proposals: int = 1):
+    def __init__(self, draft: EagleDescription, max_seq_len: int, proposals: int = 1):
         super().__init__()
         config, size = draft.layer, draft.hidden_size
         self.proposals = proposals if draft.kind == P_EAGLE else 1
@@ -67,7 +67,7 @@ class DraftHead(nn.Module):
         self._slots_written = 0  # eager mode only: callers of exported programs check positions themselves
 
     def attach(
-        self, draft: DraftDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget
+        self, draft: EagleDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget
     ) -> Self:
         """Add the parts that no checkpoint holds: KV caches, the rotary table (float32), a shared embedding and
         lm_head."""
@@ -195,23 +195,3 @@ class DraftHead(nn.Module):
         if first + count > self.max_seq_len:
             raise ValueError(f"draft position {first + count - 1} is past max_seq_len {self.max_seq_len}")
         self._slots_written = first + count
-
-
-def unfilled_head(draft: DraftDescription, max_seq_len: int = 1, proposals: int = 1) -> DraftHead:
-    """Return a head on the meta device. Initial values that nobody reads would be computed there, by way of SymPy."""
-    with no_init_weights(), torch.device("meta"):
-        return DraftHead(draft, max_seq_len, proposals)
-
-
-def load_draft(
-    draft: DraftDescription,
-    max_seq_len: int,
-    dtype: torch.dtype,
-    attention: AttentionFactory,
-    target: TapTarget,
-    proposals: int = 1,
-) -> DraftHead:
-    """Load a draft head. It shares ``target``'s embedding and lm_head if it has none of its own."""
-    head = unfilled_head(draft, max_seq_len, proposals)
-    load_tensors(head, draft.source.tensors(), dtype, key_map=draft.tensor_names.get)
-    return head.attach(draft, attention, dtype, target).eval().requires_grad_(False)

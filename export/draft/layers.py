@@ -18,7 +18,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from eagle3.export.draft.description import EAGLE, DraftDescription
+from eagle3.export.draft.description import EAGLE, EagleDescription
 from eagle3.targets.attention import HF_ATTENTION
 
 RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's and GLM's are the same
@@ -34,7 +34,7 @@ class DraftLayer(nn.Module):
     hidden_norm: nn.Module | None
     post_attention_layernorm: nn.Module
 
-    def __init__(self, draft: DraftDescription, index: int):
+    def __init__(self, draft: EagleDescription, index: int):
         super().__init__()
         config, where = _config(draft), f"layers.{index}"
         self.first = index == 0
@@ -69,7 +69,7 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def rotary_table(draft: DraftDescription) -> nn.Module:
+def rotary_table(draft: EagleDescription) -> nn.Module:
     """Return transformers' rotary embedding, in float32."""
     partial = _rotates_in_part(draft)
     return (modeling_glm4_moe.Glm4MoeRotaryEmbedding if partial else modeling_llama.LlamaRotaryEmbedding)(draft.layer)
@@ -79,11 +79,11 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _rotates_in_part(draft: DraftDescription) -> bool:
+def _rotates_in_part(draft: EagleDescription) -> bool:
     return draft.layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
 
 
-def _attention_class(draft: DraftDescription, where: str) -> type[nn.Module]:
+def _attention_class(draft: EagleDescription, where: str) -> type[nn.Module]:
     """Return the attention class. GLM's applies RoPE to the first dimensions of a head only. It splits each head for
     that, which would cost time where all dimensions have RoPE."""
     if _rotates_in_part(draft):
@@ -91,7 +91,7 @@ def _attention_class(draft: DraftDescription, where: str) -> type[nn.Module]:
     return modeling_qwen3.Qwen3Attention if draft.has(f"{where}.self_attn.q_norm") else modeling_llama.LlamaAttention
 
 
-def _config(draft: DraftDescription) -> LlamaConfig:
+def _config(draft: EagleDescription) -> LlamaConfig:
     config = deepcopy(draft.layer)
     config._attn_implementation = HF_ATTENTION
     config.layer_types, config.sliding_window = ["full_attention"], None  # the window is kv_attention's

@@ -10,9 +10,10 @@ from typing import Any
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number, read_object, texts
 from eagle3.export.checkpoints.source import Source, TensorHeader
-from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription
+from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
-from eagle3.export.draft.kinds import MASK_TOKENS, head_kind
+from eagle3.export.draft.eagle_kinds import MASK_TOKENS, head_kind
+from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_name
@@ -30,7 +31,7 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
 
     Args:
         dialect: a name of ``DIALECTS``; None for the first that recognizes the checkpoint
-        norm_before_residual: None for the checkpoint's value
+        norm_before_residual: None for the checkpoint's value. Both are of EAGLE heads alone
 
     Raises:
         FileNotFoundError: the folder lacks a file
@@ -38,10 +39,16 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: --draft needs the folder of an EAGLE-3 draft head")
+        raise FileNotFoundError(f"{file} is missing: --draft needs the folder of a draft head")
     config, source = read_object(file), open_source(folder)
     headers = source.headers()
     texts(config, "architectures", file)
+    for name, kind in KINDS.items():
+        if kind.recognizes(config):
+            if dialect is not None or norm_before_residual is not None:
+                flag = "--draft-dialect" if dialect is not None else "--norm-before-residual"
+                raise ValueError(f"{flag} is for EAGLE heads, {folder} is a head of the kind {name}: leave it out")
+            return kind.load().read(folder, config, source)
     refuse_other_heads(file, config, headers)
     chosen = DIALECTS[dialect] if dialect else _recognize(file, config, headers)
     return _describe(source, file, config, headers, chosen, norm_before_residual)
@@ -69,7 +76,7 @@ def _describe(
     headers: Headers,
     dialect: Dialect,
     norm_before_residual: bool | None,
-) -> DraftDescription:
+) -> EagleDescription:
     folder, warnings = source.path, []
     names, own = _own_tensors(folder, headers)
     if dialect.name == "speculators" and not isinstance(config.get("transformer_layer_config"), dict):
@@ -131,7 +138,7 @@ def _describe(
     ids, ids_are = _aux_layers(file, variants, dialect)
     warnings += [] if final else doubts_of_taps(dialect, file, ids, ids_are)
     proposal = dialect.proposal(config, file)
-    return DraftDescription(
+    return EagleDescription(
         kind=kind,
         dialect=dialect.name,
         source=source,

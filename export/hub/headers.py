@@ -17,7 +17,7 @@ from eagle3.export.hub.snapshots import Snapshot
 
 AT_ONCE = 8
 """The number of requests at a time, huggingface_hub's own default."""
-VALUES = ("d2t", "t2d", "weight_shape")
+VALUES = ("d2t", "t2d", "token_ordering", "weight_shape")
 """The last parts of the names of small tensors whose values a plan reads: 0.5 MB for Gemma 4 31B's head."""
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 

@@ -15,7 +15,7 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.checks.tensors import check_target
-from eagle3.export.draft.description import P_EAGLE, DraftDescription
+from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.config import GROUPED, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
@@ -109,7 +109,7 @@ class Plan:
     @property
     def proposals(self) -> int:
         """Tokens that one forward of the draft proposes."""
-        return self.chain_len if self.draft.kind == P_EAGLE else 1
+        return self.draft.proposals(self.chain_len)
 
     @property
     def sliding_window(self) -> int:
@@ -168,7 +168,7 @@ def make_plan(config: ExportConfig) -> Plan:
         chosen_taps=taps,
         chain_len=chain_len,
         max_seq_len=max_seq_len,
-        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft_rows(draft, chain_len), fused),
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft, fused),
         qlinear=choose_recipe(config, target_headers),
         draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe,
         bos_id=bos_id,
@@ -205,9 +205,9 @@ def fused_rounds(
     rows, most = 2 * chain_len, backend.few_rows(chain_len + 1)
     wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
     quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
-    if not (wanted and quantized and draft.kind == P_EAGLE and rows > most):
+    if not (wanted and quantized and draft.proposals(chain_len) > 1 and rows > most):
         return wanted, ()
-    reason = f"a P-EAGLE of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
+    reason = f"a {draft.kind} of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
     if config.speculate:
         raise ValueError(f"--speculate: {reason}: type --no-speculate, or leave --draft-qlinear out")
     return False, (f"there will be no method speculate ({reason}): rounds take several calls",)
@@ -267,16 +267,17 @@ def plan_methods(
     target_config: "PreTrainedConfig",
     chain_len: int,
     max_seq_len: int,
-    draft_longest: int = 0,
+    draft: DraftDescription | None = None,
     fused: bool = False,
 ) -> tuple[MethodPlan, ...]:
     """Return the lengths of every method, within the bounds of the target and of the draft.
 
-    ``draft_longest`` is the draft's longest forward, 0 where it has no bound; with ``fused`` there is a method
-    ``speculate``. Raises ValueError with the flag to change.
+    Without ``draft`` the draft has no bound; with ``fused`` there is a method ``speculate``. Raises ValueError with the
+    flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    longest = min(longest, draft_longest or longest)
+    longest = min(longest, (draft_rows(draft, chain_len) if draft else 0) or longest)
+    seeds = draft is None or draft.has_cache
     window = chain_len + 1
     backend = BACKENDS[config.backend]
     fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
@@ -301,7 +302,7 @@ def plan_methods(
     methods = [
         MethodPlan(PREFILL, min_prefill, max_prefill),
         MethodPlan(TARGET_VERIFY, 2, window),
-        MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window)),
+        MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window) if seeds else 1),
     ]
     if fused:
         methods.append(MethodPlan(SPECULATE, window, window))
@@ -318,7 +319,7 @@ def draft_rows(draft: DraftDescription, chain_len: int) -> int:
     The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Raises ValueError where they
     fill it.
     """
-    masks = chain_len - 1 if draft.kind == P_EAGLE else 0
+    masks = draft.proposals(chain_len) - 1
     if draft.window and draft.window <= masks:
         raise ValueError(
             f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "

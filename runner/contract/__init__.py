@@ -24,6 +24,10 @@ draft's logits are over its own vocabulary. If its ids differ from the target's,
 method exists only with logits, because the proposals are mapped already. Each of these additions has a format version,
 so a runner that does not know it refuses the artifact with one line.
 
+A draft head may attend to the target's caches and have none of its own (``get_has_draft_cache`` is False). It needs no
+seeding: ``draft_decode`` takes one row, and only the row before the newest token. All steps of a round have that row's
+position, because nothing is written behind it.
+
 ``speculate`` is a fused round: a whole greedy round at the artifact's own chain length, with a verify window of C
 tokens. It verifies ``tokens``, seeds the draft with the accepted ones, and drafts the next window. It returns that
 window twice: beside the ids, so that the host reads both in one copy, and as its own next inputs, which can stay on the
@@ -57,12 +61,16 @@ WORKSPACE = "workspace_bytes"
 """Key beside it, by method: the most GPU memory that the intermediate tensors of its longest call hold at a time."""
 LACKING = "lacking"
 """Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
-FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION = 1, 2, 3, 4
+FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION, NO_DRAFT_CACHE_VERSION = 1, 2, 3, 4, 5
 
 
-def format_version(proposals: int, has_logits: bool, has_forward: bool, has_speculate: bool) -> int:
+def format_version(
+    proposals: int, has_logits: bool, has_forward: bool, has_speculate: bool, has_draft_cache: bool = True
+) -> int:
     """Return the lowest version whose runners can read such an artifact. Runners that know logits know
     ``get_max_context_len`` too."""
+    if not has_draft_cache:
+        return NO_DRAFT_CACHE_VERSION
     if has_speculate:
         return SPECULATE_VERSION
     if has_logits or has_forward:
@@ -109,6 +117,8 @@ class Metadata:
     """Tokens that one call of ``draft_decode`` proposes."""
     draft_sliding_window: int | None = _key("get_draft_sliding_window", default=None)
     """The longest of the draft's sliding windows, 0 if it has none; None if an earlier exporter did not record it."""
+    has_draft_cache: bool = _key("get_has_draft_cache", default=True)
+    """False if the draft attends to the target's caches alone."""
     has_logits: bool = _key("get_has_logits", default=False)
     draft_ids: "Tensor | None" = _key("get_draft_ids", default=None, compare=False)
     """int64 [draft_vocab_size]: the target's id of each draft id; None if they are the same, and without logits."""
@@ -148,10 +158,10 @@ class Metadata:
             values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version not in range(FORMAT_VERSION, SPECULATE_VERSION + 1):
+        if version not in range(FORMAT_VERSION, NO_DRAFT_CACHE_VERSION + 1):
             raise ValueError(
                 f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} to "
-                f"{SPECULATE_VERSION}: export it again, or install the eagle3-export that made it"
+                f"{NO_DRAFT_CACHE_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)
 
@@ -162,7 +172,7 @@ def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
     return {
         PREFILL: (metadata.min_prefill, metadata.max_prefill),
         TARGET_VERIFY: (2, window),
-        DRAFT_DECODE: (1, max(metadata.max_prefill, window)),
+        DRAFT_DECODE: (1, max(metadata.max_prefill, window) if metadata.has_draft_cache else 1),
         SPECULATE: (window, window),
         DECODE: (1, 1),
         **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from eagle3.export.backends import Backend
-from eagle3.export.draft.head import unfilled_head
+from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.check import check_linears
@@ -110,7 +110,7 @@ class NvidiaBackend:
         if plan.qlinear in CUDA_RECIPES[1:]:
             check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
-            check_recipe("--draft-qlinear", plan.draft_qlinear, unfilled_head(plan.draft), plan.draft.layer)
+            check_recipe("--draft-qlinear", plan.draft_qlinear, unfilled(plan.draft), plan.draft.layer)
 
     def memory(self, plan: Plan) -> tuple[int, str]:
         if local_arch():

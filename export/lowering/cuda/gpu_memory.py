@@ -14,13 +14,13 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from torch import nn
 
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.draft.head import DraftHead, unfilled_head
+from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
 from eagle3.export.lowering.cuda.weights.experts import is_fused
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
-from eagle3.export.planning.plan import Plan, draft_rows, plan_methods
+from eagle3.export.planning.plan import Plan, plan_methods
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Skeleton
@@ -34,7 +34,7 @@ INT4_GROUP = 32  # columns that share a scale in torchao's checkpoints
 
 def gpu_memory(plan: Plan) -> GpuMemory:
     skeleton = plan.skeleton
-    draft = unfilled_head(plan.draft, plan.max_seq_len, plan.proposals)
+    draft = unfilled(plan.draft, plan.max_seq_len, plan.proposals)
     recipe = _recipe(plan.draft_qlinear, plan.draft.layer, draft)
     target, workspace = _target_bytes(plan, skeleton), _workspace(plan, skeleton, draft)
     return GpuMemory(target, module_bytes(draft, recipe), plan.cache_bytes, workspace)
@@ -89,7 +89,7 @@ def _bytes_each(config: QuantConfig | None) -> float:
     return int4_bytes(config.group_size) if config.bits == 4 else 1 + (BFLOAT16 + 1) / config.group_size
 
 
-def _workspace(plan: Plan, skeleton: Skeleton, draft: DraftHead) -> int:
+def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
     layers = _layer_linears(skeleton.model)
     prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
     own = _layer_linears(draft)
@@ -146,6 +146,6 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _with_lengths(plan: Plan, max_seq_len: int, max_prefill: int) -> Plan:
     config = replace(plan.config, max_prefill=max_prefill)
-    longest = draft_rows(plan.draft, plan.chain_len)
-    methods = plan_methods(config, plan.spec, plan.target_config, plan.chain_len, max_seq_len, longest, plan.speculates)
+    lengths = plan.chain_len, max_seq_len, plan.draft, plan.speculates
+    methods = plan_methods(config, plan.spec, plan.target_config, *lengths)
     return replace(plan, config=config, max_seq_len=max_seq_len, methods=methods)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle3.export.backends import Backend
-from eagle3.export.draft.head import unfilled_head
+from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.planning.plan import Plan
@@ -51,7 +51,7 @@ class XnnpackBackend:
         check_versions(FOR_CPU, TESTED, "lowering for the CPU", "")
         target, draft = recipes(plan)
         target.check("--qlinear", plan.skeleton.model)
-        draft.check("--draft-qlinear", unfilled_head(plan.draft))
+        draft.check("--draft-qlinear", unfilled(plan.draft))
 
     def runs_here(self) -> bool:
         return True

@@ -3,7 +3,7 @@ with here, and as it is written, both at once; copies of the one that is being w
 
 from torch import nn
 
-from eagle3.export.draft.head import unfilled_head
+from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.planning.plan import Plan
 
@@ -14,7 +14,7 @@ FLOAT = 4
 
 def export_bytes(plan: Plan) -> int:
     target, draft = recipes(plan)
-    head = unfilled_head(plan.draft)
+    head = unfilled(plan.draft)
     skeleton = plan.skeleton
     models = ((skeleton.model, target), (head, draft))
     return OVERHEAD + round(sum(_model_bytes(*each) for each in models) + max(_copies(*each) for each in models))

@@ -73,20 +73,15 @@ class LlmOpsAttention(nn.Module):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         rows: Rows,
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if self.shape.sinks:
-            key, value = after_the_sink(key, self.sink_key), after_the_sink(value, self.sink_value)
-        for new, cache in ((key, self.k_cache), (value, self.v_cache)):
-            if rows.slots is None:
-                torch.ops.llama.update_cache(new, cache, rows.start)
-            else:
-                torch.ops.llama.update_cache_with_indices(new, cache, 0, rows.slots)
+        if key is not None and value is not None:
+            self._write(key, value, rows)
         if softcap is not None:
             keys, values = (
                 cache[:, self.shape.sinks :, :, : self.shape.head_dim] for cache in (self.k_cache, self.v_cache)
@@ -97,6 +92,15 @@ class LlmOpsAttention(nn.Module):
             query = query_with_sinks(query, sinks, scale, self.k_cache.shape[-1])
         out = self._attended(query, rows, scale)
         return out[..., : self.shape.head_dim] if self.shape.sinks else out
+
+    def _write(self, key: Tensor, value: Tensor, rows: Rows) -> None:
+        if self.shape.sinks:
+            key, value = after_the_sink(key, self.sink_key), after_the_sink(value, self.sink_value)
+        for new, cache in ((key, self.k_cache), (value, self.v_cache)):
+            if rows.slots is None:
+                torch.ops.llama.update_cache(new, cache, rows.start)
+            else:
+                torch.ops.llama.update_cache_with_indices(new, cache, 0, rows.slots)
 
     def _attended(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
         """``query`` and what it gives: [1, T, heads, width of the caches]."""

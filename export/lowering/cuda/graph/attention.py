@@ -27,15 +27,15 @@ class CudaAttention(EagerAttention):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         rows: tuple[Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         first, last = rows
-        keys, values = self.kv_cache.update(last, key.transpose(1, 2), value.transpose(1, 2))
+        keys, values = self.written(last, key, value)
         length = query.shape[1]
         most = most_rows(length)
         few = min(most, FEW) if from_one_row(length) or most <= FEW else 0

@@ -1,0 +1,31 @@
+"""The kinds of draft heads, an entry each. Adding one is a module and an entry: the module says how a checkpoint is
+read, what is computed, which targets it fits and what it is compared with (``kind.py``)."""
+
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
+from eagle3.export.draft.kinds.kind import Kind, KindModule
+
+GEMMA4_ASSISTANT = "Gemma 4 assistant"
+_EAGLE = "eagle3.export.draft.kinds.eagle"
+
+KINDS: dict[str, Kind] = {
+    EAGLE3: Kind("taps of the target; a KV cache of its own; a step for each proposal", _EAGLE),
+    P_EAGLE: Kind(
+        "taps of the target; a KV cache of its own; all proposals in one step",
+        _EAGLE,
+        published=("RedHatAI/Qwen3-8B-speculator.peagle",),
+    ),
+    EAGLE: Kind(
+        "the target's final state; a KV cache of its own; a step for each proposal",
+        _EAGLE,
+        published=("yuhuili/EAGLE-LLaMA3.1-Instruct-8B",),
+    ),
+    GEMMA4_ASSISTANT: Kind(
+        "the target's final state and KV caches; no cache; a step for each proposal",
+        "eagle3.export.draft.kinds.gemma4_assistant",
+        published=("google/gemma-4-31B-it-assistant",),
+        model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+        architectures="^Gemma4(Unified)?Assistant",
+    ),
+}
+
+__all__ = ["EAGLE", "EAGLE3", "GEMMA4_ASSISTANT", "KINDS", "P_EAGLE", "Kind", "KindModule"]

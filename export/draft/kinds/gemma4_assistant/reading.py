@@ -1,0 +1,95 @@
+"""Reads a checkpoint of an assistant, as transformers' ``Gemma4AssistantForCausalLM`` saves it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.export.checkpoints.json_fields import count, read_object
+from eagle3.export.checkpoints.source import Source
+from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ORDERING = "masked_embedding.token_ordering"
+LONGEST_CHAIN = 15  # tokens, of --chain-len
+_NAMES = {r"model\.(layers\..*|norm\.weight)": r"\1", r"masked_embedding\.(.*)": r"\1"}
+_UNREAD = r".*rotary_emb\..*inv_freq"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantDescription(DraftDescription):
+    """A Gemma 4 assistant. ``layer`` is transformers' text configuration of its layers, ``config`` the whole."""
+
+    config: "PreTrainedConfig"
+    takes_final_state: bool = True
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a feature, the target's: that of the head's layers is ``layer.hidden_size``."""
+        return self.config.backbone_hidden_size
+
+    @property
+    def ordered(self) -> bool:
+        """True if only the tokens of the best centroids are scored."""
+        return self.config.use_ordered_embeddings
+
+
+def read(folder: Path, config: dict[str, Any], source: Source) -> AssistantDescription:
+    """Describe the assistant in ``folder``. Raises ValueError, one line, where transformers reads no assistant of its
+    ``config.json``, or a tensor is there twice."""
+    whole = _configuration(folder)
+    text, headers = whole.get_text_config(), source.headers()
+    vocabulary = "embed_tokens.weight" if whole.use_ordered_embeddings else LM_HEAD
+    given = EMBEDDING if whole.tie_word_embeddings and EMBEDDING in headers else LM_HEAD
+    left_out = {EMBEDDING, LM_HEAD} - {given}  # a tied copy, or an embedding that is not used
+    names = {name: own_name(name, vocabulary) for name in headers if name not in left_out}
+    names = {name: own for name, own in names.items() if not re.fullmatch(_UNREAD, name)}
+    return AssistantDescription(
+        kind=GEMMA4_ASSISTANT,
+        dialect="transformers",
+        source=source,
+        layer=text,
+        config=whole,
+        tensor_names=names,
+        headers={own: headers[name] for name, own in names.items()},
+        target_vocab_size=text.vocab_size,
+        chain_len=_chain_len(folder, config),
+    )
+
+
+def own_name(name: str, vocabulary: str) -> str:
+    """Return the module's name of a tensor. ``vocabulary`` names the rows that score tokens."""
+    if name in (EMBEDDING, LM_HEAD):
+        return vocabulary
+    for pattern, own in _NAMES.items():
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, own, name)
+    return name
+
+
+def _configuration(folder: Path) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config.get_text_config().per_layer_config  # noqa: B018 - it is what the layers are made of
+    except Exception as error:  # transformers validates field by field, with errors of its own kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{folder / 'config.json'}: transformers reads no assistant of it ({reason[:200]})") from error
+    if not hasattr(config, "backbone_hidden_size"):
+        raise ValueError(
+            f"{folder / 'config.json'} names a Gemma 4 assistant in architectures, but its model_type is "
+            f"{config.model_type}: correct one of them"
+        )
+    return config
+
+
+def _chain_len(folder: Path, config: dict[str, Any]) -> int:
+    """Return the draft tokens a round that the folder suggests, 3 where it suggests none."""
+    file = folder / "generation_config.json"
+    given = read_object(file) if file.is_file() else config
+    return min(count(given, "num_assistant_tokens", 3, file), LONGEST_CHAIN)

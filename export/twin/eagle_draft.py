@@ -1,0 +1,185 @@
+"""The twin of an EAGLE head: the formulas of its dialect, which recompute every row, against our head and its KV cache.
+
+The head is seeded from taps in chunks, chains rows on its own features and rolls them back, until positions are past
+its sliding window.
+"""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
+from eagle3.export.draft.dialects import DIALECTS
+from eagle3.export.draft.eagle_kinds import MASK_TOKENS
+from eagle3.export.draft.formulas import Drafter
+from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.loading import load_draft
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.tensor_names import own_name
+from eagle3.export.twin.comparison import Comparison
+from eagle3.export.twin.lengths import prompt_length
+from eagle3.export.twin.shrink import shrink
+from eagle3.targets.attention import EagerAttention
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+VOCABULARY, DRAFT_VOCABULARY = 96, 48
+CHUNK, CHAIN = 7, 3  # rows
+
+
+def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, seed: int = 0) -> Comparison:
+    with torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as name:
+        folder, generator = Path(name), torch.Generator().manual_seed(seed)
+        small = _small_layer(draft)
+        config = _shrunken(draft, small, overridden)
+        width = small.hidden_size + 16 * (not draft.takes_final_state and draft.taps_width != taps * draft.hidden_size)
+        tensors = _random_tensors(draft, small, taps, width, generator)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        twin = read_draft(folder, draft.dialect, overridden)
+        length = max(
+            prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
+        )  # a head may know fewer positions than a chunk has
+        target = _target(small.hidden_size, generator)
+        head: Any = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
+        states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
+        tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
+        shared = target.embed_tokens.weight, target.lm_head.weight
+        return _play(Drafter(draft.dialect, config, twin.layer, tensors, *shared), head, tokens, states)
+
+
+def _target(size: int, generator: torch.Generator) -> SimpleNamespace:
+    """A stand-in for the target, with the two modules that a draft head may share: embedding and lm_head."""
+    embedding, lm_head = nn.Embedding(VOCABULARY, size), nn.Linear(size, VOCABULARY, bias=False)
+    for module in (embedding, lm_head):
+        module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
+    return SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+
+
+def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor]) -> Comparison:
+    """Seed the head chunk by chunk. After each chunk, chain some rows; the next chunk overwrites them."""
+    length = tokens.shape[1]
+    compared = Comparison(length)
+    features = head.fuse(tuple(taps))
+    fused = drafter.fuse([tap[0] for tap in taps])[None]
+    compared.add("tap 0", 0, features, fused, fused)  # all taps, fused
+    masks = head.proposals - 1
+    chunk = min(CHUNK, (head.window or CHUNK + masks) - masks)
+    for start in range(0, length - CHAIN, chunk):
+        end = min(start + chunk, length - CHAIN)
+        ids, rows = tokens[:, :end], fused[:, :end]
+        given = tokens[:, start:end], fused[:, start:end], torch.arange(start, end)
+        if masks:
+            token, feature = drafter.mask_rows(len(taps))
+            ids = torch.cat([ids, token.expand(1, masks)], dim=1)
+            rows = torch.cat([rows, feature[None].expand(1, masks, -1)], dim=1)
+        for step in range(1 if masks else CHAIN + 1):
+            expected_logits, expected_next = drafter(ids[0], rows[0])
+            logits, recurrent = head(*given)
+            for what, value, wanted in (("logits", logits, expected_logits), ("tap 1", recurrent, expected_next)):
+                compared.add(what, start, value, wanted[None, -value.shape[1] :], wanted)
+            if step < CHAIN:
+                token = head.target_ids(expected_logits[None, -1:])
+                state = expected_next[None, -1:]
+                given = token, state, torch.tensor([end + step])
+                ids, rows = torch.cat([ids, token], dim=1), torch.cat([rows, state], dim=1)
+    return compared
+
+
+def _small_layer(draft: EagleDescription) -> "LlamaConfig":
+    layer = deepcopy(draft.layer)
+    layer.num_hidden_layers, layer.layer_types = 1, (layer.layer_types or [None])[:1]
+    layer.layer_types = None if layer.layer_types == [None] else layer.layer_types
+    layer.sliding_window = draft.window or None
+    return shrink(layer)
+
+
+def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
+    """The head's own ``config.json`` with smaller sizes."""
+    config = read_object(draft.folder / "config.json")
+    fields = DIALECTS[draft.dialect].layer_fields(config)
+    cut = small.to_dict()
+    sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    fields |= {key: cut[key] for key in (*sizes, "max_position_embeddings")} | {"vocab_size": VOCABULARY}
+    fields |= {key: cut["intermediate_size"] for key in ("intermediate_size_mlp",) if key in fields}
+    fields |= {"sliding_window": small.sliding_window} if draft.window else {}
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        fields.pop(key, None)
+    fields["rope_parameters"] = cut["rope_parameters"]
+    if config.get("draft_vocab_size") is not None:
+        config["draft_vocab_size"] = _spoken(draft)
+    for part in (config, config.get("eagle_config") or {}):
+        part |= {key: VOCABULARY - 1 for key in MASK_TOKENS if part.get(key) is not None}
+        if overridden is not None:
+            part["norm_before_residual"] = overridden
+    return config
+
+
+def _spoken(draft: EagleDescription) -> int:
+    """The size of the twin's draft vocabulary."""
+    return DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
+
+
+def _random_tensors(
+    draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Draw a tensor for each one of the checkpoint, by name. Raises ValueError for a tensor without a formula."""
+    shapes = _shapes(draft, layer, taps, width)
+    tensors = {}
+    unread = {name: own_name(name) for name in draft.source.headers()}  # tensors that must make no difference
+    unread = {name: own for name, own in unread.items() if own in shapes}
+    for name, own in (unread | draft.tensor_names).items():
+        if own == "d2t":
+            continue
+        if own not in shapes:
+            raise ValueError(f"there is no formula for its tensor {name}")
+        noise = torch.randn(shapes[own], generator=generator)
+        if noise.ndim == 1:
+            noise = 0.3 * noise + (own.endswith("norm.weight") or "fc_norm" in own)
+        elif own not in ("embed_tokens.weight", "mask_hidden"):
+            noise = noise / shapes[own][-1] ** 0.5
+        tensors[name] = noise
+    if draft.maps_vocabulary:
+        ids = torch.randperm(VOCABULARY, generator=generator)[:DRAFT_VOCABULARY].sort().values
+        names = {own: name for name, own in draft.tensor_names.items()}
+        tensors[names["d2t"]] = ids - torch.arange(DRAFT_VOCABULARY)
+        tensors[draft.selector or "t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
+    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+    linears = {
+        "fc": (size, size + width if draft.kind == EAGLE else taps * width),
+        "lm_head": (_spoken(draft), size),
+        "embed_tokens": (VOCABULARY, size),
+    }
+    norms = {name: (size,) for name in ("norm", "embed_norm")} | {"input_norm": (taps * width,)}
+    norms |= {f"fc_norm.{index}": (width,) for index in range(taps)}
+    for index in range(draft.layers):
+        at, inputs = f"layers.{index}", size if index or draft.kind == EAGLE else 2 * size
+        linears |= {
+            f"{at}.self_attn.q_proj": (queries, inputs),
+            f"{at}.self_attn.k_proj": (keys, inputs),
+            f"{at}.self_attn.v_proj": (keys, inputs),
+            f"{at}.self_attn.o_proj": (size, queries),
+            f"{at}.mlp.gate_proj": (inner, size),
+            f"{at}.mlp.up_proj": (inner, size),
+            f"{at}.mlp.down_proj": (size, inner),
+        }
+        norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+        norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
+    shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    return shapes | ({"mask_hidden": (1, 1, (taps or 1) * width)} if draft.kind == P_EAGLE else {})

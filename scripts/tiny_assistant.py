@@ -1,0 +1,143 @@
+"""Trains gemma4-tiny's Gemma 4 assistant, unrolled over its own states as in use.
+
+Step j at slot p embeds token p + 1 + j, takes step j - 1's state (step 0 the target's final state at p), has position
+p + 1, and attends to the target's keys up to p: all slots of a piece at once. It learns the target's own distribution.
+The modules are transformers' own, and so is the folder that is written. Pieces are those of ``tiny_draft.py``.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_draft import PEAK_RATE, STEP_WEIGHT, greedy_continuations
+from tiny_target import crops, optimizers, schedule
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+
+from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
+
+WIDTH, INNER, LAYER_TYPES, UNROLLED, CHAIN_LEN = 128, 384, ["sliding_attention", "full_attention"], 5, 3
+
+
+def initial_assistant(target: Gemma4ForCausalLM, seed: int) -> Gemma4AssistantForCausalLM:
+    torch.manual_seed(seed)
+    config, full = target.config, target.config.layer_types.index("full_attention")
+    layer = config.per_layer_config[full]
+    changed = {
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": len(LAYER_TYPES),
+        "layer_types": LAYER_TYPES,
+        "num_kv_shared_layers": len(LAYER_TYPES),
+        "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+        "per_layer_config": {
+            LAYER_TYPES.index("full_attention"): {
+                "head_dim": layer.head_dim,
+                "num_key_value_heads": layer.num_key_value_heads,
+            }
+        },
+    }
+    text = Gemma4TextConfig.from_dict(config.to_dict() | changed)
+    whole = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=config.hidden_size)
+    assistant = Gemma4AssistantForCausalLM(whole).float()
+    assistant.generation_config.num_assistant_tokens = CHAIN_LEN
+    return assistant
+
+
+def masks(length: int, window: int) -> dict[str, torch.Tensor]:
+    """Return what each slot sees, as transformers' eager attention adds it: float [1, 1, T, T] by kind of layer."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    seen = {"full_attention": distance >= 0, "sliding_attention": (distance >= 0) & (distance < window)}
+    return {kind: torch.zeros(1, 1, length, length).masked_fill(~mask, float("-inf")) for kind, mask in seen.items()}
+
+
+def unrolled(
+    assistant: Gemma4AssistantForCausalLM, target: Gemma4ForCausalLM, piece: torch.Tensor, steps: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return each step's logits [B, T - steps, V] of all slots of a piece [B, T], and the target's logits [B, T, V]."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        seen = target.model(piece, use_cache=False, return_shared_kv_states=True)
+        cap = target.config.final_logit_softcapping
+        wanted = torch.tanh(target.lm_head(seen.last_hidden_state) / cap) * cap
+        embedded = target.get_input_embeddings()(piece)
+    length = piece.shape[1] - steps
+    keys = {kind: tuple(each[:, :, :length] for each in pair) for kind, pair in seen.shared_kv_states.items()}
+    positions = torch.arange(1, length + 1)[None]
+    state, logits = seen.last_hidden_state[:, :length], []
+    for step in range(steps):
+        inputs = torch.cat((embedded[:, 1 + step : 1 + step + length], state), dim=-1)
+        out = assistant.model(
+            inputs_embeds=assistant.pre_projection(inputs),
+            attention_mask=masks(length, target.config.sliding_window),
+            position_ids=positions,
+            shared_kv_states=keys,
+            use_cache=False,
+            output_hidden_states=True,  # without it only the last row passes layers that share keys
+        ).last_hidden_state
+        logits.append(assistant.lm_head(out))
+        state = assistant.post_projection(out)
+    return logits, wanted
+
+
+def unrolled_loss(
+    assistant: Gemma4AssistantForCausalLM, target: Gemma4ForCausalLM, piece: torch.Tensor
+) -> torch.Tensor:
+    """Return the cross entropy against the target's own distribution, weighted by 0.8^step."""
+    logits, wanted = unrolled(assistant, target, piece, UNROLLED)
+    total = torch.zeros(())
+    for step, given in enumerate(logits):
+        aim = wanted[:, 1 + step : 1 + step + given.shape[1]].float().softmax(-1)
+        total = total - STEP_WEIGHT**step * (aim * given.float().log_softmax(-1)).sum(-1).mean()
+    return total / sum(STEP_WEIGHT**step for step in range(UNROLLED))
+
+
+def train_assistant(
+    folder: Path, target_folder: Path, stream: np.ndarray, steps: int, continuations: int, seed: int, log: Callable
+) -> dict:
+    """Train on the target's own greedy completions and a quarter of text. Writes transformers' folder at intervals."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with states_are_shared(Gemma4TextConfig):
+        target = Gemma4ForCausalLM.from_pretrained(
+            target_folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        assistant = initial_assistant(target.requires_grad_(False), seed)
+    assistant.set_attn_implementation("eager")
+    written = greedy_continuations(target, stream, continuations, generator, log)
+    steppers = optimizers(assistant, PEAK_RATE)
+    start, average = time.monotonic(), 0.0
+    for step in range(steps):
+        own = written[torch.randint(0, len(written), (12,), generator=generator)]
+        piece = torch.cat((crops(stream, 256, 4, generator), own))
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = PEAK_RATE * schedule(step / steps)
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
+            loss = unrolled_loss(assistant, target, piece)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(assistant.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        if step % 25 == 24:
+            pace = (time.monotonic() - start) / (step + 1)
+            log(f"assistant step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
+        if step % 100 == 99 or step == steps - 1:
+            save_assistant(assistant, folder)
+    return {
+        "steps": steps,
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "loss": round(average, 3),
+        "continuations": continuations,
+    }
+
+
+def save_assistant(assistant: Gemma4AssistantForCausalLM, folder: Path) -> None:
+    """Write the folder in bfloat16, as Google publishes its own."""
+    tensors = {name: value.detach().to(torch.bfloat16) for name, value in assistant.state_dict().items()}
+    assistant.save_pretrained(folder, state_dict=tensors)
+    assistant.config.dtype = torch.bfloat16
+    assistant.config.save_pretrained(folder)
