@@ -1,4 +1,4 @@
-"""An artifact of gemma4-tiny against llama.cpp's own EAGLE-3 at its best: the same checkpoints, prompts and threads.
+"""Compares an artifact of gemma4-tiny with llama.cpp's own EAGLE-3 at its fastest: same checkpoints, prompts, threads.
 
 llama.cpp comes with the sources of llama-cpp-python; those of 0.3.36 have EAGLE-3. With a C++ compiler and CMake (pip
 install cmake), in any folder:
@@ -30,15 +30,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 from llama_build import WEIGHT_TYPES, Build, convert, epilog
 from llama_search import PEERS, SEARCH_TOKENS, TURNS, grid, measure_beside, search
-from llama_server import CACHE_TYPES, LlamaWay, Server, Setting
+from llama_server import CACHE_TYPES, LlamaCppConfiguration, Server, Setting
 
 from eagle3.runner import load
 from eagle3.runner.batch import progress
+from eagle3.runner.bench.configurations import check_configurations, configurations_of, make_workload
 from eagle3.runner.bench.figures import divergence, speeds, spread
 from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.measure import Outcome, total
 from eagle3.runner.bench.report import identity_text, rate_text, rendered, spread_text
-from eagle3.runner.bench.ways import check_ways, make_workload, ways_of
 from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.model import Model
@@ -58,7 +58,7 @@ def use_threads(count: int) -> None:
 
 
 def decode_rates(outcome: Outcome) -> list[float]:
-    """A pass each."""
+    """Return the tokens per second of each pass, without the time of the prompts."""
     return [stats.decode_tokens_per_second for stats in outcome.stats()]
 
 
@@ -67,29 +67,34 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """``outcomes``: ours without speculation and with it, then llama.cpp's, of each type of weight without first."""
+    """Return the report. ``outcomes``: ours without speculation and with it, then llama.cpp's; for each type of weight
+    the one without speculation is first."""
     ours, ours_drafting, *theirs = outcomes
-    ways, first = [], [answer.result.token_ids for answer in ours.answers]
+    configurations, first = [], [answer.result.token_ids for answer in ours.answers]
     for outcome in outcomes:
-        if not outcome.way.chain_len:
+        if not outcome.configuration.chain_len:
             alone = outcome
-        way = {"way": outcome.way.artifact, "chain_len": outcome.way.chain_len, **speeds(outcome.stats())}
-        if outcome.way.chain_len:
-            way["ratio_to_no_speculation"] = ratio(decode_rates(outcome), decode_rates(alone))
+        figures = {
+            "way": outcome.configuration.artifact,
+            "chain_len": outcome.configuration.chain_len,
+            **speeds(outcome.stats()),
+        }
+        if outcome.configuration.chain_len:
+            figures["ratio_to_no_speculation"] = ratio(decode_rates(outcome), decode_rates(alone))
             rates = drafted_rates(outcome)
-            way |= {"acceptance_rate_per_position": rates, "mean_acceptance_length": round(1 + sum(rates), 4)}
-        ways.append(way | {"divergence": divergence(outcome.answers, first)})
+            figures |= {"acceptance_rate_per_position": rates, "mean_acceptance_length": round(1 + sum(rates), 4)}
+        configurations.append(figures | {"divergence": divergence(outcome.answers, first)})
     found = {}
-    for weights in dict.fromkeys(outcome.way.setting.weights for outcome in theirs):
-        plain, *drafting = (outcome for outcome in theirs if outcome.way.setting.weights == weights)
+    for weights in dict.fromkeys(outcome.configuration.setting.weights for outcome in theirs):
+        plain, *drafting = (outcome for outcome in theirs if outcome.configuration.setting.weights == weights)
         fastest, best = fastest_of(drafting), fastest_of([*drafting, plain])
         found[weights] = {
-            "best_setting": asdict(best.way.setting),
+            "best_setting": asdict(best.configuration.setting),
             "without_speculation": ratio(decode_rates(ours), decode_rates(plain)),
             "with_speculation": ratio(decode_rates(ours_drafting), decode_rates(fastest)),
             "with_speculation_to_its_best": ratio(decode_rates(ours_drafting), decode_rates(best)),
         }
-    return {"ways": ways, "ours_to_llama_cpp": found}
+    return {"ways": configurations, "ours_to_llama_cpp": found}
 
 
 def fastest_of(outcomes: Sequence[Outcome]) -> Outcome:
@@ -98,19 +103,19 @@ def fastest_of(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def drafted_rates(outcome: Outcome) -> list[float]:
-    if isinstance(outcome.way, LlamaWay):
-        return outcome.way.acceptance
+    if isinstance(outcome.configuration, LlamaCppConfiguration):
+        return outcome.configuration.acceptance
     return [round(rate, 4) for rate in total(outcome.stats()).acceptance_rate_per_position]
 
 
 def as_text(report: dict[str, Any]) -> str:
     rows = []
-    for way in report["ways"]:
-        rates, to_plain = way.get("acceptance_rate_per_position"), way.get("ratio_to_no_speculation")
-        row = {"": way["way"], "chain length": str(way["chain_len"])}
-        row["decode, tokens/s"] = rate_text(way["decode_tokens_per_second"])
+    for figures in report["ways"]:
+        rates, to_plain = figures.get("acceptance_rate_per_position"), figures.get("ratio_to_no_speculation")
+        row = {"": figures["way"], "chain length": str(figures["chain_len"])}
+        row["decode, tokens/s"] = rate_text(figures["decode_tokens_per_second"])
         row["to its own plain"] = spread_text(to_plain, 2) if to_plain else "1"
-        row["prompts too, tokens/s"] = rate_text(way["tokens_per_second"])
+        row["prompts too, tokens/s"] = rate_text(figures["tokens_per_second"])
         row["acceptance by position"] = " ".join(f"{rate:.3f}" for rate in rates) if rates else "-"
         rows.append(row)
     lines = []
@@ -119,9 +124,11 @@ def as_text(report: dict[str, Any]) -> str:
         for name in ("without_speculation", "with_speculation", "with_speculation_to_its_best"):
             lines.append(f"ours to llama.cpp {weights}, {name.replace('_', ' ')}: {spread_text(found[name], 2)}")
     first, *others = report["ways"]
-    for way in others:
+    for figures in others:
         other = f"{first['way']}, chain length {first['chain_len']}"
-        lines.append(f"{way['way']}, chain length {way['chain_len']}: {identity_text(way['divergence'], other)}")
+        lines.append(
+            f"{figures['way']}, chain length {figures['chain_len']}: {identity_text(figures['divergence'], other)}"
+        )
     asked = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["asked"].items())
     lines += failure_lines(report["search"])
     tables = rendered(rows), rendered(search_cells(report["search"]))
@@ -142,7 +149,7 @@ def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def failure_lines(tried: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each reason, with all settings that it leaves out."""
+    """Return a line for each reason of a failure, with all settings that failed by it."""
     left_out: dict[str, list[str]] = {}
     for each in tried:
         if "failure" in each:
@@ -151,7 +158,7 @@ def failure_lines(tried: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def types_beside(model: Model, asked: Sequence[str]) -> Sequence[str]:
-    """Types of weight as ``asked``; where none is, those that stand beside the artifact's recipe."""
+    """Return the types of weight in ``asked``, or else those of the same width as the artifact's recipe."""
     recipe = model.metadata.manifest.get("qlinear")
     if not asked and recipe not in PEERS:
         raise ValueError(f"llama.cpp has no type of weight beside --qlinear {recipe}: give --type")
@@ -170,8 +177,8 @@ def measured(
         if model.metadata.manifest.get("target") != TARGET:
             raise ValueError(f"{artifact} is of {model.metadata.manifest.get('target')}: export {TARGET} to compare")
         weights = types_beside(model, weights)
-        ways = ways_of(str(artifact), model, None)
-        check_ways(ways, workload)
+        configurations = configurations_of(str(artifact), model, None)
+        check_configurations(configurations, workload)
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         files = convert(build, TARGET, folder or temporary, weights)
         server = Server(build, files, threads, cache, model, temporary)
@@ -181,7 +188,7 @@ def measured(
             tried = search(settings, server.started, briefly, lambda: bar.advance(trying))
             measuring = bar.add_task("measuring", total=None)
             outcomes, step_ms, tried = measure_beside(
-                ways, tried, server.started, workload, repeats, lambda: bar.advance(measuring)
+                configurations, tried, server.started, workload, repeats, lambda: bar.advance(measuring)
             )
         report = make_report(outcomes) | {"search": [each.as_json() for each in tried]}
     asked = {"threads": threads, "types": " ".join(weights), "cache_type": cache}

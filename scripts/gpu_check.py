@@ -54,7 +54,7 @@ class Check:
 
     @cached_property
     def copied(self) -> float:
-        """The bytes per second that a copy reads and writes."""
+        """Return the bytes per second that a copy reads and writes."""
         import bench_small_m
 
         return bench_small_m.copy_bandwidth()

@@ -1,4 +1,4 @@
-"""llama.cpp's build, and the shipped checkpoint as GGUF files that its tools make."""
+"""Finds a build of llama.cpp, and converts the shipped checkpoint to GGUF files with its tools."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Build:
 
     @classmethod
     def found(cls, folder: Path) -> "Build":
-        """Raises FileNotFoundError where something is missing."""
+        """Find a build in ``folder``. Raises FileNotFoundError for a missing file."""
         folder = folder.absolute()
         cache = folder / "CMakeCache.txt"
         if not cache.is_file():
@@ -42,7 +42,7 @@ class Build:
 
 
 def source_of(cmake_cache: str) -> Path:
-    """The sources' folder, by CMakeCache.txt."""
+    """Return the folder of the sources, which CMakeCache.txt names."""
     return Path(re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.*)$", cmake_cache, re.MULTILINE)[1])
 
 

@@ -1,9 +1,9 @@
-"""The fastest way to run llama.cpp: its settings tried twice each, the fastest of them to be measured again.
+"""Finds the fastest setting of llama.cpp: each is tried twice, and the fastest are measured again.
 
 1. ``search``: each setting of ``grid`` answers all prompts in few tokens, one server at a time. The settings take two
    turns, far apart, and the faster one counts: a machine that stalls for seconds does not decide.
 2. ``comparable``: for each type of the target's weights, decoding without speculation and the fastest settings.
-3. ``measure_beside``: those take turns with our own ways, all prompts several times.
+3. ``measure_beside``: those take turns with our own configurations, all prompts several times.
 
 Equally fast settings stand in the order of ``grid``: shorter chains and llama.cpp's defaults first. A setting whose
 server fails is left out, in the first pass and later; ``Tried`` keeps why.
@@ -16,25 +16,26 @@ from itertools import product
 from typing import Any
 
 from llama_build import DRAFT_TYPES
-from llama_server import LlamaWay, ServerError, Setting
+from llama_server import LlamaCppConfiguration, ServerError, Setting
 
+from eagle3.runner.bench.configurations import Configuration, Workload
 from eagle3.runner.bench.measure import Outcome, measure, total
-from eagle3.runner.bench.ways import Way, Workload
 
 PEERS = {"none": ("f32",), "8da8w": ("q8_0",), "8da4w": ("q4_0", "q4_k_m")}
-"""A recipe of ours (``--qlinear``) to the types of weight that llama.cpp has instead."""
+"""Maps a recipe of ours (``--qlinear``) to llama.cpp's types of weight of the same width."""
 CHAIN_LENGTHS = range(1, 8)
 SEARCH_TOKENS = 64
 TURNS = 2
 FINALISTS = 4
-"""Settings with speculation that are measured again, of each type of weight."""
+"""The number of settings with speculation, for each type of weight, that are measured again."""
 
-Start = Callable[[Setting], AbstractContextManager[LlamaWay]]
+Start = Callable[[Setting], AbstractContextManager[LlamaCppConfiguration]]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting, and its tokens a second after each answer's first; None, and why, where its server failed."""
+    """A setting and its tokens per second after the first token of each answer: None if its server failed, with the
+    reason."""
 
     setting: Setting
     tokens_per_second: float | None = None
@@ -52,7 +53,7 @@ def grid(weights: str) -> list[Setting]:
 
 
 def search(settings: Sequence[Setting], start: Start, workload: Workload, advance: Callable[[], None]) -> list[Tried]:
-    """``TURNS`` passes of the prompts by each setting, the faster one kept; a server that failed is not started
+    """Run the prompts ``TURNS`` times with each setting and keep the fastest pass. A server that failed is not started
     again."""
     best: dict[Setting, Tried] = {}
     for _ in range(TURNS):
@@ -65,7 +66,7 @@ def search(settings: Sequence[Setting], start: Start, workload: Workload, advanc
 
 
 def _faster(before: Tried | None, now: Tried) -> Tried:
-    """The one with more tokens a second; a failure in either turn leaves the setting out."""
+    """Return the one with more tokens per second. A failure in either turn is the result."""
     if before is None or now.failure is not None:
         return now
     return max(before, now, key=lambda tried: tried.tokens_per_second)
@@ -73,17 +74,17 @@ def _faster(before: Tried | None, now: Tried) -> Tried:
 
 def _tried(setting: Setting, start: Start, workload: Workload) -> Tried:
     try:
-        with start(setting) as way:
-            way.answer(workload, workload.prompts[0])  # to warm up
-            answers = sum((way.answer(workload, prompt) for prompt in workload.prompts), [])
+        with start(setting) as configuration:
+            configuration.answer(workload, workload.prompts[0])  # to warm up
+            answers = sum((configuration.answer(workload, prompt) for prompt in workload.prompts), [])
     except ServerError as error:
         return Tried(setting, failure=error.reason)
     return Tried(setting, total(answer.stats for answer in answers).decode_tokens_per_second)
 
 
 def comparable(tried: Sequence[Tried]) -> dict[str, list[Setting]]:
-    """A type of weight to its setting without speculation and the FINALISTS fastest with it; types that lack either
-    are left out. Raises ValueError where none is left."""
+    """Map each type of weight to its setting without speculation and its FINALISTS fastest with speculation. Types that
+    lack either are left out. Raises ValueError if none is left."""
     running = [each for each in tried if each.failure is None]
     found = {}
     for weights in dict.fromkeys(each.setting.weights for each in running):
@@ -103,14 +104,14 @@ def comparable(tried: Sequence[Tried]) -> dict[str, list[Setting]]:
 
 
 def measure_beside(
-    ours: Sequence[Way],
+    ours: Sequence[Configuration],
     tried: Sequence[Tried],
     start: Start,
     workload: Workload,
     repeats: int,
     advance: Callable[[], None],
 ) -> tuple[list[Outcome], list[dict[str, float]], list[Tried]]:
-    """Our ways and the ``comparable`` settings in turn (``eagle3.runner.bench.measure``).
+    """Measure our configurations and the ``comparable`` settings in turn (``eagle3.runner.bench.measure``).
 
     Where a server fails, all is measured anew without its setting. Returns the outcomes, ours first, the milliseconds
     of our steps and ``tried`` with what failed.

@@ -1,4 +1,4 @@
-"""llama.cpp as a way through the prompts: how its server is started, asked and understood."""
+"""llama.cpp as a configuration that is measured: starts its server, sends it prompts and reads its answers."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from llama_build import Build, GgufFiles, last_line
 
-from eagle3.runner.bench.ways import Workload
+from eagle3.runner.bench.configurations import Workload
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt
@@ -28,7 +28,7 @@ DRAFTED = re.compile(r"statistics +draft-eagle3: .*#acc rate/pos = \(([^)]+)\)")
 
 @dataclass(frozen=True)
 class Setting:
-    """The way llama.cpp decodes: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also the type of
+    """How llama.cpp decodes: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also the type of
     the ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and whether they
     are chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
 
@@ -58,8 +58,9 @@ class ServerError(ValueError):
 
 @dataclass(frozen=True)
 class Server:
-    """How llama-server is run: by what build, of which files, with how many ``threads`` and what type of KV ``cache``
-    (CACHE_TYPES). ``model``: the artifact, whose tokenizer and context are taken. Logs go into ``logs``."""
+    """The part of llama-server's command line that all settings share: build, files, number of ``threads``, type of the
+    KV ``cache`` (CACHE_TYPES). ``model``: the artifact, whose tokenizer and context length are used. Logs go into
+    ``logs``."""
 
     build: Build
     files: GgufFiles
@@ -69,8 +70,8 @@ class Server:
     logs: Path
 
     @contextmanager
-    def started(self, setting: Setting) -> Iterator["LlamaWay"]:
-        """A server until the end of the context. Raises ServerError where it does not start."""
+    def started(self, setting: Setting) -> Iterator["LlamaCppConfiguration"]:
+        """Run a server within this context. Raises ServerError if it does not start."""
         port = free_port()
         log = self.logs / f"llama-server-{port}.log"
         command = [*self.command(setting), "--port", str(port)]
@@ -78,9 +79,9 @@ class Server:
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
-            way = LlamaWay(setting, self.model, port, log)
-            way.wait_until_up(process)
-            yield way
+            configuration = LlamaCppConfiguration(setting, self.model, port, log)
+            configuration.wait_until_up(process)
+            yield configuration
         finally:
             process.terminate()
             try:
@@ -90,7 +91,7 @@ class Server:
                 process.wait()
 
     def command(self, setting: Setting) -> list[str]:
-        """One slot, nothing kept of an earlier prompt; ``-lv 4`` logs acceptance by position."""
+        """Return the command: one slot, no cache of earlier prompts. ``-lv 4`` logs the acceptance by position."""
         given = {"-m": self.files.target(setting.weights), "-c": self.model.metadata.max_seq_len}
         given |= {"-np": 1, "-t": self.threads, "-ctk": self.cache, "-ctv": self.cache}
         given |= {"--cache-ram": 0, "--ctx-checkpoints": 0, "-lv": 4}
@@ -113,9 +114,9 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True)
-class LlamaWay:
-    """llama-server as a way through the prompts (``eagle3.runner.bench.ways.Way``). ``model``: the artifact, whose
-    tokenizer and context are taken."""
+class LlamaCppConfiguration:
+    """llama-server, measured like a ``Configuration`` of ``eagle3.runner.bench.configurations``. ``model``: the
+    artifact, whose tokenizer and context length are used."""
 
     setting: Setting
     model: Model
@@ -131,7 +132,7 @@ class LlamaWay:
         return self.setting.chain_len
 
     def wait_until_up(self, process: subprocess.Popen) -> None:
-        """Raises ServerError where it ended, or takes longer than START_SECONDS."""
+        """Wait for the server. Raises ServerError if it has ended, or takes longer than START_SECONDS."""
         end = time.monotonic() + START_SECONDS
         while process.poll() is None and time.monotonic() < end:
             try:

@@ -1,4 +1,4 @@
-"""Load on a running eagle3-serve: memory and answers over 1,000 requests; 100 schemas with and without speculation.
+"""Tests eagle3-serve under load: memory and answers over 1,000 requests; 100 schemas with and without speculation.
 
 eagle3-serve out --default temperature=0 & python scripts/serve_load.py http://127.0.0.1:8000/v1 PID
 python scripts/serve_load.py --schemas out
@@ -17,8 +17,8 @@ REQUESTS, CLIENTS = 1000, 20
 
 
 def schemas() -> list[dict[str, Any]]:
-    """100 of the kinds that people ask for: flat and nested objects, enums, patterns, lists, unions, recursion, numbers
-    with bounds; every string and list has an end, so that the smallest model comes to one."""
+    """Return 100 JSON schemas: flat and nested objects, enums, patterns, lists, unions, recursion, numbers with bounds.
+    Every string and list has a longest length, so that the smallest model ends it."""
 
     def thing(fields: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
         needed = [name for name in fields if name not in optional]
@@ -62,7 +62,7 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def run_schemas(artifact: str) -> None:
-    """Every schema with speculation and without: the same valid text, and what speculation gains."""
+    """Run every schema with speculation and without; print how many texts are valid and the same, and both speeds."""
     from eagle3.runner import load
 
     model = load(artifact)
@@ -87,7 +87,7 @@ def run_schemas(artifact: str) -> None:
 
 
 def fits(value: object, schema: dict[str, Any]) -> bool:
-    """By jsonschema where it is installed; otherwise that it parses is all that is known."""
+    """Check a value by jsonschema, which raises its own error; without that package nothing more is checked."""
     try:
         import jsonschema
     except ImportError:
@@ -97,12 +97,12 @@ def fits(value: object, schema: dict[str, Any]) -> bool:
 
 
 def memory(pid: str) -> float:
-    """MB that a process has in memory."""
+    """Return the resident memory of a process in MiB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
 
 
 def run_load(url: str, pid: str) -> None:
-    """1,000 requests of many kinds in a row, then 20 clients at once, some of which vanish."""
+    """Send 1,000 requests of many kinds in a row, then let 20 clients send at once; some of them disconnect."""
     import httpx
 
     client = httpx.Client(base_url=url, timeout=120)

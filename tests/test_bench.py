@@ -9,10 +9,10 @@ from commands import fail_command, run_command
 
 from eagle3.runner.bench import plot
 from eagle3.runner.bench.cli import main
+from eagle3.runner.bench.configurations import Configuration, check_same_tokens, configurations_of, make_workload
 from eagle3.runner.bench.figures import against, divergence, make_report
 from eagle3.runner.bench.measure import Answer, Outcome, measure
 from eagle3.runner.bench.report import as_markdown, as_text, identity_text, noise_lines
-from eagle3.runner.bench.ways import Way, check_same_tokens, make_workload, ways_of
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt
@@ -47,16 +47,16 @@ def bare(session, **changes) -> Model:
     return Model(replace(session.metadata, **changes), lambda: session)
 
 
-def test_every_way_is_measured_and_all_agree(report):
-    assert [way["chain_len"] for way in report["ways"]] == [0, 1, 3, "auto"]
+def test_every_configuration_is_measured_and_all_agree(report):
+    assert [figures["chain_len"] for figures in report["ways"]] == [0, 1, 3, "auto"]
     alone, *others = report["ways"]
     assert alone["categories"]["code"]["stats"]["generation_tokens"] == 2 * 24
     assert alone["stats"]["methods"]["decode"]["calls"] >= alone["stats"]["generation_tokens"] - 2 * GENERATIONS
     assert alone["stats"]["num_drafts"] == 0
-    for way in others:
-        assert way["divergence_from_no_speculation"] is None
-        assert way["stats"]["generation_tokens"] == alone["stats"]["generation_tokens"]
-        reused = {name: part["stats"]["reused_prompt_tokens"] > 0 for name, part in way["categories"].items()}
+    for figures in others:
+        assert figures["divergence_from_no_speculation"] is None
+        assert figures["stats"]["generation_tokens"] == alone["stats"]["generation_tokens"]
+        reused = {name: part["stats"]["reused_prompt_tokens"] > 0 for name, part in figures["categories"].items()}
         assert reused == {"code": False, "ids": False, "talk": True}
     one, three, _ = others
     assert one["stats"]["num_draft_tokens"] == one["stats"]["num_drafts"] > three["stats"]["num_drafts"] > 0
@@ -66,11 +66,11 @@ def test_every_way_is_measured_and_all_agree(report):
 
 
 def test_figures_of_categories_add_up(report):
-    for way in report["ways"]:
-        parts = [figures["stats"] for figures in way["categories"].values()]
-        assert list(way["categories"]) == ["code", "ids", "talk"]
+    for figures in report["ways"]:
+        parts = [part["stats"] for part in figures["categories"].values()]
+        assert list(figures["categories"]) == ["code", "ids", "talk"]
         for count in ("generation_tokens", "num_drafts", "num_accepted_tokens"):
-            assert sum(part[count] for part in parts) == way["stats"][count]
+            assert sum(part[count] for part in parts) == figures["stats"][count]
 
 
 def test_what_people_read_ends_with_what_is_identical(report):
@@ -93,7 +93,7 @@ def test_what_people_read_ends_with_what_is_identical(report):
         assert fact in as_markdown(report)
 
 
-def test_a_way_that_parts_is_told(report):
+def test_a_configuration_that_parts_is_told(report):
     parting = copy.deepcopy(report)
     where = {"line": 3, "turn": 0, "position": 7, "token": 5, "other_token": None, "differing": 1, "answers": 4}
     parting["ways"][2]["divergence_from_no_speculation"] = where
@@ -107,8 +107,8 @@ def test_a_token_that_rounding_does_not_explain_is_told(session):
     model = bare(session)
     result = model.generate([2, 318, 1664, 11], max_new_tokens=8)
     wrong = replace(result, token_ids=[*result.token_ids[:5], 7, *result.token_ids[6:]])
-    way = Way("out", model, 3)
-    ours, theirs = (Outcome(way, [[Answer(Prompt(1, tokens=[2]), 0, each)]]) for each in (wrong, result))
+    configuration = Configuration("out", model, 3)
+    ours, theirs = (Outcome(configuration, [[Answer(Prompt(1, tokens=[2]), 0, each)]]) for each in (wrong, result))
     found = against(ours, theirs, "other")["divergence_from_other"]
     assert (found["position"], found["near_tie"]) == (5, False) and found["top2_margin"] > 0
     assert "not a near-tie: please report it" in identity_text(found, "other")
@@ -119,14 +119,14 @@ def test_an_artifact_without_decode_goes_alone_by_verify_windows(session, prompt
     lacking.has_decode = False
     (prompts.parent / "ids.jsonl").write_text('{"prompt_tokens": [2, 318, 1664, 11]}')
     workload = make_workload(prompts.parent / "ids.jsonl", {"max_new_tokens": 8}, False)
-    outcomes, step_ms = measure(ways_of("out", bare(lacking), None), workload, 1, lambda: None)
+    outcomes, step_ms = measure(configurations_of("out", bare(lacking), None), workload, 1, lambda: None)
     found = make_report(outcomes, step_ms, workload)
     assert set(found["ways"][0]["stats"]["methods"]) == {"target_verify"}
     assert found["ways"][1]["divergence_from_no_speculation"] is None
     assert found["step_ratios"] == {} and list(found["step_ms"]) == ["target_verify"]
 
 
-def test_all_ways_sample_by_one_seed(artifact, prompts):
+def test_all_configurations_sample_by_one_seed(artifact, prompts):
     args = "--prompts", prompts, "--max-new-tokens", 24, "--temperature", 1, "--repeats", 2
     report = json.loads(run_command(main, artifact, *args, "--json").stdout)
     assert report["ways"][1]["divergence_from_no_speculation"] is None
@@ -139,16 +139,17 @@ def test_all_ways_sample_by_one_seed(artifact, prompts):
 def test_another_artifact_takes_turns_with_the_first(artifact, prompts):
     args = "--prompts", prompts, "--max-new-tokens", 8, "--repeats", 1, "--compare", artifact, "--json"
     report = json.loads(run_command(main, artifact, *args).stdout)
-    assert [way["artifact"] for way in report["ways"]] == [str(artifact)] * 2 + [f"{artifact} again"] * 2
-    assert [way.get("divergence_from_first_artifact", "none") for way in report["ways"]] == ["none"] * 2 + [None] * 2
-    assert all(way["ratio_to_first_artifact"]["median"] > 0 for way in report["ways"][2:])
+    assert [figures["artifact"] for figures in report["ways"]] == [str(artifact)] * 2 + [f"{artifact} again"] * 2
+    divergences = [figures.get("divergence_from_first_artifact", "none") for figures in report["ways"]]
+    assert divergences == ["none"] * 2 + [None] * 2
+    assert all(figures["ratio_to_first_artifact"]["median"] > 0 for figures in report["ways"][2:])
     assert f"{artifact} again: identical to {artifact}" in as_text(report)
 
 
 def test_artifacts_with_different_tokens_are_not_compared(session, artifact, tmp_path):
-    one = Way("one", bare(session), 0)
+    one = Configuration("one", bare(session), 0)
     with pytest.raises(ValueError, match="one has a vocabulary of 2048 tokens, other one of 2047"):
-        check_same_tokens(one, Way("other", bare(session, vocab_size=2047), 0))
+        check_same_tokens(one, Configuration("other", bare(session, vocab_size=2047), 0))
     tokenizer = json.loads((artifact / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
     first, second, *_ = words
@@ -156,7 +157,7 @@ def test_artifacts_with_different_tokens_are_not_compared(session, artifact, tmp
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     models = (Model(session.metadata, lambda: session, folder) for folder in (artifact, tmp_path))
     with pytest.raises(ValueError, match="the tokenizers of one and other differ"):
-        check_same_tokens(*(Way(name, model, 0) for name, model in zip(("one", "other"), models, strict=True)))
+        check_same_tokens(*map(Configuration, ("one", "other"), models, (0, 0)))
 
 
 def generated(tokens: list[int], seconds: float = 1.0) -> Answer:
@@ -165,9 +166,9 @@ def generated(tokens: list[int], seconds: float = 1.0) -> Answer:
 
 
 def test_a_ratio_is_formed_within_a_pass():
-    way = Way("out", None, 3)
-    ours = Outcome(way, [[generated([1, 2], seconds)] for seconds in (1, 2, 8)])
-    theirs = Outcome(way, [[generated([1, 2], seconds)] for seconds in (1, 8, 2)])
+    configuration = Configuration("out", None, 3)
+    ours = Outcome(configuration, [[generated([1, 2], seconds)] for seconds in (1, 2, 8)])
+    theirs = Outcome(configuration, [[generated([1, 2], seconds)] for seconds in (1, 8, 2)])
     assert against(ours, theirs, "other")["ratio_to_other"] == {"median": 1, "min": 0.25, "max": 4}
 
 
@@ -235,36 +236,38 @@ def test_the_plot_shows_acceptance_and_speed(report, tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_plot_shows_spread_and_ratio_of_every_way(report):
+def test_the_plot_shows_spread_and_ratio_of_every_configuration(report):
     speed = drawn(report)[1]
     alone, one, three, auto = report["ways"]
     bands = [(band.get_y(), band.get_y() + band.get_height()) for band in speed.patches]
-    assert bands == [pytest.approx([way["tokens_per_second"][end] for end in ("min", "max")]) for way in (auto, alone)]
-    ratios = [f"x {way['ratio_to_no_speculation']['median']:.2f}" for way in (one, three, auto)]
+    assert bands == [
+        pytest.approx([figures["tokens_per_second"][end] for end in ("min", "max")]) for figures in (auto, alone)
+    ]
+    ratios = [f"x {figures['ratio_to_no_speculation']['median']:.2f}" for figures in (one, three, auto)]
     assert [text.get_text() for text in speed.texts] == [*ratios, "x 1.00"]
     heights = [text.xy[1] for text in speed.texts[2:]]
-    assert heights == [way["tokens_per_second"]["median"] for way in (auto, alone)]
+    assert heights == [figures["tokens_per_second"]["median"] for figures in (auto, alone)]
     assert not list(drawn(report, "an artifact, ")[1].texts)
 
 
 @pytest.mark.parametrize("lengths", [[], [1], ["auto"], [3, "auto"], [1, 3]], ids=str)
 @pytest.mark.filterwarnings("error")
-def test_any_ways_are_drawn(report, lengths, tmp_path):
-    some = report | {"ways": [way for way in report["ways"] if way["chain_len"] in (0, *lengths)]}
+def test_any_configurations_are_drawn(report, lengths, tmp_path):
+    some = report | {"ways": [figures for figures in report["ways"] if figures["chain_len"] in (0, *lengths)]}
     plot.draw(some, tmp_path / "out.svg")
     assert (tmp_path / "out.svg").read_text().rstrip().endswith("</svg>")
     assert len(drawn(some)[0].lines) == (1 if lengths else 0)
 
 
 def scaled(report, length, by):
-    """The same report, but one way's median speed is by so much another one."""
+    """The same report, but the median speed of one configuration is another by a factor."""
     changed = copy.deepcopy(report)
-    for way in changed["ways"]:
+    for figures in changed["ways"]:
         alone = report["ways"][0]["tokens_per_second"]["median"]
-        if "ratio_to_no_speculation" in way:
-            way["ratio_to_no_speculation"]["median"] = way["tokens_per_second"]["median"] / alone
-        if way["chain_len"] == length:
-            way["tokens_per_second"]["median"] *= by
+        if "ratio_to_no_speculation" in figures:
+            figures["ratio_to_no_speculation"]["median"] = figures["tokens_per_second"]["median"] / alone
+        if figures["chain_len"] == length:
+            figures["tokens_per_second"]["median"] *= by
     return changed
 
 
@@ -285,11 +288,11 @@ def test_noise_is_found_between_artifacts_of_other_chain_lengths(report):
     alone, one, three, _ = copy.deepcopy(report)["ways"]
     first, second = [alone, one], [dict(alone, artifact="b"), dict(three, artifact="b")]
     for ours, theirs in zip(second, first, strict=True):
-        speeds = [way["tokens_per_second"]["median"] for way in (ours, theirs)]
+        speeds = [figures["tokens_per_second"]["median"] for figures in (ours, theirs)]
         ours["ratio_to_first_artifact"] = {"median": speeds[0] / speeds[1]}
-    for way in (one, second[1]):
-        way["ratio_to_no_speculation"]["median"] = (
-            way["tokens_per_second"]["median"] / alone["tokens_per_second"]["median"]
+    for figures in (one, second[1]):
+        figures["ratio_to_no_speculation"]["median"] = (
+            figures["tokens_per_second"]["median"] / alone["tokens_per_second"]["median"]
         )
     both = {"artifacts": [{"artifact": alone["artifact"]}, {"artifact": "b"}], "ways": [*first, *second]}
     assert noise_lines(both) == []

@@ -10,12 +10,12 @@ import pytest
 import torch
 from commands import fail_command
 from llama_search import Tried
-from llama_server import LlamaWay, Setting
+from llama_server import LlamaCppConfiguration, Setting
 from random_checkpoints import random_model
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from eagle3.runner.bench.configurations import Configuration
 from eagle3.runner.bench.measure import Answer, Outcome
-from eagle3.runner.bench.ways import Way
 from eagle3.runner.model import Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt
@@ -48,20 +48,20 @@ def test_a_reply_becomes_a_result_timed_from_its_first_token():
     assert found.stats.prefill_tokens_per_second == pytest.approx(2 / 0.008)
 
 
-def outcome(way: Way | LlamaWay, seconds: list[float], tokens: list[int]) -> Outcome:
+def outcome(configuration: Configuration | LlamaCppConfiguration, seconds: list[float], tokens: list[int]) -> Outcome:
     """A prompt a pass."""
     passes = []
     for each in seconds:
         stats = GenerationStats(1, 3, 0, len(tokens), prefill_seconds=0.5, decode_seconds=each)
-        if way.chain_len:
+        if configuration.chain_len:
             stats.record(proposed=2, accepted=1)
         passes.append([Answer(Prompt(1, "x"), 0, Result([1, 2, 3], tokens, None, "length", None, Options(), stats))])
-    return Outcome(way, passes)
+    return Outcome(configuration, passes)
 
 
 def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_path):
     (tmp_path / "log").write_text(LOG)
-    ours = Way("out", None, 0), Way("out", None, 2)
+    ours = Configuration("out", None, 0), Configuration("out", None, 2)
     settings = [
         Setting("q4_0"),
         Setting("q4_0", 2, "f32"),
@@ -69,7 +69,7 @@ def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_
         Setting("q4_0", 7, "f32"),
     ]
     settings += [Setting("q4_k_m"), Setting("q4_k_m", 1, "q8_0")]
-    ways = [*ours, *(LlamaWay(setting, None, 0, tmp_path / "log") for setting in settings)]
+    configurations = [*ours, *(LlamaCppConfiguration(setting, None, 0, tmp_path / "log") for setting in settings)]
     seconds = [
         [2.0, 4.0, 2.0],
         [1.0, 1.0, 1.0],
@@ -77,8 +77,8 @@ def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_
         *([2.0, 2.0, 2.0], [4.0, 4.0, 4.0]),
     ]
     same, other = [7, 8, 9], [7, 8, 1]
-    tokens = [same] * (len(ways) - 1) + [other]
-    report = bench.make_report(list(map(outcome, ways, seconds, tokens)))
+    tokens = [same] * (len(configurations) - 1) + [other]
+    report = bench.make_report(list(map(outcome, configurations, seconds, tokens)))
 
     one, two = (report["ours_to_llama_cpp"][weights] for weights in ("q4_0", "q4_k_m"))
     assert Setting(**one["best_setting"]) == settings[2]  # best by its median, not by its fastest pass

@@ -14,10 +14,10 @@ import pytest
 from commands import fail_command, run_command
 from llama_build import Build, convert
 from llama_search import Tried, comparable, grid, search
-from llama_server import LlamaWay, Server, ServerError, Setting
+from llama_server import LlamaCppConfiguration, Server, ServerError, Setting
 from scripted import scripted_metadata
 
-from eagle3.runner.bench.ways import Workload
+from eagle3.runner.bench.configurations import Workload
 from eagle3.runner.model import Model
 from eagle3.runner.prompts import Prompt
 from eagle3.targets import TARGETS
@@ -167,17 +167,17 @@ def test_a_server_that_does_not_end_is_killed(server, fake_build, monkeypatch):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif __name__"
     tool.write_text(tool.read_text().replace("if __name__", deaf))
     monkeypatch.setattr(llama_server, "STOP_SECONDS", 0.2)
-    with server.started(Setting("q8_0")) as way:
+    with server.started(Setting("q8_0")) as configuration:
         pass
     with pytest.raises(ServerError, match="^llama.cpp q8_0, no speculation: llama-server gave no answer to line 1"):
-        way.answer(WORKLOAD, WORKLOAD.prompts[0])
+        configuration.answer(WORKLOAD, WORKLOAD.prompts[0])
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_it_is_tokenized(server):
     model = Model(scripted_metadata(max_seq_len=96), lambda: None, TARGETS["gemma4-tiny"].checkpoint)
-    way = LlamaWay(Setting("q8_0"), model, 1, server.logs / "log")
+    configuration = LlamaCppConfiguration(Setting("q8_0"), model, 1, server.logs / "log")
     with pytest.raises(ValueError, match="the prompt has 3,000,000 characters, the artifact's context 96 tokens"):
-        way.answer(WORKLOAD, Prompt(1, "x" * 3_000_000))
+        configuration.answer(WORKLOAD, Prompt(1, "x" * 3_000_000))
 
 
 # --- the whole script, over an artifact
@@ -199,9 +199,9 @@ def test_the_best_setting_is_that_of_the_repeated_measurement(artifact, fake_bui
     fake_build.plan(speeds=finalists | {"f32 5 q8_0 off 128": 1000, "f32 1 f32 on 128": 9000, "f32 0": 250})
     asked = artifact, fake_build.folder, "--repeats", 2, "--threads", 1
     report = json.loads(run_command(bench.main, *asked, "--json", "--folder", tmp_path / "files").stdout)
-    names = [way["way"] for way in report["ways"]]
+    names = [figures["way"] for figures in report["ways"]]
     assert names[:3] == [str(artifact), str(artifact), "llama.cpp f32, no speculation"]
-    assert [way["chain_len"] for way in report["ways"][2:]] == [0, 6, 5, 4, 3]
+    assert [figures["chain_len"] for figures in report["ways"][2:]] == [0, 6, 5, 4, 3]
     found = report["ours_to_llama_cpp"]["f32"]
     assert Setting(**found["best_setting"]) == Setting("f32", 5, "q8_0", False)
     ours = report["ways"][1]["decode_tokens_per_second"]["median"]

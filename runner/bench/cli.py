@@ -146,20 +146,26 @@ def measured(
 ) -> dict[str, Any]:
     """Check all inputs, then measure. Returns the report."""
     from eagle3.runner.batch import progress
+    from eagle3.runner.bench.configurations import (
+        check_configurations,
+        check_greedy,
+        check_same_tokens,
+        configurations_of,
+        make_workload,
+    )
     from eagle3.runner.bench.figures import make_report
     from eagle3.runner.bench.measure import measure
-    from eagle3.runner.bench.ways import check_greedy, check_same_tokens, check_ways, make_workload, ways_of
 
     workload = make_workload(prompts, options, chat)
     if checkpoint:
         check_greedy(workload)
-    ways = sum((ways_of(name, model, lengths) for name, model in models.items()), [])
+    configurations = sum((configurations_of(name, model, lengths) for name, model in models.items()), [])
     if len(models) > 1:
-        check_same_tokens(ways[0], ways[-1])
-    check_ways(ways, workload)
+        check_same_tokens(configurations[0], configurations[-1])
+    check_configurations(configurations, workload)
     with progress() as bar:
-        task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(ways))
-        outcomes, step_ms = measure(ways, workload, repeats, lambda: bar.advance(task))
+        task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(configurations))
+        outcomes, step_ms = measure(configurations, workload, repeats, lambda: bar.advance(task))
     report = make_report(outcomes, step_ms, workload)
     if checkpoint:
         from eagle3.runner.bench.transformers_reference import add_transformers

@@ -9,9 +9,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from eagle3.runner.bench.configurations import Configuration, Workload
 from eagle3.runner.bench.machine import machine, versions
 from eagle3.runner.bench.measure import Answer, Outcome, total
-from eagle3.runner.bench.ways import Way, Workload
 from eagle3.runner.cache import common_prefix
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.model import Model, Result
@@ -41,15 +41,15 @@ def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
     ``step_ms``: an entry per pass."""
     artifacts: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        artifacts.setdefault(outcome.way.artifact, []).append(outcome)
+        artifacts.setdefault(outcome.configuration.artifact, []).append(outcome)
     first, *others = artifacts.values()
     return {
         "prompts": len(workload.prompts),
         "repeats": len(step_ms),
         "options": {"max_new_tokens": Options.max_new_tokens} | workload.options,
         "decoding": workload.decoding,
-        "artifacts": [artifact_facts(ways[0].way) for ways in artifacts.values()],
-        "machine": machine(first[0].way.model.metadata.manifest.get("backend")),
+        "artifacts": [artifact_facts(each[0].configuration) for each in artifacts.values()],
+        "machine": machine(first[0].configuration.model.metadata.manifest.get("backend")),
         "versions": versions(),
         "ways": sum((artifact_figures(each, first) for each in others), artifact_figures(first)),
         "step_ms": {name: spread(ms[name] for ms in step_ms) for name in step_ms[0]},
@@ -57,25 +57,29 @@ def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
     }
 
 
-def artifact_facts(way: Way) -> dict[str, Any]:
-    metadata = way.model.metadata
+def artifact_facts(configuration: Configuration) -> dict[str, Any]:
+    metadata = configuration.model.metadata
     facts = {name: getattr(metadata, name) for name in ("chain_len", "max_seq_len", "has_logits", "manifest")}
-    return {"artifact": way.artifact, "has_decode": way.model.session.has_decode} | facts
+    return {"artifact": configuration.artifact, "has_decode": configuration.model.session.has_decode} | facts
 
 
 def artifact_figures(outcomes: Sequence[Outcome], first: Sequence[Outcome] | None = None) -> list[dict[str, Any]]:
     """Return the figures of each configuration of an artifact, the one without speculation first. ``first``: the
     outcomes of the first artifact, which they are compared with one by one."""
-    ways = [way_figures(outcome, outcomes[0]) for outcome in outcomes]
-    for figures, ours, theirs in zip(ways, outcomes, first or (), strict=first is not None):
+    found = [configuration_figures(outcome, outcomes[0]) for outcome in outcomes]
+    for figures, ours, theirs in zip(found, outcomes, first or (), strict=first is not None):
         figures |= against(ours, theirs, "first_artifact")
-    return ways
+    return found
 
 
-def way_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
+def configuration_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
     passes = outcome.stats()
     summed = total(passes)
-    figures: dict[str, Any] = {"artifact": outcome.way.artifact, "chain_len": outcome.way.chain_len, **speeds(passes)}
+    figures: dict[str, Any] = {
+        "artifact": outcome.configuration.artifact,
+        "chain_len": outcome.configuration.chain_len,
+        **speeds(passes),
+    }
     figures |= {"round": round_figures(summed), "stats": summed.as_json()}
     figures["categories"] = {name: category_figures(outcome, alone, name) for name in categories(outcome)}
     return figures if outcome is alone else figures | against(outcome, alone, "no_speculation")
@@ -84,7 +88,8 @@ def way_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
 def against(ours: Outcome, theirs: Outcome, name: str) -> dict[str, Any]:
     """Return the ratio of speeds and the divergence of tokens between two configurations."""
     others = [answer.result.token_ids for answer in theirs.answers]
-    explain = partial(replayed, ours.way.model) if ours.way.model is theirs.way.model else None
+    model = ours.configuration.model
+    explain = partial(replayed, model) if model is theirs.configuration.model else None
     return {
         f"ratio_to_{name}": ratio(ours.stats(), theirs.stats()),
         f"divergence_from_{name}": divergence(ours.answers, others, explain),

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from eagle3.runner.bench.ways import Way, Workload
+from eagle3.runner.bench.configurations import Configuration, Workload
 from eagle3.runner.model import Result
 from eagle3.runner.prompts import Prompt
 from eagle3.runner.statistics import GenerationStats
@@ -24,7 +24,7 @@ class Answer:
 class Outcome:
     """The completions of a configuration: for each pass those of all prompts, in the order of the prompts."""
 
-    way: Way
+    configuration: Configuration
     passes: list[list[Answer]] = field(default_factory=list)
 
     @property
@@ -47,24 +47,24 @@ def total(stats: Iterable[GenerationStats]) -> GenerationStats:
 
 
 def measure(
-    ways: Sequence[Way], workload: Workload, repeats: int, advance: Callable[[], None]
+    configurations: Sequence[Configuration], workload: Workload, repeats: int, advance: Callable[[], None]
 ) -> tuple[list[Outcome], list[dict[str, float]]]:
     """Run all prompts ``repeats`` times, each prompt through every configuration in turn, after a warm-up prompt.
 
     Returns the outcome of each configuration, and for each pass ``step_milliseconds`` of the first one's session.
     """
-    session = ways[0].model.session
+    session = configurations[0].model.session
     steps, step_ms = session_steps(session), []
-    for way in ways:
-        way.answer(workload, workload.prompts[0])
+    for configuration in configurations:
+        configuration.answer(workload, workload.prompts[0])
     step_milliseconds(steps, repeats=10)
-    outcomes = [Outcome(way) for way in ways]
+    outcomes = [Outcome(configuration) for configuration in configurations]
     for _ in range(repeats):
         for outcome in outcomes:
             outcome.passes.append([])
         for prompt in workload.prompts:
             for outcome in outcomes:
-                results = outcome.way.answer(workload, prompt)
+                results = outcome.configuration.answer(workload, prompt)
                 outcome.passes[-1] += [Answer(prompt, turn, result) for turn, result in enumerate(results)]
                 advance()
         session.seconds, session.calls = defaultdict(float), Counter()  # the last result keeps its own

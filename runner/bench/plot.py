@@ -46,10 +46,10 @@ def draw(report: dict[str, Any], file: Path) -> None:
     acceptance, speed = figure.subplots(1, 2)
     several = len(report["artifacts"]) > 1  # then numbers beside the points would overlap
     for index, artifact in enumerate(report["artifacts"]):
-        ways = [way for way in report["ways"] if way["artifact"] == artifact["artifact"]]
+        configurations = [figures for figures in report["ways"] if figures["artifact"] == artifact["artifact"]]
         label = f"{artifact['artifact']}, " if several else ""
-        draw_acceptance(acceptance, ways, label, f"C{index}")
-        draw_speed(speed, ways, label, f"C{index}")
+        draw_acceptance(acceptance, configurations, label, f"C{index}")
+        draw_speed(speed, configurations, label, f"C{index}")
     acceptance.set(xlabel="position in the chain", ylabel="drafts accepted so far", ylim=(0, 1.05))
     speed.set(xlabel="chain length", ylabel="tokens/s", ylim=(0, 1.1 * speed.get_ylim()[1]))
     for axes in (acceptance, speed):
@@ -64,44 +64,46 @@ def draw(report: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def draw_acceptance(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
+def draw_acceptance(axes: "Axes", configurations: list[dict[str, Any]], label: str, color: str) -> None:
     """Plot the acceptance of the longest fixed chain length, or of the adaptive one if there is no other."""
-    for way in fixed_lengths(ways)[-1:] or [way for way in ways if way["chain_len"] == AUTO]:
-        rates = way["stats"]["acceptance_rate_per_position"]
+    adaptive = [figures for figures in configurations if figures["chain_len"] == AUTO]
+    for figures in fixed_lengths(configurations)[-1:] or adaptive:
+        rates = figures["stats"]["acceptance_rate_per_position"]
         places = range(1, len(rates) + 1)
-        axes.plot(places, rates, marker="o", color=color, label=f"{label}chain length {way['chain_len']}")
+        axes.plot(places, rates, marker="o", color=color, label=f"{label}chain length {figures['chain_len']}")
         for place, rate in () if label else zip(places, rates, strict=True):
             axes.annotate(f"{rate:.2f}", (place, rate), **ABOVE)
 
 
-def draw_speed(axes: "Axes", ways: list[dict[str, Any]], label: str, color: str) -> None:
+def draw_speed(axes: "Axes", configurations: list[dict[str, Any]], label: str, color: str) -> None:
     """Plot median, spread and the ratio to no speculation. A fixed chain length is a point; the adaptive one and no
     speculation are a line over a band."""
-    fixed = fixed_lengths(ways)
-    lengths, rates = [way["chain_len"] for way in fixed], [way["tokens_per_second"] for way in fixed]
+    fixed = fixed_lengths(configurations)
+    lengths, rates = [figures["chain_len"] for figures in fixed], [figures["tokens_per_second"] for figures in fixed]
     medians = [rate["median"] for rate in rates]
     errors = [[abs(rate[end] - rate["median"]) for rate in rates] for end in ("min", "max")]
     if fixed:
         axes.errorbar(lengths, medians, yerr=errors, marker="o", capsize=3, color=color, label=f"{label}speculation")
-    for way in () if label else fixed:
-        place = way["chain_len"], way["tokens_per_second"]["max"]
-        axes.annotate(ratio_text(way), place, **ABOVE)
+    for figures in () if label else fixed:
+        place = figures["chain_len"], figures["tokens_per_second"]["max"]
+        axes.annotate(ratio_text(figures), place, **ABOVE)
     for length, (style, edge, name) in LEVELS.items():
-        for way in ways:
-            if way["chain_len"] == length:
-                rate = way["tokens_per_second"]
+        for figures in configurations:
+            if figures["chain_len"] == length:
+                rate = figures["tokens_per_second"]
                 axes.axhspan(rate["min"], rate["max"], color=color, alpha=0.15, linewidth=0)
                 axes.axhline(rate["median"], linestyle=style, color=color, label=f"{label}{name}")
                 if not label:
                     place, beside = (1, rate["median"]), axes.get_yaxis_transform()
-                    axes.annotate(ratio_text(way), place, xycoords=beside, va=edge, **BESIDE)
+                    axes.annotate(ratio_text(figures), place, xycoords=beside, va=edge, **BESIDE)
 
 
-def ratio_text(way: dict[str, Any]) -> str:
+def ratio_text(figures: dict[str, Any]) -> str:
     """Return the ratio to no speculation as text."""
-    return f"x {way.get('ratio_to_no_speculation', {'median': 1})['median']:.2f}"
+    return f"x {figures.get('ratio_to_no_speculation', {'median': 1})['median']:.2f}"
 
 
-def fixed_lengths(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def fixed_lengths(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the configurations with a fixed chain length above 0, in ascending order."""
-    return sorted((way for way in ways if way["chain_len"] not in (0, AUTO)), key=lambda way: way["chain_len"])
+    fixed = [figures for figures in configurations if figures["chain_len"] not in (0, AUTO)]
+    return sorted(fixed, key=lambda figures: figures["chain_len"])

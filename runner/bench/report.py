@@ -20,7 +20,7 @@ NOISE = 0.01
 
 
 def as_text(report: dict[str, Any]) -> str:
-    tables = ways_cells(report), time_cells(report), round_cells(report), category_cells(report)
+    tables = configuration_cells(report), time_cells(report), round_cells(report), category_cells(report)
     lines = [*step_lines(report), *noise_lines(report), *result_lines(report)]
     shown = [rendered(cells) for cells in tables if cells]
     return "\n\n".join([asked_line(report), *shown, "\n".join(lines)])
@@ -28,8 +28,8 @@ def as_text(report: dict[str, Any]) -> str:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """Return Markdown tables of the figures, and lines about prompts, artifacts and machine."""
-    ways = [row | first for row, first in zip(ways_cells(report), first_token_cells(report), strict=True)]
-    shown = [rendered(cells, box.MARKDOWN) for cells in (ways, category_cells(report)) if cells]
+    rows = [row | first for row, first in zip(configuration_cells(report), first_token_cells(report), strict=True)]
+    shown = [rendered(cells, box.MARKDOWN) for cells in (rows, category_cells(report)) if cells]
     lines = [asked_line(report), *map(artifact_line, report["artifacts"]), machine_line(report)]
     lines += [*noise_lines(report), *result_lines(report)]
     return "\n\n".join([*shown, "\n".join(f"- {line}" for line in lines)])
@@ -74,41 +74,41 @@ def rendered(cells: Cells, style: box.Box | None = None) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
 
 
-def ways_cells(report: dict[str, Any]) -> Cells:
+def configuration_cells(report: dict[str, Any]) -> Cells:
     """Return a row per configuration: speed and acceptance."""
     rows, first = [], report["artifacts"][0]["artifact"]
-    for way in report["ways"]:
-        row = name_cells(report, way) | speculation_cells(way)
+    for figures in report["ways"]:
+        row = name_cells(report, figures) | speculation_cells(figures)
         for key, other in (("ratio_to_first_artifact", first), ("ratio_to_transformers", "transformers")):
             if any(key in each for each in report["ways"]):
-                row[f"to {other}"] = spread_text(way[key], 2) if key in way else "1"
+                row[f"to {other}"] = spread_text(figures[key], 2) if key in figures else "1"
         rows.append(row)
     return rows
 
 
 def first_token_cells(report: dict[str, Any]) -> Cells:
-    return [{"first token": f"{way['time_to_first_token_ms']['median']:.1f} ms"} for way in report["ways"]]
+    return [{"first token": f"{figures['time_to_first_token_ms']['median']:.1f} ms"} for figures in report["ways"]]
 
 
 def time_cells(report: dict[str, Any]) -> Cells:
     """Return a row per configuration: the first token, prefill, decode, a round, and the loop's share of it."""
     rows = []
-    for way, first in zip(report["ways"], first_token_cells(report), strict=True):
-        row = name_cells(report, way) | first
-        row |= {f"{part}, tokens/s": rate_text(way[f"{part}_tokens_per_second"]) for part in ("prefill", "decode")}
-        row["a round"] = f"{way['round']['ms']:.3f} ms"
-        rows.append(row | {"the loop itself": f"{way['round']['loop_share']:.1%}"})
+    for figures, first in zip(report["ways"], first_token_cells(report), strict=True):
+        row = name_cells(report, figures) | first
+        row |= {f"{part}, tokens/s": rate_text(figures[f"{part}_tokens_per_second"]) for part in ("prefill", "decode")}
+        row["a round"] = f"{figures['round']['ms']:.3f} ms"
+        rows.append(row | {"the loop itself": f"{figures['round']['loop_share']:.1%}"})
     return rows
 
 
 def round_cells(report: dict[str, Any]) -> Cells:
     """Return a row per configuration: calls per round and milliseconds per call of each method."""
-    methods = dict.fromkeys(name for way in report["ways"] for name in way["round"]["methods"])
+    methods = dict.fromkeys(name for figures in report["ways"] for name in figures["round"]["methods"])
     rows = []
-    for way in report["ways"]:
-        row = name_cells(report, way)
+    for figures in report["ways"]:
+        row = name_cells(report, figures)
         for name in methods:
-            called = way["round"]["methods"].get(name)
+            called = figures["round"]["methods"].get(name)
             row[name] = f"{called['calls']:.2f} x {called['ms_a_call']:.3f} ms" if called else "-"
         rows.append(row)
     return rows
@@ -116,18 +116,18 @@ def round_cells(report: dict[str, Any]) -> Cells:
 
 def category_cells(report: dict[str, Any]) -> Cells:
     """Return a row per category and configuration; none if the prompts have no categories."""
-    names = dict.fromkeys(name for way in report["ways"] for name in way["categories"])
+    names = dict.fromkeys(name for figures in report["ways"] for name in figures["categories"])
     return [
-        {"category": name} | name_cells(report, way) | speculation_cells(way["categories"][name])
+        {"category": name} | name_cells(report, figures) | speculation_cells(figures["categories"][name])
         for name in names
-        for way in report["ways"]
+        for figures in report["ways"]
     ]
 
 
-def name_cells(report: dict[str, Any], way: dict[str, Any]) -> dict[str, str]:
+def name_cells(report: dict[str, Any], figures: dict[str, Any]) -> dict[str, str]:
     """Return the cells that name a configuration. The artifact is named only if there are two."""
-    artifact = {"artifact": way["artifact"]} if len(report["artifacts"]) > 1 else {}
-    return artifact | {"chain length": str(way["chain_len"])}
+    artifact = {"artifact": figures["artifact"]} if len(report["artifacts"]) > 1 else {}
+    return artifact | {"chain length": str(figures["chain_len"])}
 
 
 def speculation_cells(figures: dict[str, Any]) -> dict[str, str]:
@@ -190,15 +190,16 @@ def noise_lines(report: dict[str, Any]) -> list[str]:
     """Return a warning if a ratio, computed within each pass, differs from the ratio of the medians. The speed then
     changed between passes."""
     by_artifact = [
-        [way for way in report["ways"] if way["artifact"] == each["artifact"]] for each in report["artifacts"]
+        [figures for figures in report["ways"] if figures["artifact"] == each["artifact"]]
+        for each in report["artifacts"]
     ]
     furthest = 0.0
-    for ways in by_artifact:
-        for way, first in zip(ways, by_artifact[0], strict=True):
-            for name, other in (("ratio_to_no_speculation", ways[0]), ("ratio_to_first_artifact", first)):
-                if name in way:
-                    medians = way["tokens_per_second"]["median"] / other["tokens_per_second"]["median"]
-                    furthest = max(furthest, abs(medians / way[name]["median"] - 1))
+    for configurations in by_artifact:
+        for figures, first in zip(configurations, by_artifact[0], strict=True):
+            for name, other in (("ratio_to_no_speculation", configurations[0]), ("ratio_to_first_artifact", first)):
+                if name in figures:
+                    medians = figures["tokens_per_second"]["median"] / other["tokens_per_second"]["median"]
+                    furthest = max(furthest, abs(medians / figures[name]["median"] - 1))
     if furthest <= NOISE:
         return []
     return [
@@ -212,16 +213,16 @@ def result_lines(report: dict[str, Any]) -> list[str]:
     without speculation."""
     decoding, first = report["decoding"], report["artifacts"][0]["artifact"]
     lines = []
-    for way in report["ways"]:
-        if "divergence_from_first_artifact" in way and way["chain_len"] == 0:
-            lines.append(f"{way['artifact']}: {identity_text(way['divergence_from_first_artifact'], first)}")
+    for figures in report["ways"]:
+        if "divergence_from_first_artifact" in figures and figures["chain_len"] == 0:
+            lines.append(f"{figures['artifact']}: {identity_text(figures['divergence_from_first_artifact'], first)}")
     if "transformers" in report:
         lines.append(f"transformers: {report['transformers']['tokens_per_second']:.0f} tokens/s")
         lines.append(identity_text(report["transformers"]["divergence"], f"{decoding} by transformers"))
     alone, parting = f"{decoding} without speculation", []
-    for way in report["ways"]:
-        if divergence := way.get("divergence_from_no_speculation"):
-            name = ", ".join(f"{column} {cell}" for column, cell in name_cells(report, way).items())
+    for figures in report["ways"]:
+        if divergence := figures.get("divergence_from_no_speculation"):
+            name = ", ".join(f"{column} {cell}" for column, cell in name_cells(report, figures).items())
             parting.append(f"{name}: {identity_text(divergence, alone)}")
     return lines + (parting or [identity_text(None, alone)])
 

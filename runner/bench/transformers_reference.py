@@ -24,7 +24,7 @@ def add_transformers(
 
     Call it after all other measurements: transformers uses a thread per core, and these keep spinning for a while.
     """
-    metadata, answers = outcomes[0].way.model.metadata, outcomes[0].passes[0]
+    metadata, answers = outcomes[0].configuration.model.metadata, outcomes[0].passes[0]
     reference = TransformersReference(checkpoint)
     step = {"transformers": reference.step(metadata.chain_len + 1, step_position(metadata.max_seq_len))}
     step_milliseconds(step, repeats=10)  # warm

@@ -39,7 +39,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Way:
+class Configuration:
     """A configuration: an artifact, under the name that the user gave, and the number of draft tokens per round."""
 
     artifact: str
@@ -67,21 +67,21 @@ def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
     return replace(workload, options={"seed": secrets.randbits(32)} | options)
 
 
-def ways_of(artifact: str, model: Model, lengths: Sequence[int | str] | None) -> list[Way]:
+def configurations_of(artifact: str, model: Model, lengths: Sequence[int | str] | None) -> list[Configuration]:
     """Return the configurations of an artifact: without speculation first, then each chain length (None: the
     artifact's own)."""
     lengths = [model.metadata.chain_len] if lengths is None else lengths
-    return [Way(artifact, model, length) for length in dict.fromkeys((0, *lengths))]
+    return [Configuration(artifact, model, length) for length in dict.fromkeys((0, *lengths))]
 
 
-def check_ways(ways: Sequence[Way], workload: Workload) -> None:
+def check_configurations(configurations: Sequence[Configuration], workload: Workload) -> None:
     """Raise ValueError for the first prompt that a configuration cannot run."""
     for prompt in workload.prompts:
-        for way in ways:
+        for configuration in configurations:
             try:
-                check_prompt(way.model, prompt, workload.chat, None, way.options(workload, prompt))
+                check_prompt(configuration.model, prompt, workload.chat, None, configuration.options(workload, prompt))
             except ValueError as error:
-                raise ValueError(f"{way.artifact}: {workload.file} line {prompt.line}: {error}") from error
+                raise ValueError(f"{configuration.artifact}: {workload.file} line {prompt.line}: {error}") from error
 
 
 def check_greedy(workload: Workload) -> None:
@@ -93,16 +93,16 @@ def check_greedy(workload: Workload) -> None:
         )
 
 
-def check_same_tokens(one: Way, other: Way) -> None:
+def check_same_tokens(one: Configuration, other: Configuration) -> None:
     """Raise ValueError if the same token ids have different meanings in the two artifacts."""
     advice = "--compare takes artifacts of one target with different quantization or draft heads"
-    sizes = [way.model.metadata.vocab_size for way in (one, other)]
+    sizes = [configuration.model.metadata.vocab_size for configuration in (one, other)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{one.artifact} has a vocabulary of {sizes[0]} tokens, {other.artifact} one of {sizes[1]}: {advice}"
         )
     if one.model.has_text and other.model.has_text:
-        ours, theirs = (way.model.text.tokenizer.get_vocab() for way in (one, other))
+        ours, theirs = (configuration.model.text.tokenizer.get_vocab() for configuration in (one, other))
         if differing := sorted(ours.items() ^ theirs.items()):
             token = differing[0][0]
             raise ValueError(
