@@ -106,7 +106,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
-@click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="Default: that of the GPU at hand.")
+@click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
 @click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
 @click.option("--max-seq-len", type=click.IntRange(16), help="Slots of the KV cache, in tokens.")
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
@@ -132,31 +132,38 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--qembedding",
     type=click.Choice(EMBEDDING_RECIPES),
-    help="Of both models' embeddings on xnnpack: 8w is 8 bits and a scale a token. Default: 8w with a quantized "
-    "target.",
+    help="Recipe for both models' embeddings on xnnpack: 8w is 8 bits and a scale a token. Default: 8w with a "
+    "quantized target.",
 )
-@click.option("--aux-layers", callback=_layer_ids, metavar="2,30,57", help="Override the taps that the draft names.")
+@click.option(
+    "--aux-layers",
+    callback=_layer_ids,
+    metavar="2,30,57",
+    help="Override the hidden states that the draft's files name.",
+)
 @click.option(
     "--aux-convention",
     type=click.Choice(["input", "output"]),
     help="Whether a layer id means that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM). "
-    "Default: what the draft's dialect means.",
+    "Default: the meaning in the draft's dialect.",
 )
 @click.option(
     "--draft-dialect",
     type=click.Choice(list(DIALECTS)),
-    help="The system that the draft head was trained or written for. Default: what its files look like.",
+    help="The system whose files the draft head has. Default: the first that recognizes them.",
 )
-@click.option("--norm-before-residual", type=bool, help="Override the variant that the draft's config.json names.")
+@click.option("--norm-before-residual", type=bool, help="Override norm_before_residual of the draft's config.json.")
 @click.option(
     "--logits/--no-logits",
     default=True,
     show_default=True,
-    help="Let the methods give logits as well: what sampling, logprobs and margins need.",
+    help="Let the methods return logits too, which sampling, logprobs and margins need.",
 )
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
 @click.option(
-    "--with-forward", is_flag=True, help="Add the method forward, by which ExecuTorch's own runner takes the file too."
+    "--with-forward",
+    is_flag=True,
+    help="Add the method forward, so that ExecuTorch's own TextLLMRunner can run the file.",
 )
 @click.option(
     "--speculate/--no-speculate",
@@ -167,22 +174,23 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Try the finished artifact on a few prompts, where the backend runs here: tokens against the eager module's.",
+    help="Run a few prompts through the finished artifact where the backend runs here, and compare the tokens with the "
+    "eager module's.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print what would be done; read configurations and headers alone, of names on the hub as well.",
+    help="Print what would be done. Only configurations and tensor headers are read, from the hub too.",
 )
 @click.option(
     "--random-weights",
     is_flag=True,
-    help="Take only shapes from both checkpoints and random values for them, to try an export with no weights at all.",
+    help="Take only the shapes from both checkpoints, and random values, to try an export without any weights.",
 )
 @click.option(
     "--layers",
     type=click.IntRange(1),
-    help="With --random-weights: export a target of so many layers, with every kind of its layers among them.",
+    help="With --random-weights: export a target of this many layers, which has each kind of its layers.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -192,8 +200,8 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, **flags: Any) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.
 
-    The artifact is a folder with model.pte (prefill, target_verify, draft_decode, and speculate for a GPU), the
-    tokenizer and export.json; eagle3-run runs it.
+    The artifact is a folder with model.pte (prefill, target_verify, draft_decode and, with --speculate, speculate),
+    the tokenizer and export.json; eagle3-run runs it.
     """
     if list_targets:
         _list_targets(as_json)

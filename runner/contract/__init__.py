@@ -52,7 +52,8 @@ PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact has these."""
 DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
-"""Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA)."""
+"""Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA, and on
+the CPU for small models)."""
 
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 LAUNCHES = "launches"

@@ -47,9 +47,9 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", callback=utf8, metavar="TEXT", help="- reads it from stdin.")
-@click.option("--prompt-file", type=FILE, help="Text, UTF-8.")
-@click.option("--prompt-tokens", callback=token_ids, metavar="1,2,3", help="Token ids, taken as they are.")
+@click.option("--prompt", callback=utf8, metavar="TEXT", help="The prompt; - reads it from stdin.")
+@click.option("--prompt-file", type=FILE, help="The prompt, as a text file in UTF-8.")
+@click.option("--prompt-tokens", callback=token_ids, metavar="1,2,3", help="The prompt as token ids, used as they are.")
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
