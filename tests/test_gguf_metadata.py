@@ -183,7 +183,9 @@ def test_an_embedding_without_its_padding_is_the_vocabulary(listed, tmp_path):
     for _ in range(24):
         expected.append(int(model(torch.tensor([expected])).logits[0, -1, :88].argmax()))
     assert said == expected[len(prompt) :]
-    with pytest.raises(ValueError, match="the draft speaks ids up to 95, but the target's file has rows for 88 tokens"):
+    with pytest.raises(
+        ValueError, match="the draft has ids up to 95, but the target's file has rows for only 88 tokens"
+    ):
         make_plan(ExportConfig("gemma3-27B", None, file, heads[False], **flags))
 
 

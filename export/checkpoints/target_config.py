@@ -63,9 +63,9 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
-        cure = f"type --target-model {' or '.join([*fitting, 'auto'])}"
+        advice = f"type --target-model {' or '.join([*fitting, 'auto'])}"
         raise ValueError(
-            f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {cure}"
+            f"{checkpoint} is a {text_config.model_type}, but {name} is a {' or '.join(spec.model_types)}: {advice}"
         )
     for name in NEEDED:
         if not text_config.per_layer_attributes and getattr(text_config, name, None) is None:

@@ -180,7 +180,7 @@ def compare_tokens(
     if differs:
         at = differs[0]
         raise ValueError(
-            f"the artifact says token {fresh[at]} at position {len(prompt) + at} where the module it was made of says "
+            f"the artifact gives token {fresh[at]} at position {len(prompt) + at}, the module that it was made of "
             f"{int(best.indices[at])} (by {float(margins[at]):.2g} of the logits' spread): the lowering changed "
             f"what the model computes: {_HOW}"
         )

@@ -32,7 +32,7 @@ def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps:
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
-            f"the draft speaks {draft.draft_vocab_size} tokens, the target {vocabulary}, and no d2t maps them"
+            f"the draft has {draft.draft_vocab_size} tokens, the target {vocabulary}, and there is no d2t to map them"
         )
 
 
@@ -48,7 +48,7 @@ def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescript
         most = largest_id(draft)
     if not draft.shares_lm_head and most >= vocabulary:
         raise ValueError(
-            f"the draft speaks ids up to {most}, but the target's file has rows for {vocabulary} tokens alone: name "
+            f"the draft has ids up to {most}, but the target's file has rows for only {vocabulary} tokens: name "
             "its Hugging Face folder"
         )
     return replace(draft, target_vocab_size=vocabulary)

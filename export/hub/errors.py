@@ -64,8 +64,8 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         code = error.response.status_code
         kind = Unreachable if code >= 500 or code == 429 else PermissionError if code in (401, 403) else OSError
-        cure = f"{LOG_IN} of a token that may read it" if kind is PermissionError else "try again later"
-        raise kind(f"{hub} answered {code} for {repository} ({_first(error)}): {cure}") from error
+        advice = f"{LOG_IN} of a token that may read it" if kind is PermissionError else "try again later"
+        raise kind(f"{hub} answered {code} for {repository} ({_first(error)}): {advice}") from error
     except httpx2.TransportError as error:
         raise Unreachable(_silent(name, error)) from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Comparing two computations of the same tensors."""
+"""Compares two computations of the same tensors."""
 
 from dataclasses import dataclass, field
 from typing import Any

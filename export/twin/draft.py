@@ -1,5 +1,5 @@
-"""The twin check of a draft head: a shrunken twin of it, computed by our module and by code that is not ours or not a
-module, over chunks, steps and rollbacks. What it is compared with is its kind's."""
+"""Compares a small copy of a draft head, computed by our module, with code that is not ours or not a module, over
+chunks, steps and rollbacks. The head's kind says which code that is."""
 
 from typing import Any
 
@@ -23,6 +23,6 @@ def check_draft(draft: DraftDescription, taps: int, norm_before_residual: bool |
     if compared.difference > TOLERANCE:
         raise ValueError(
             f"{file} describes a draft head that would not be computed by its formulas: {compared.worst()} in a "
-            "shrunken twin: this kind of head is not supported"
+            "small copy with random weights: this kind of head is not supported"
         )
     return compared.as_json()

@@ -1,4 +1,4 @@
-"""The fields of a configuration that differ from its class's defaults."""
+"""Finds the fields of a configuration that differ from its class's defaults."""
 
 from typing import TYPE_CHECKING, Any
 

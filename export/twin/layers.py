@@ -1,4 +1,4 @@
-"""The layers that a shrunken model keeps: the fewest with every kind among them.
+"""Chooses the layers that a shrunken model keeps: the fewest that have every kind among them.
 
 Two layers are of one kind where transformers' own modules for them have the same types, plain attributes and shapes,
 and the configuration's per-layer lists have the same entries for both.

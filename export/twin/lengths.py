@@ -1,5 +1,5 @@
-"""Finding the lengths in a configuration (sliding windows, chunks, original rope lengths), in tokens, cutting them for
-a twin, and choosing a prompt that passes each.
+"""Finds the lengths in a configuration (sliding windows, chunks, original rope lengths), in tokens; cuts them for a
+twin, and chooses a prompt that passes each.
 
 Most are known by the names of their fields. ``unnamed_lengths`` finds the others by their effect on transformers' own
 model.

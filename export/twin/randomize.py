@@ -1,4 +1,4 @@
-"""Random weights under which an error shows: nothing stays at the 0, 1 or 0.02 that a model is made with."""
+"""Draws random weights that make errors visible: nothing stays at the 0, 1 or 0.02 that a model is made with."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A shrunken twin of a text configuration: sizes, counts and lengths cut, every other field kept.
+"""Shrinks a text configuration to a twin: cuts sizes, counts and lengths, and keeps every other field.
 
 The effect of a field on the numbers (scales, caps, kinds of rope, biases, which layer is of which kind) shows at any
 size. Fields are known by their names; the kinds of layers are not (``layers.py``).

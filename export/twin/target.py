@@ -1,4 +1,4 @@
-"""A target's twin: transformers' own model (eager attention, no cache, everything recomputed) against our target.
+"""Compares a small copy of a target: transformers' own model (eager attention, no cache, all recomputed) with ours.
 
 Logits and the states at every layer are compared over two prompts, one after the other in the same caches. Both are
 longer than any length in the configuration (sliding window, original rope length):
@@ -97,7 +97,7 @@ def check_target(spec: TargetSpec, name: str, checkpoint: Path, config: "PreTrai
     if compared.difference > TOLERANCE:
         raise ValueError(
             f"{name} would not compute {file} ({config.model_type}) as transformers does: {compared.worst()} in a "
-            f"shrunken twin; {_culprits(spec, twin)}"
+            f"small copy with random weights; {_culprits(spec, twin)}"
         )
     return compared.as_json() | {"layers": twin.config.num_hidden_layers}
 

@@ -1,7 +1,7 @@
 """Checks the code of a CUDA artifact for faults that a GPU or a runtime would show only when it runs. Needs no GPU.
 
 1. Barriers: each kernel's PTX must order the accesses to memory that threads share (``barriers.py``).
-2. Blocks: threads, registers and shared memory must fit the GPUs that the artifact is for (``limits.py``).
+2. Blocks: threads, registers and shared memory must fit the GPUs that the artifact is for (``hardware/gpus.py``).
 3. Constants: each constant must be on the same device as its weight (``constants.py``).
 4. Symbols: the runtimes must have every symbol that a library needs (``runtime_symbols.py``).
 """
@@ -38,7 +38,7 @@ def check_code(
 
     Args:
         delegates: the weight tables and libraries of each method
-        launches: the launches that the exporter recorded (``limits.recorded_launches``)
+        launches: the launches that the exporter recorded (``artifact/gpu_needs.recorded_launches``)
         arch: the architecture that the artifact says it was compiled for
 
     Returns ``faults``; ``methods``, the number of things checked in each; ``runs_on``, each architecture that has code

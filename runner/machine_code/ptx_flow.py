@@ -1,4 +1,4 @@
-"""A kernel's PTX as a graph of instructions, with the pointer arguments that each address may come from.
+"""Reads a kernel's PTX as a graph of instructions, with the pointer arguments that each address may come from.
 
 A register may be assigned several times (a loop's variable, a zero before a load that a predicate skips), so its
 possible sources are collected over all assignments. Values loaded from memory are assumed not to be pointers.
