@@ -85,9 +85,10 @@ def _emit(
     between two tokens nor the loading of methods counts."""
     tokens: list[int] = []
     stats.generations += 1
-    session.seconds, session.calls = stats.method_seconds, stats.method_calls
     steps, start, loaded = rounds.run(prompt, stats), time.perf_counter(), session.load_seconds
+    used = session.seconds.copy(), session.calls.copy()
     for fresh in steps:
+        stats.add_calls(session.seconds, session.calls, *used)
         fresh, finish_reason = cut(fresh, budget - len(tokens), stop_ids)
         seconds = time.perf_counter() - start - (session.load_seconds - loaded)
         if tokens:
@@ -99,6 +100,7 @@ def _emit(
         yield fresh
         if finish_reason:
             return Generation(tokens, finish_reason, stats)
+        used = session.seconds.copy(), session.calls.copy()
         start, loaded = time.perf_counter(), session.load_seconds
     raise AssertionError("rounds do not end by themselves")
 

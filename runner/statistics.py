@@ -1,6 +1,7 @@
 """The statistics of a generation, under vLLM's names."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,19 @@ class GenerationStats:
             self.accepted_at += [0] * (proposed - len(self.accepted_at))
         for position in range(accepted):
             self.accepted_at[position] += 1
+
+    def add_calls(
+        self,
+        seconds: Mapping[str, float],
+        calls: Mapping[str, int],
+        seconds_before: Mapping[str, float],
+        calls_before: Mapping[str, int],
+    ) -> None:
+        """Add the calls that a session made since its counters, by method, stood as ``before``."""
+        for name, count in calls.items():
+            if made := count - calls_before.get(name, 0):
+                self.method_calls[name] += made
+                self.method_seconds[name] += seconds[name] - seconds_before.get(name, 0.0)
 
     def add(self, other: "GenerationStats") -> None:
         self.generations += other.generations

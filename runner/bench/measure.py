@@ -1,6 +1,5 @@
 """Runs the same prompts through several configurations in turn. Every reported speedup is a ratio within such a run."""
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +66,5 @@ def measure(
                 results = outcome.configuration.answer(workload, prompt)
                 outcome.passes[-1] += [Answer(prompt, turn, result) for turn, result in enumerate(results)]
                 advance()
-        session.seconds, session.calls = defaultdict(float), Counter()  # the last result keeps its own
         step_ms.append(step_milliseconds(steps))
     return outcomes, step_ms
