@@ -213,11 +213,14 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
         raise click.UsageError("type --target-model with a name of --list-targets, or --checkpoint FOLDER or ORG/NAME")
     config = ExportConfig(**flags | {"target_model": flags["target_model"] or "auto"})
 
+    from eagle3.export.exporting import export, prepare, settled
+
+    config = settled(config)
+
     from eagle3.export.light_imports import imported_lightly
 
     click.get_current_context().with_resource(imported_lightly())
 
-    from eagle3.export.exporting import export, prepare
     from eagle3.export.output.report import plan_json, plan_text, result_text
 
     if config.dry_run:

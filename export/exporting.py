@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.export.backends import BACKENDS
-from eagle3.export.checkpoints.safetensors_file import needs_values
 from eagle3.export.hub.names import hub_name
 from eagle3.export.hub.sources import Sources, find_sources
 from eagle3.export.output.folder import check_output
@@ -87,11 +86,7 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
 def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Iterator[Prepared]:
     """Yield the plan while the files that it names are there. Headers stand in for weights that are not needed, and
     until everything else is checked, so that a wrong pair is not downloaded."""
-    check_names(config)
-    config = with_output(config)
-    check_output(config.folder, config.overwrite)
-    if not config.dry_run:
-        refuse_a_second(config.folder.resolve())
+    config = settled(config)
     sources, twin = find_sources(config, download), None
     if sources.missing and (download or config.reads_weights):
         sources.check_disk()
@@ -100,6 +95,8 @@ def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Itera
                 with sources.local() as here:
                     twin = _checked(here, sources, progress).twin
             except ValueError as error:
+                from eagle3.export.checkpoints.safetensors_file import needs_values
+
                 if not needs_values(error):
                     raise
         _say_sources(sources, progress)
@@ -137,6 +134,16 @@ def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: T
 def _say_sources(sources: Sources, progress: Progress) -> None:
     for line in () if sources.config.dry_run else sources.lines():
         progress.say(line)
+
+
+def settled(config: ExportConfig) -> ExportConfig:
+    """Return the flags with an output folder. Raises ValueError or OSError for names and folders that cannot be."""
+    check_names(config)
+    config = with_output(config)
+    check_output(config.folder, config.overwrite)
+    if not config.dry_run:
+        refuse_a_second(config.folder.resolve())
+    return config
 
 
 def with_output(config: ExportConfig) -> ExportConfig:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 from eagle3.runner.hosts.session import Session
 
 
@@ -39,9 +39,6 @@ def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
     if session.has_speculate and position + 2 * rows <= session.metadata.max_seq_len:
         steps[SPECULATE] = lambda: session.speculate(tokens, input_pos)
     return steps
-
-
-TWO_ROWS, DRAFT_STEP = "two_rows", "draft_step"
 
 
 def round_steps(session: Session) -> dict[str, Callable[[], Any]]:

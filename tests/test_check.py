@@ -78,7 +78,7 @@ def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, a
     said = check._tried(artifact, prompts)["generations"][0]["token_ids"]
     assert compare_tokens(speculator, prompts[0], said, 64) == 0
     wrong = [*said[:5], (said[5] + 1) % 2048, *said[6:]]
-    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5} where"):
+    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5}, the module"):
         compare_tokens(speculator, prompts[0], wrong, 64)
 
 

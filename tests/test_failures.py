@@ -250,7 +250,7 @@ def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
     plan = json.loads(out.stdout)
     assert plan["twin"]["target"]["logits"] < 1e-4
     assert plan["taps_are"] == "hidden_states 1, 3, 5 (1,3,5 of config.json, read as inputs of layers)"
-    assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode"]
+    assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode", "speculate"]
     assert plan["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 64}
     assert plan["target_parameters"] > 5_000_000
     assert not (tmp_path / "out").exists()

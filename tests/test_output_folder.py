@@ -404,7 +404,7 @@ def test_a_lock_of_someone_elses_on_the_parent_does_not_hold_an_export_up(tmp_pa
 def test_what_comes_next_is_what_the_artifact_can_do(files, says, tmp_path):
     for name in files:
         (tmp_path / name).write_text("{}")
-    plan = SimpleNamespace(config=SimpleNamespace(output_dir=tmp_path))
+    plan = SimpleNamespace(config=SimpleNamespace(folder=tmp_path))
     assert result_text(plan, {"stages": [], "files": files}).endswith(f"Next: eagle3-run {tmp_path} {says}")
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.step_times import DRAFT_STEP, TWO_ROWS
+from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 
 BETTER = 1.05
 """A flag is named where the estimate of its gain is larger by this factor: these are a few short prompts."""

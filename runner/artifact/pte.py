@@ -72,6 +72,7 @@ def read_pte(path: Path) -> Pte:
 
         try:
             program = _flatbuffer_to_program(head)
+            _check_methods(len(program.execution_plan))
         except Exception as error:  # a damaged flatbuffer fails wherever its offsets lead
             raise ValueError(f"{path} is damaged (its program does not parse: {error}): export it again") from error
     return Pte(path, size, program, len(head), segments_at)
@@ -92,6 +93,7 @@ def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
         try:
             program = Program.GetRootAs(head)
             plans = [program.ExecutionPlan(index) for index in range(program.ExecutionPlanLength())]
+            _check_methods(len(plans))
             found = {}
             for plan in filter(_is_constant, plans):
                 values = [plan.Values(plan.Outputs(place)) for place in range(plan.OutputsLength())]
@@ -99,6 +101,12 @@ def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
             return found, {plan.Name().decode() for plan in plans} - set(found)
         except Exception as error:  # as above
             raise ValueError(f"{path} is damaged (its constants do not parse: {error}): export it again") from error
+
+
+def _check_methods(count: int) -> None:
+    """Raise ValueError for a program without methods: offsets that are damaged may lead to zeros."""
+    if not count:
+        raise ValueError("it has no methods")
 
 
 def program_bytes(path: Path) -> bytes:

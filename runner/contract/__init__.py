@@ -55,6 +55,9 @@ DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
 """Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA, and on
 the CPU for small models)."""
 
+TWO_ROWS, DRAFT_STEP = "two_rows", "draft_step"
+"""Calls that the check of an export times beside whole methods: a verify of two rows, a draft step of one."""
+
 MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 LAUNCHES = "launches"
 """Key in the record of a CUDA artifact: the kernel launches of each method."""
