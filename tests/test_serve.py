@@ -159,6 +159,12 @@ def test_options_mean_what_they_mean_in_the_library(client, alone):
     assert client.chat.completions.create(**given).choices[0].message.content == expected
 
 
+def test_a_text_goes_on_behind_its_end_where_that_is_ignored(client, alone):
+    assert alone(ASKED, max_new_tokens=60).finish_reason == "stop"
+    given = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    assert client.chat.completions.create(**given).usage.completion_tokens == 60
+
+
 def test_a_stop_string_is_not_shown(client, alone):
     whole = alone(ASKED, max_new_tokens=30).text
     choice = client.chat.completions.create(model="tiny", messages=ASKED, stop=["read"]).choices[0]
