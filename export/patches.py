@@ -111,7 +111,9 @@ PATCHES: dict[str, Patch] = {
     ),
     **_group("a node's history is shared, not copied deeply for each pass", "torch.fx.traceback.NodeSource.__init__"),
     **_group("composite operators are looked up once", "torch._export.utils._materialize_cpp_cia_ops"),
-    **_group("ExecuTorch's table of operators is read by libyaml, to the same table", "ruamel.yaml.YAML"),
+    **_group(
+        "the Python stack of each traced node is looked up for nobody", "torch.fx.config.do_not_emit_stack_traces"
+    ),
     # --- CUDA, with a GPU and without
     **_group(
         "linears and embeddings of quantized weights take our kernels (``graph``'s dispatch)",

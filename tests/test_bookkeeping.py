@@ -1,5 +1,7 @@
 """What is kept once while an export traces and lowers is what PyTorch and ExecuTorch would have."""
 
+import subprocess
+import sys
 from importlib import resources
 
 import executorch.exir.dialects.edge as edge
@@ -7,18 +9,27 @@ import torch
 from ruamel.yaml import YAML
 from torch._export import utils
 
-from eagle3.export.lowering.xnnpack import bookkeeping
-from eagle3.export.lowering.xnnpack.bookkeeping import kept_once, tables_read_by_libyaml
+from eagle3.export.lowering.xnnpack.bookkeeping import LibYaml, kept_once
 
 
 def test_the_table_of_operators_is_the_same():
     text = (resources.files(edge) / "edge.yaml").read_text(encoding="utf-8")
-    with tables_read_by_libyaml():
-        import ruamel.yaml
-
-        assert ruamel.yaml.YAML is bookkeeping._LibYaml
-        read = ruamel.yaml.YAML(typ="safe").load(text)
+    read = LibYaml(typ="safe").load(text)
     assert read == YAML(typ="safe").load(text) and len(read) > 100
+
+
+def test_a_compiler_is_imported_with_it_and_ruamel_is_put_back():
+    code = """
+import sys
+from eagle3.export.lowering.xnnpack.bookkeeping import LibYaml, tables_read_by_libyaml
+with tables_read_by_libyaml():
+    from executorch.exir.dialects.edge import _ops
+import ruamel.yaml
+assert _ops.YAML is LibYaml and ruamel.yaml.YAML is not LibYaml and len(_ops._edge_dialect_info) > 100
+with tables_read_by_libyaml():
+    assert ruamel.yaml is sys.modules["ruamel.yaml"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
 
 
 def told(source) -> tuple:
@@ -44,6 +55,8 @@ def test_a_nodes_history_is_the_same_and_shared():
         return {id(source) for node in each for top in node.meta.get("from_node", ()) for source in top.from_node}
 
     assert len(oldest(nodes)) < len(oldest(apart))
+    assert [node.name for node in nodes] == [node.name for node in apart]
+    assert any(node.stack_trace for node in apart) and not any(node.stack_trace for node in nodes)
 
 
 def test_composites_are_the_same_and_looked_up_once(monkeypatch):

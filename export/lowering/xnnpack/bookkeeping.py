@@ -2,29 +2,35 @@
 alone, the program is the same.
 
 - Each node that is made from another has its whole history, copied deeply from pass to pass.
+- Each node that is traced has its Python stack, looked up and formatted; ExecuTorch writes none of it.
 - The operators that are composites are asked of the dispatcher for each of some thirty namespaces, at each pass.
 - ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser in Python.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import yaml
 from torch.fx import Node
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from eagle3.export.patches import all_replaced, original, replaced
+from eagle3.export.patches import all_replaced, original
 
+PARSER, TABLE = "ruamel.yaml", "executorch.exir.dialects.edge._ops"
 COMPOSITES = "torch._export.utils._materialize_cpp_cia_ops"
+NO_STACKS = "torch.fx.config.do_not_emit_stack_traces"
 HISTORY = "torch.fx.traceback.NodeSource.__init__"
 
 
 @contextmanager
 def kept_once() -> Iterator[None]:
-    """Within it a node shares the history of the node that it was made from, and composites are looked up once."""
+    """Within it a node has no stack and shares the history of the node that it was made from, and composites are
+    looked up once."""
     original(COMPOSITES)()
-    with all_replaced({HISTORY: _begin, COMPOSITES: _nothing}):
+    with all_replaced({NO_STACKS: True, HISTORY: _begin, COMPOSITES: _nothing}):
         yield
 
 
@@ -47,7 +53,7 @@ def _nothing() -> None:
     pass
 
 
-class _LibYaml:
+class LibYaml:
     """ruamel's ``YAML``, as far as ExecuTorch uses it, by libyaml."""
 
     def __init__(self, typ: str):
@@ -59,9 +65,16 @@ class _LibYaml:
 
 @contextmanager
 def tables_read_by_libyaml() -> Iterator[None]:
-    """Import ExecuTorch's compiler within it: its table is read by libyaml, where PyYAML has it."""
-    if not hasattr(yaml, "CSafeLoader"):
+    """Import ExecuTorch's compiler within it: its table is read by libyaml, where PyYAML has it. Nothing changes for
+    a compiler that is imported already."""
+    if not hasattr(yaml, "CSafeLoader") or TABLE in sys.modules:
         yield
         return
-    with replaced("ruamel.yaml.YAML", _LibYaml):
+    ruamel, sys.modules[PARSER] = sys.modules.get(PARSER), ModuleType(PARSER)
+    sys.modules[PARSER].YAML = LibYaml  # type: ignore[attr-defined]
+    try:
         yield
+    finally:
+        del sys.modules[PARSER]
+        if ruamel is not None:
+            sys.modules[PARSER] = ruamel
