@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
-from random_checkpoints import random_model, save_random_draft
+from random_checkpoints import random_model, save_random_assistant, save_random_draft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -27,20 +27,25 @@ DRAFTS = {
     "auto": lambda folder, config: save_random_draft(folder, config, taps(config), window=12),
     "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "llama4-maverick": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "assistant": lambda folder, config: save_random_assistant(folder, config, ordered=True),
 }
 """An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
-with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers."""
+with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers; an
+assistant with centroids for ``TARGET_OF`` it."""
+TARGET_OF = {"assistant": "gemma4-31B"}
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b")
-"""An EAGLE, a P-EAGLE, sinks and experts."""
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant")
+"""An EAGLE, a P-EAGLE, sinks and experts, an assistant."""
 
 
 def family_model(name: str):
     """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
     layers."""
+    if name in TARGET_OF:
+        return random_model(TARGET_OF[name])  # all six layers: the last is the one that attends to everything
     if name != "auto":
         return random_model(name, num_hidden_layers=2 if name in EXPERTS else 3)
     config = family_config("olmo3")
@@ -65,7 +70,8 @@ def export_config(name: str, folder: Path) -> ExportConfig:
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
     outputs["speculate"] = name in WITH_SPECULATE
-    return ExportConfig(name, **paths, **lengths, **outputs, backend="xnnpack", draft_qlinear="none")
+    target = TARGET_OF.get(name, name)
+    return ExportConfig(target, **paths, **lengths, **outputs, backend="xnnpack", draft_qlinear="none")
 
 
 def family_plan(name: str, folder: Path) -> Plan:

@@ -17,7 +17,7 @@ from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
 
-WINDOWS = {"gemma4-31B": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
+WINDOWS = {"gemma4-31B": 16, "assistant": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -25,7 +25,8 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
     model, out = family_model(name), family_exports / name / "out"
     record = json.loads((out / "export.json").read_text())
     assert record["check"]["compared_with_eager"]
-    taps = "the target's final state after its norm" if name == "llama3.1-8B" else "hidden_states 0, 2, 3"
+    final = name in ("llama3.1-8B", "assistant")
+    taps = "the target's final state after its norm" if final else "hidden_states 0, 2, 3"
     taps = "hidden_states 0, 1, 2" if name in EXPERTS else taps
     assert record["manifest"]["taps_are"].startswith(taps)
     session = open_session(open_artifact(out))
@@ -44,7 +45,7 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
         assert (SPECULATE in fused.stats.method_calls) == (name in WITH_SPECULATE)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "assistant"])
 def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
     """In chunks and one by one."""
     session = open_session(open_artifact(family_exports / name / "out"))
@@ -58,6 +59,25 @@ def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
         assert token.tolist() == wanted.tolist()
         found = [state] if name in WITHOUT_LOGITS else [state, logits]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_assistant_reads_what_the_targets_methods_wrote(family_exports):
+    """Prefill, then a verify window whose last rows are rejected: past the ring of two windows."""
+    session = open_session(open_artifact(family_exports / "assistant" / "out"))
+    speculator = load_speculator(family_plan("assistant", family_exports / "assistant"), EagerAttention, torch.float32)
+    generator = torch.Generator().manual_seed(9)
+    for start in range(0, 60, 15):
+        for name, end in (("prefill", start + 12), ("target_verify", start + 15)):
+            tokens = torch.randint(0, 96, (1, end - start - 12 * (name != "prefill")), generator=generator)
+            positions = torch.arange(end - tokens.shape[1], end)
+            for owner in (session, speculator):
+                getattr(owner, name)(tokens, positions)
+        feature = torch.randn(1, 1, 64, generator=generator)
+        given = tokens[:, :1], feature, torch.tensor([start + 12])
+        token, state, logits = session.draft_decode(*given)
+        wanted, *expected = speculator.draft_decode(*given)
+        assert token.tolist() == wanted.tolist()
+        torch.testing.assert_close([state, logits], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", WITHOUT_LOGITS)

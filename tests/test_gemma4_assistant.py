@@ -18,7 +18,9 @@ from eagle3.export.cli import main as export_main
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
@@ -136,6 +138,25 @@ def test_every_way_to_generate_says_the_same(session):
     assert again.stats.reused_prompt_tokens >= len(prompt)
     fresh = complete(session, longer, **options)
     assert again.token_ids == fresh.token_ids and again.stats.num_accepted_tokens == fresh.stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels_and_no_cache_is_written(kind, tmp_path):
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    model = random_model("gemma4-31B", **wide)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    save_random_assistant(tmp_path / kind, model.config, KINDS[kind], hidden_size=64, intermediate_size=128)
+    plan = plan_of(tmp_path, kind, draft_qlinear="default", speculate=True)
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
+    cuda.prepare(speculator, plan)
+    for name in (DRAFT_DECODE, SPECULATE):
+        with cuda.tracing(speculator, plan):
+            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
+        written = [node for node in program.graph.nodes if "index_copy" in str(node.target)]
+        assert len(written) == (0 if name == DRAFT_DECODE else 2 * 6)  # the target's own keys and values
+        counted = check_linears(name, program)
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert name == SPECULATE or counted["small_m"] == 3 * 5 + 3  # both projections; the vocabulary or centroids
 
 
 # --- what is refused
