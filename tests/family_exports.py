@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
-from random_checkpoints import random_model, save_random_assistant, save_random_draft
+from random_checkpoints import random_model, save_random_assistant, save_random_draft, save_random_mlp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -28,17 +28,18 @@ DRAFTS = {
     "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "llama4-maverick": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "assistant": lambda folder, config: save_random_assistant(folder, config, ordered=True),
+    "mlp": lambda folder, config: save_random_mlp(folder, config),
 }
 """An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
 with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers; an
-assistant with centroids for ``TARGET_OF`` it."""
-TARGET_OF = {"assistant": "gemma4-31B"}
+assistant with centroids and an MLP speculator for ``TARGET_OF`` each."""
+TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B"}
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant")
-"""An EAGLE, a P-EAGLE, sinks and experts, an assistant."""
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp")
+"""An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator."""
 
 
 def family_model(name: str):

@@ -197,3 +197,24 @@ def random_assistant(config, ordered: bool = False, **changes):
 def save_random_assistant(folder: Path, config, ordered: bool = False, **changes) -> Path:
     random_assistant(config, ordered, **changes).save_pretrained(folder)
     return folder
+
+
+def save_random_mlp(folder: Path, config, **changes) -> Path:
+    """An MLP speculator with random weights, for a target with transformers' text configuration ``config``, as
+    published ones are written: tied, so that later stages have no weights of their own."""
+    described = {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "n_predict": 4}
+    described |= {"emb_dim": config.hidden_size, "inner_dim": 48, "vocab_size": config.vocab_size}
+    described |= {"tie_weights": True, "scale_input": True, "n_candidates": 5, "top_k_tokens_per_head": [4, 3, 2, 2]}
+    described |= changes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    inner, generator = described["inner_dim"], torch.Generator().manual_seed(11)
+    shapes = {"emb.0": (config.vocab_size, inner), "head.0": (config.vocab_size, inner)}
+    shapes |= {"proj.0": (inner, config.hidden_size), "proj.1": (inner, inner)}
+    tensors = {
+        f"speculator.{name}.weight": torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    tensors |= {f"speculator.ln.0.{name}": torch.randn(inner, generator=generator) for name in ("weight", "bias")}
+    save_file(tensors, folder / "model.safetensors")
+    return folder

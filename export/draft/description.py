@@ -91,6 +91,11 @@ class DraftDescription:
         """The shortest sliding window of any layer, 0 if there is none."""
         return min((window for window in self.windows if window), default=0)
 
+    @property
+    def longest_chain(self) -> int | None:
+        """The most tokens that the head can propose a round; None if there is no limit."""
+        return None
+
     def proposals(self, chain_len: int) -> int:  # noqa: ARG002 - the kinds that propose a chain in one forward read it
         """Return the tokens that one forward of the head proposes, of ``chain_len`` a round."""
         return 1

@@ -10,7 +10,6 @@ _BY_ARCHITECTURE = {
     r"DSpark|Domino|XPress": "a block-parallel head",
     r"Medusa": "a Medusa head",
     r"MTP|NextN": "an MTP head (a layer of the target's own)",
-    r"MLPSpeculator": "an MLP speculator",
     r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",
     r"ReDrafter": "a ReDrafter head",
 }

@@ -155,6 +155,11 @@ def make_plan(config: ExportConfig) -> Plan:
     check_pair(draft, whole_config, taps.layers)
     draft = within_vocabulary(draft, target_config.vocab_size)
     chain_len = config.chain_len or draft.chain_len
+    if draft.longest_chain and chain_len > draft.longest_chain:
+        raise ValueError(
+            f"--chain-len {chain_len}: the draft, a {draft.kind}, can propose {draft.longest_chain} tokens a round: "
+            f"type --chain-len {draft.longest_chain} or less"
+        )
     target_bytes = sum(header.bytes for header in target_headers.values())
     fused, left_out = fused_rounds(config, draft, chain_len, target_bytes)
     return Plan(
@@ -205,7 +210,8 @@ def fused_rounds(
     rows, most = 2 * chain_len, backend.few_rows(chain_len + 1)
     wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
     quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
-    if not (wanted and quantized and draft.proposals(chain_len) > 1 and rows > most):
+    masked = draft.has_cache and draft.proposals(chain_len) > 1
+    if not (wanted and quantized and masked and rows > most):
         return wanted, ()
     reason = f"a {draft.kind} of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
     if config.speculate:

@@ -4,7 +4,7 @@ read, what is computed, which targets it fits and what it is compared with (``ki
 from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.kinds.kind import Kind, KindModule
 
-GEMMA4_ASSISTANT = "Gemma 4 assistant"
+GEMMA4_ASSISTANT, MLP_SPECULATOR = "Gemma 4 assistant", "MLP speculator"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
 KINDS: dict[str, Kind] = {
@@ -26,6 +26,13 @@ KINDS: dict[str, Kind] = {
         model_types=("gemma4_assistant", "gemma4_unified_assistant"),
         architectures="^Gemma4(Unified)?Assistant",
     ),
+    MLP_SPECULATOR: Kind(
+        "the target's final state; no cache; all proposals in one step",
+        "eagle3.export.draft.kinds.mlp_speculator",
+        published=("ibm-ai-platform/llama3-8b-accelerator",),
+        model_types=("mlp_speculator",),
+        architectures="MLPSpeculator",
+    ),
 }
 
-__all__ = ["EAGLE", "EAGLE3", "GEMMA4_ASSISTANT", "KINDS", "P_EAGLE", "Kind", "KindModule"]
+__all__ = ["EAGLE", "EAGLE3", "GEMMA4_ASSISTANT", "KINDS", "MLP_SPECULATOR", "P_EAGLE", "Kind", "KindModule"]
