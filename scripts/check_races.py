@@ -46,7 +46,7 @@ def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator
     torch.manual_seed(1)
     feature = None
     for name, counts in wanted.items():
-        if name not in session._rows:
+        if name not in session._methods:  # an artifact without --with-decode, or without --with-forward
             continue
         least, most = session._rows[name]
         for rows in dict.fromkeys(min(max(count, least), most) for count in counts):
@@ -71,7 +71,8 @@ def main(artifact: Path, orders: tuple[str, ...], fast: bool) -> None:
     with machine.running(), watching(Detector(orders or ORDERS)) as detector:
         session = machine.open(artifact, graphs=False, unwritten=MODERATE)  # calls begin far behind position 0
         for call in calls(session, FAST if fast else CALLS):
-            click.echo(f"{call}: {machine.kernels.launches.total()} launches so far", err=True)
+            found = f"{len(detector.findings)} findings"
+            click.echo(f"{call}: {machine.kernels.launches.total()} launches, {found} so far", err=True)
     for reason, count in detector.by_design.items():
         click.echo(f"by design, {count} times: {reason}")
     if detector.findings:
