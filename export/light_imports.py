@@ -53,9 +53,9 @@ def _undecorated(function: Callable | None = None, *_args: Any, **_options: Any)
 
 @contextmanager
 def imported_lightly() -> Iterator[None]:
-    """Within it transformers' models are imported as where only PyTorch is installed; what plans is imported at once.
+    """Import transformers' models as if only PyTorch were installed, and the modules of the planning at once.
 
-    Modules imported within it stay as they are, so this is for a command's own process. A Dynamo that is imported
+    Modules imported in the context stay as they are, so this is for a command's own process. A Dynamo that is imported
     already is left alone.
     """
     with ExitStack() as stack:

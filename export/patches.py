@@ -284,7 +284,7 @@ def used() -> dict[str, Patch]:
 
 @contextmanager
 def replaced(name: str, value: object, owner: ModuleType | type | None = None) -> Iterator[None]:
-    """In this context the attribute that patch ``name`` names is ``value``.
+    """Replace the attribute that patch ``name`` names by ``value`` while the context lasts.
 
     Args:
         owner: the module or class that has it, where several are alike: each family of transformers has its own
@@ -322,7 +322,7 @@ def all_replaced(values: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None = None) -> Iterator[None]:
-    """In this context the dictionary that patch ``name`` names has ``items``, in place of its own of the same keys.
+    """Put ``items`` into the dictionary that patch ``name`` names while the context lasts.
 
     ``table`` is the dictionary itself where several are alike. Raises as ``replaced``.
     """
@@ -353,7 +353,7 @@ def original(name: str) -> Any:  # noqa: ANN401 - a function, a class or a table
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """In this context environment variables have these values."""
+    """Set environment variables while the context lasts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

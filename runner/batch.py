@@ -47,7 +47,7 @@ class Batch:
         return request_digest(self.model.metadata, prompt, template, Options.of(**options))
 
     def run(self, prompts: Sequence[Prompt], replies: Mapping[int, Sequence[str | None]]) -> Iterator["Outcome"]:
-        """What is missing of each prompt, in turn. ``replies``: the turns that are known, by line."""
+        """Generate the missing turns of each prompt, in order. ``replies``: the turns that are known, by line."""
         for prompt in prompts:
             turn = len(known := replies.get(prompt.line, []))
             options = prompt.own_options(self.options)

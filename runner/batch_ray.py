@@ -33,8 +33,8 @@ class Worker:
 def over_ray(
     artifact: Path, replicas: int, loading: dict[str, Any]
 ) -> Callable[[Batch, Sequence[Prompt], Mapping[int, Said]], Iterator[Outcome]]:
-    """How ``run_batch`` computes: on ``replicas`` of an artifact that every node has at this path, each with a GPU
-    where it was made for one. The cluster is that of RAY_ADDRESS, or this machine."""
+    """Return what ``run_batch`` computes with: ``replicas`` of an artifact that every node has at this path, each with
+    a GPU where it was made for one. The cluster is that of RAY_ADDRESS, or this machine."""
     return functools.partial(_outcomes, artifact.absolute(), replicas, loading)
 
 
@@ -46,7 +46,7 @@ def _outcomes(
     prompts: Sequence[Prompt],
     replies: Mapping[int, Said],
 ) -> Iterator[Outcome]:
-    """As they come, which is not the prompts' order."""
+    """Yield the outcomes as they come, which is not the prompts' order."""
     import ray
     from ray import cloudpickle
 

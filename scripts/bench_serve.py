@@ -59,7 +59,7 @@ Answer = Callable[[list[int]], Heard]
 
 
 def of_library(model: Model, new_tokens: int) -> Answer:
-    """As ``eagle3-run`` calls it."""
+    """Return a function that answers a prompt through the library, as ``eagle3-run`` does."""
 
     def answer(prompt: list[int]) -> Heard:
         start, first, tokens = time.perf_counter(), 0.0, 0
@@ -146,7 +146,7 @@ def with_tokenizer(artifact: Path) -> Iterator[Path]:
 
 
 def prompts_of(model: Model, made_up: bool) -> list[list[int]]:
-    """Their token ids: of scripts/prompts.jsonl, or drawn from the vocabulary."""
+    """Return the prompts' token ids: those of scripts/prompts.jsonl, or ids drawn from the vocabulary."""
     if not made_up:
         return [model.encode(prompt.first_turn) for prompt in read_prompts(PROMPTS)]
     draw = random.Random(0)
@@ -154,7 +154,7 @@ def prompts_of(model: Model, made_up: bool) -> list[list[int]]:
 
 
 def measure(sides: dict[str, Answer], prompts: Sequence[list[int]], repeats: int) -> dict[str, list[list[Heard]]]:
-    """Of each side a list of answers a pass, after one that is not counted. Sides take turns with each prompt."""
+    """Return each side's answers, a list per pass, after a pass that is not counted. Sides alternate on each prompt."""
     heard: dict[str, list[list[Heard]]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for answers in heard.values():

@@ -28,9 +28,9 @@ DRAFTED = re.compile(r"statistics +draft-eagle3: .*#acc rate/pos = \(([^)]+)\)")
 
 @dataclass(frozen=True)
 class Setting:
-    """How llama.cpp decodes: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also the type of
-    the ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and whether they
-    are chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
+    """The settings of a llama.cpp server: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also
+    the type of the ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and
+    whether they are chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
 
     weights: str
     chain_len: int = 0
@@ -159,7 +159,7 @@ class LlamaCppConfiguration:
 
     @property
     def acceptance(self) -> list[float]:
-        """Of all drafts since the first prompt, the share accepted at each position."""
+        """Return the share of all drafts since the first prompt that was accepted, by position."""
         return acceptance(self.said())
 
     def said(self) -> str:
@@ -177,7 +177,8 @@ def request(port: int, method: str, path: str, body: dict[str, Any] | None = Non
 
 
 def result(prompt: list[int], reply: dict[str, Any], options: Options) -> Result:
-    """From llama-server's answer. Its ``predicted_ms`` begins at the first token, as our ``decode_seconds`` does."""
+    """Make a ``Result`` of llama-server's reply. Its ``predicted_ms`` begins at the first token, as our
+    ``decode_seconds`` does."""
     timings = reply["timings"]
     stats = GenerationStats(
         generations=1,
@@ -191,7 +192,7 @@ def result(prompt: list[int], reply: dict[str, Any], options: Options) -> Result
 
 
 def acceptance(log: str) -> list[float]:
-    """By the last statistics that a server wrote, which are over all of its prompts."""
+    """Read the acceptance by position from the last statistics in a server's log, which are over all of its prompts."""
     said = DRAFTED.findall(log)
     if not said:
         raise ValueError("llama-server wrote no statistics of its drafts: is this the llama.cpp of 0.3.36?")

@@ -57,14 +57,14 @@ def as_stored(_name: str, weight: Tensor) -> Tensor:
 
 
 def is_plain(value: Any) -> bool:  # noqa: ANN401
-    """Whether a value is a tensor of PyTorch's own classes, not one of torchao's."""
+    """Return True for a tensor of PyTorch's own classes, not one of torchao's."""
     return type(value) in (Tensor, nn.Parameter)
 
 
 @contextmanager
 def _bare(name: str) -> Iterator[None]:
-    """Within it the package ``name`` is a package without content whose modules can be imported; afterwards it is not
-    imported, its modules are. Nothing changes where it is imported already."""
+    """Stand an empty package in for ``name``, whose modules can then be imported without it; afterwards the package is
+    not imported, its modules are. Do nothing if it is imported already."""
     if name in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a target is to the exporter: a protocol for the module, a record for the registry."""
+"""The types that describe a target to the exporter: a protocol for the module, a record for the registry."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -48,8 +48,8 @@ class TapTarget(Protocol):
         """
 
     def embed(self, tokens: "Tensor") -> "Tensor":
-        """What the first layer takes of tokens [1, T]: the embedding's rows, scaled as the model scales them, [1, T,
-        hidden_size]."""
+        """Return the input of the first layer for tokens [1, T]: the embedding's rows, scaled as the model scales them,
+        [1, T, hidden_size]."""
 
     def kept(self, kind: str) -> "nn.Module | None":
         """The attention module (``AttentionFactory``) with the keys and values of the last layer of a kind that has

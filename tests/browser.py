@@ -31,7 +31,7 @@ class Browser:
         self._post("url", url=url)
 
     def run(self, script: str, *args):
-        """What JavaScript returns in the page."""
+        """Return what JavaScript returns in the page."""
         return self._post("execute/sync", script=script, args=list(args))
 
     def text(self, css: str) -> str:
@@ -57,7 +57,7 @@ class Browser:
         return value
 
     def log(self) -> list[dict]:
-        """What the console says since the last call: failures to load and exceptions too."""
+        """Return the console's messages since the last call, with failures to load and exceptions."""
         return self._post("se/log", type="browser")
 
     def picture(self, file: Path) -> None:
@@ -66,7 +66,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path, *flags: str):
-    """With an empty ``profile``, which is a folder of its own."""
+    """Open a browser with an empty ``profile``, which is a folder of its own."""
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         lines = iter(process.stdout.readline, "")

@@ -58,7 +58,7 @@ class Machine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this is open PyTorch has the device, and kernels compute."""
+        """Give PyTorch the device while this is open, and let kernels compute."""
         host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)  # they are there
         with ExitStack() as stack:
             for each in (cuda_build(self.cuda), host_symbols, interpreted(self.kernels)):

@@ -66,7 +66,8 @@ def main_loop(disassembly: str) -> tuple[str, ...]:
 
 
 def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> None:
-    """On a multiprocessor of ``arch``; by tensor cores, from memory that is copied ahead."""
+    """Assert that two programs of a kernel fit on a multiprocessor of ``arch``, with tensor cores and asynchronous
+    copies."""
     found = usage(kernel, types, constants, arch, folder, small_m.WARPS)
     assert found.shared <= SHARED
     assert found.registers <= 128  # of 65,536 for 2 x 256 threads

@@ -28,7 +28,7 @@ def words(values: Tensor, bits: int) -> Tensor:
 
 
 def compressed_tensors(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
-    """Along a row; zero points along the rows."""
+    """Pack codes along a row, and zero points along the rows."""
     parts = {
         "weight_packed": words(codes, bits),
         "weight_scale": scale,
@@ -46,7 +46,7 @@ def compressed_tensors_config(bits: int, group: int, symmetric: bool) -> dict:
 
 
 def gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, less: int = 1) -> dict[str, Tensor]:
-    """Along the inputs; zero points along the outputs, in the format v1 less 1."""
+    """Pack codes along the inputs, and zero points along the outputs, in the format v1 less 1."""
     zero = torch.full(scale.shape, 1 << (bits - 1)) if zero is None else zero
     columns, groups = codes.shape[1], scale.shape[1]
     return {
@@ -79,7 +79,7 @@ def gptq_config(bits: int, group: int, symmetric: bool, kind: str = "gptq") -> d
 
 
 def awq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
-    """Along the outputs, from the lowest bits on the outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight."""
+    """Pack codes along the outputs, from the lowest bits on the outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight."""
 
     def mixed(values: Tensor) -> Tensor:
         return words(values.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)

@@ -155,7 +155,7 @@ def ptx_of(kernel: triton.JITFunction, launch: Callable, arch: str) -> str:
 
 
 def names_of(kernel: triton.JITFunction) -> dict[int, str]:
-    """Its arguments by number."""
+    """Return the names of a kernel's arguments by number."""
     return dict(enumerate(kernel.arg_names))
 
 

@@ -264,7 +264,7 @@ class Detector:
             self.memory.write(addresses, size)
 
     def atomic(self, addresses: np.ndarray, size: int, semantics: str, scope: str) -> Callable[[], None]:
-        """Before it is made. Returns what to call once its result is used."""
+        """Check an atomic before it is made. Returns what to call once its result is used."""
         launch, site = self.launch, current_site()
         launch.atomic(addresses, size, semantics, scope, site)
 

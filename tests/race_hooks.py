@@ -177,8 +177,8 @@ _watching: list[Detector] = []
 
 @contextmanager
 def watching(detector: Detector, of_arguments: bool = False) -> Iterator[Detector]:
-    """Within it every launch of the interpreter is checked. ``of_arguments``: a launch may touch the tensors that it is
-    given and nothing else; what ``fresh_memory`` sees allocated nobody has written."""
+    """Check every launch of the interpreter. ``of_arguments``: a launch may touch the tensors that it is given and
+    nothing else; what ``fresh_memory`` sees allocated nobody has written."""
     if of_arguments:
         detector.memory = Memory()
     _watching.append(detector)

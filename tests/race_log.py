@@ -136,7 +136,7 @@ class Changes:
         self._reach, self._made = reach, []
 
     def note(self, addresses: np.ndarray, size: int, atomic: bool = False) -> None:
-        """Before the memory is written."""
+        """Note what memory holds before it is written."""
         self._made.append(Change(addresses, self._reach.peek(addresses, size), atomic))
 
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:

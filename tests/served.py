@@ -33,7 +33,8 @@ class Served:
 
 
 def dialogue_in(template: str, session, folder) -> Dialogue:
-    """In another chat template, over the shipped tokenizer, whose files are copied into an empty ``folder``."""
+    """Make a dialogue in another chat template, over the shipped tokenizer, whose files are copied into an empty
+    ``folder``."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGETS["gemma4-tiny"].checkpoint / name, folder / name)
     (folder / "chat_template.jinja").write_text(template)

@@ -106,7 +106,7 @@ class StandIn:
         return self.library.stand_in_calls(name.encode())
 
     def recover(self) -> None:
-        """After a kernel broke: only a new process would be without it on a GPU."""
+        """Recover from a kernel that broke, which on a GPU takes a new process."""
         self.library.stand_in_recover()
 
     def say(self, text: str) -> None:

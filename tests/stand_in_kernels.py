@@ -253,7 +253,7 @@ def _tensor(data: np.ndarray, like: tl.tensor) -> tl.tensor:
 
 @contextmanager
 def interpreted(kernels: Kernels) -> Iterator[None]:
-    """While this is open, launches that have come to their turn compute."""
+    """Let launches compute when they come to their turn."""
     fast = patch.object(triton_helpers, "max_with_index", _max_with_index)
     rows_behind = np.errstate(all="ignore")  # in rows behind the last, that are not stored
     with bfloat16_done_right(), on_device(kernels), fast, rows_behind:

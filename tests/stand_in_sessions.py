@@ -55,7 +55,8 @@ class Sessions:
         return session._call(SPECULATE, torch.ones(1, window, dtype=torch.long), session.positions[:window])
 
     def rounds(self, count: int, graphs: bool, kept: list | None = None) -> dict[str, Any]:
-        """What ``count`` rounds leave behind more than a few did. ``kept``: a fault, which keeps what a round gives."""
+        """Return what ``count`` rounds leave behind more than a few did. ``kept``: a fault, which keeps a round's
+        outputs."""
         session = self.machine.open(self.artifact, graphs)
         for _ in range(4):
             self.round(session)
@@ -106,7 +107,7 @@ class Sessions:
         return next(weight.shape[0] for weight in weights if weight.name.endswith("input_layernorm.weight"))
 
     def failures(self, most: int) -> dict[str, Any]:
-        """Of each call: how many failures were tried, what was wrong with any."""
+        """Try failures of each call. Returns how many were tried and what was wrong, by call."""
         device, found = self.machine.device, {}
         before = {name: device.calls(name) for name in CALLS}
         self.draft()
@@ -120,7 +121,7 @@ class Sessions:
         return found
 
     def failure(self, name: str, place: int) -> str:
-        """What was wrong about the failure of one call: nothing was said, or something was left."""
+        """Return what was wrong about the failure of one call: no error was raised, or something was left behind."""
         device, said, before = self.machine.device, "", self.machine.left()
         with stderr() as read:
             device.fail(name, place, UNKNOWN)

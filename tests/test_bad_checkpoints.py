@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint's files is one line that names the file and what to do, no error of Python's."""
+"""Any fault in a checkpoint's files is one line that names the file and what to do, no error of Python's."""
 
 import json
 import random

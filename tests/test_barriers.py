@@ -18,7 +18,7 @@ ARCH = "sm_90"
 
 
 def lines(name, arch=ARCH, kernel=None):
-    """What is found in a kernel by its name, or in another in its place."""
+    """Return what is found in a kernel by its name, or in another in its place."""
     own, launch = KERNELS[name]
     return list(map(str, faults(ptx_of(kernel or own, launch, arch), names_of(own))))
 
@@ -66,7 +66,7 @@ def counting(request):
 
 
 def without_barrier(ptx, before):
-    """Without the barrier next before or after the atomic."""
+    """Return PTX without the barrier next before or after the atomic."""
     barriers = [found.span() for found in re.finditer(r"^\s*bar\.sync[^;]*;\n", ptx, re.MULTILINE)]
     atomic = ptx.index("atom.global")
     start, end = max(s for s in barriers if s[0] < atomic) if before else min(s for s in barriers if s[0] > atomic)

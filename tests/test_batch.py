@@ -250,7 +250,8 @@ def test_the_prompts_themselves_are_never_the_output(unused, files):
 
 
 def test_first_tokens_of_equal_prompts_differ_as_chance_says(fresh, files):
-    """Of all pairs of lines the share of the model's own probabilities squared, within four standard deviations."""
+    """The share of equal pairs of lines is the sum of the model's squared probabilities, within four standard
+    deviations."""
     count, prompt = 160, [2, 318, 1664, 11]
     write(files[0], [{"prompt_tokens": prompt}] * count)
     found = run(fresh, files, max_new_tokens=1, temperature=2.0, seed=5)

@@ -25,7 +25,7 @@ def made(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def assert_right(found: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Within a rounding to bf16 and the errors of float32."""
+    """Assert the product within a rounding to bf16 and the errors of float32."""
     expected = x.double() @ weight.double().T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
     room = 1e-6 * x.double().abs() @ weight.double().abs().T + 2**-8 * expected.abs()

@@ -1,4 +1,4 @@
-"""In bfloat16, as CUDA computes, families and heads stay as close to float32 as rounding allows."""
+"""Families and heads in bfloat16, as CUDA computes, stay as close to float32 as rounding allows."""
 
 from copy import deepcopy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is kept once while an export traces and lowers is what PyTorch and ExecuTorch would have."""
+"""The facts that an export keeps once while it traces and lowers are those that PyTorch and ExecuTorch would have."""
 
 import subprocess
 import sys

@@ -134,7 +134,7 @@ def cached():
 
 @pytest.fixture
 def session(cached):
-    """Behind a generation of nine tokens: the first and two rounds, so that the caches hold nothing else."""
+    """Make a session that has generated nine tokens, the first and two rounds, and holds nothing else in its caches."""
     session = ScriptedSession(scripted_metadata(), greedy, greedy)
     assert reused(session, cached, PROMPT, max_new_tokens=9) == 0
     return session

@@ -66,7 +66,7 @@ def test_where_speculation_does_not_pay_trying_it_takes_few_percent(machine, noi
 
 
 def test_short_generations_are_learned_from_together():
-    """Of 6 tokens each: no comparison fits into one."""
+    """No comparison fits into a generation of 6 tokens."""
     assert to_the_best(Machine(), Text((0.5,)), adaptive(), generation=6) > 0.97
 
 

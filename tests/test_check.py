@@ -43,7 +43,7 @@ def speculator(plan):
 
 @pytest.fixture(scope="module")
 def quantized(plan):
-    """In 8da4w, eager, with the prompts of a check and what it says to them."""
+    """Make an eager speculator in 8da4w, with the prompts of a check and its replies."""
     skeleton = TINY.module().skeleton(plan.target_config, plan.max_seq_len)
     convert = XnnpackWeights(skeleton.model, Recipe("8da4w", "8w", 32))
     speculator = eager_speculator(plan, convert)
@@ -84,7 +84,7 @@ def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, a
 
 @pytest.mark.parametrize("linear", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
 def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantized, linear):
-    """Its rows in another order."""
+    """A linear whose rows are in another order is found."""
     speculator, pairs = quantized
     for prompt, said in pairs:
         compare_tokens(speculator, prompt, said, 64, near_tie("8da4w"))
@@ -210,7 +210,7 @@ def test_an_export_of_weights_that_are_no_numbers_fails_before_anything_is_trace
 
 
 def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path):
-    """What the warning is for: a random head on the real target, exported and checked for real."""
+    """A random head on the real target, exported and checked for real, is what the warning is for."""
     from transformers import AutoConfig
 
     from eagle3.runner.loop import complete

@@ -54,13 +54,13 @@ def copied(cuda_artifact, tmp_path):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """As if every kernel's code took the same, little, and had no PTX: that of all kernels is read once, above."""
+    """Let every kernel take the same, little, and have no PTX: the code of all kernels is read once, above."""
     usage = Usage(64, 0, 0, 0, ())
     monkeypatch.setattr(code_check, "read_usages", lambda fatbins: dict.fromkeys(fatbins, usage))
 
 
 def faults(folder):
-    """Of an artifact with one: all of them, and the command's line."""
+    """Return the faults that the command finds in an artifact."""
     code, line = fail_command(main, folder, "--check-code", "--json")
     assert code == 1
     return line
@@ -127,7 +127,7 @@ def test_constants_of_a_library_for_the_cpu_are_the_cpus_and_none_of_a_gpus_weig
 
 
 def with_devices_swapped(library):
-    """What asks for CUDA's device type gets the CPU's."""
+    """Return a library in which CUDA's device type is the CPU's."""
     elf, slots = Elf(library), {}
     (table,) = (section for section in elf.sections if section.type == DYNSYM)
     for section in elf.sections:

@@ -68,7 +68,7 @@ def output_of(*command) -> str:
 
 
 def test_no_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
-    """By what its compiled code calls: so that a round can be captured as a CUDA graph."""
+    """The compiled code calls nothing of the kind, so that a round can be captured as a CUDA graph."""
     launches = {}
     for method in read_methods(read_pte(cuda_artifact / MODEL_FILE)):
         library = tmp_path / f"{method.name}.so"

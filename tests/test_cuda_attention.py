@@ -72,7 +72,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     start=some.integers(0, 240),
 )
 def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with_sinks, keys, calls, start):
-    """Of any heads, with rings at any phase, after positions that were written again."""
+    """The heads are any, rings are at any phase, and positions were written again."""
     sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
     eager, ours = (
         Attend(kind, window, chunked and window > 0, softcap, sinks, width) for kind in (EagerAttention, CudaAttention)
@@ -110,7 +110,7 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window):
 
 
 def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the last ``rows`` rows: what the parts leave in float32, by the row and the part, and the output."""
+    """Return what the parts leave of the last ``rows`` rows in float32, by the row and the part, and the output."""
     kept = {}
 
     class Kept:
@@ -207,7 +207,7 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
 def compiled(
     arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
 ) -> triton.compiler.CompiledKernel:
-    """With norms and rotation; ``more``: constants of what else is computed."""
+    """Compile the kernel with norms and rotation; ``more``: constants of what else is computed."""
     chunk, _ = kernels.parts_of(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     constants = dict(

@@ -457,7 +457,7 @@ def test_shards_of_safetensors_are_one_head(tmp_path):
 
 
 def test_sizes_that_speculators_left_out_are_transformers_defaults(tmp_path):
-    """Its files hold what differs from the class: the head of an 8B Llama has no hidden_size."""
+    """The files of speculators hold what differs from the class: the head of an 8B Llama has no hidden_size."""
     small = {"hidden_size": None, "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": 8}
     folder = write(tmp_path / "head", "speculators", transformer_layer_config=small | {"num_hidden_layers": 1})
     config = json.loads((folder / "config.json").read_text())

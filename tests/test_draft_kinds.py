@@ -31,7 +31,7 @@ def cases(folder: Path) -> list[str]:
 
 
 def verifier():
-    """What an EAGLE shares of its target."""
+    """Return the parts of a target that an EAGLE head shares."""
     weights = load_file(EAGLES / "verifier.safetensors")
     embedding, lm_head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
     embedding.weight, lm_head.weight = (nn.Parameter(weights[name]) for name in ("embed_tokens", "lm_head"))

@@ -40,7 +40,7 @@ def text_config(folder):
 
 
 def logits(plan) -> torch.Tensor:
-    """Of our target over ``TOKENS``, in forwards as long as it takes."""
+    """Return our target's logits over ``TOKENS``, in forwards as long as it takes."""
     target, found = eager_speculator(plan).target, []
     for positions in torch.arange(TOKENS.shape[1]).split(16):
         state, _ = target(TOKENS[:, positions], positions, ())

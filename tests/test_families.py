@@ -49,7 +49,7 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if name not in WITHOUT_DRAFT_CACHE])
 def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
-    """In chunks and one by one."""
+    """Tokens come in chunks and one by one."""
     session = open_session(open_artifact(family_exports / name / "out"))
     speculator = load_speculator(family_plan(name, family_exports / name), EagerAttention, torch.float32)
     generator = torch.Generator().manual_seed(9)

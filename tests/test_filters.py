@@ -21,7 +21,8 @@ PROMPT = [3, 1, 4]
 
 
 def edges(target: int, draft: int) -> dict[str, list]:
-    """Of each filter: off, the least, one id fewer and more than each vocabulary has, and more than there ever are."""
+    """Return the edges of each filter: off, the least, one id fewer and more than each vocabulary has, and more than
+    ever."""
     sizes = (size + more for size in (draft, target) for more in (-1, 0, 1))
     return {
         "top_k": [0, 1, 2, *sizes, 1 << 40],
@@ -41,7 +42,7 @@ def all_pairs(filters: dict[str, list]) -> list[dict]:
 
 
 def texts(sampling: Sampling, target: int, draft: int) -> list[list[int]]:
-    """What is generated without speculation and with, over random logits of these vocabularies."""
+    """Generate over random logits of these vocabularies, without speculation and with."""
     draft_ids = torch.randperm(target, generator=torch.Generator().manual_seed(1))[:draft].sort().values
     tables = random_logits(2, 5, target)[0], random_logits(3, 4, draft)[0]
     metadata = replace(scripted_metadata(), vocab_size=target, has_logits=True)

@@ -38,8 +38,8 @@ json.dump(generations, open(sys.argv[1], "w"))
 
 
 def test_executorchs_own_runner_says_the_tokens_that_ours_does(family_exports, tmp_path):
-    """In a process of its own, which that runner ends over what it does not like. Prompts of one token, below a chunk,
-    a chunk, one more (the method's least length), and several."""
+    """ExecuTorch's runner has a process of its own, which it ends over what it does not like. Prompts are of one token,
+    below a chunk, a chunk, one more (the method's least length), and several."""
     out, asked = family_exports / "gemma4-31B" / "out", tmp_path / "asked.json"
     artifact, text = open_artifact(out), Text(out)
     longest = artifact.metadata.forward_len

@@ -59,7 +59,7 @@ class OverRows(nn.Module):
 
 
 def lowered(module, given, **dynamic):
-    """What the compiled module calls, in order: kernels with their arguments; and what the arguments are."""
+    """Return what the compiled module calls, in order: kernels with their arguments; and what the arguments are."""
     program = torch.export.export(module, given, strict=False, **dynamic)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
     called, graph = [], SimpleNamespace()

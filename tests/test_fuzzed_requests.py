@@ -1,4 +1,4 @@
-"""Whatever stands in a file of prompts or in options: it runs, or is refused in one line before it does."""
+"""Any file of prompts and any options run, or are refused in one line before they do."""
 
 import json
 from dataclasses import replace

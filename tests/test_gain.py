@@ -1,4 +1,4 @@
-"""What the check says that speculation gains, and which chain length it proposes."""
+"""The check's estimate of what speculation gains, and the chain length that it proposes."""
 
 import json
 

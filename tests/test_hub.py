@@ -437,7 +437,7 @@ def test_every_entry_names_repositories_in_their_form():
 
 
 def test_the_environment_of_the_hub_is_heeded(hub_pair, tmp_path):
-    """In a process of its own: HF_ENDPOINT, HF_HOME and HF_TOKEN as everywhere."""
+    """HF_ENDPOINT, HF_HOME and HF_TOKEN work in a process of its own."""
     hub_pair.gated.add(TARGET)
     heeded = {"HF_ENDPOINT": hub_pair.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     command = [sys.executable, "-m", "eagle3.export.cli", "--checkpoint", TARGET, "--draft", HEAD, *CPU[:2], "--json"]

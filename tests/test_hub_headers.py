@@ -71,7 +71,7 @@ def save_gemma4_31b(folder: Path) -> int:
 
 
 def save_its_head(folder: Path) -> int:
-    """In bfloat16, with the map of its vocabulary; returns its bytes."""
+    """Save a head in bfloat16, with the map of its vocabulary. Returns its bytes."""
     folder.mkdir()
     config = gemma4_config(60)
     (folder / "config.json").write_text(json.dumps(draft_fields(config, [2, 30, 57])))
@@ -147,7 +147,7 @@ def packed(method: str) -> list[str]:
 
 
 def by_headers(hub: StandInHub, name: str, folder: Path):
-    """What a dry run reads of a repository's tensors."""
+    """Return what a dry run reads of a repository's tensors."""
     hub.add(name, folder)
     with find_sources(flags(name, TINY.draft, dry_run=True)).local() as here:
         return open_source(here.checkpoint).headers()

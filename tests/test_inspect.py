@@ -216,7 +216,7 @@ def test_a_damaged_record_is_named(record, copied):
 
 @pytest.mark.parametrize("part", [0.0002, 0.7])
 def test_a_file_that_ends_early_is_one_line_and_exit_1(part, copied):
-    """In a process of its own: the runtime's own words on the matter must not get through."""
+    """The command has a process of its own: the runtime's own messages must not get through."""
     model = copied / "model.pte"
     with model.open("r+b") as file:
         file.truncate(int(part * model.stat().st_size))
@@ -235,7 +235,7 @@ def test_what_is_no_program_is_one_line_and_exit_1(copied):
 
 
 def test_a_program_that_points_outside_itself_is_one_line(copied):
-    """Such a file opens: the runtime reads the constant methods alone, and looks into a method when it loads it."""
+    """The file opens: the runtime reads the constant methods alone, and looks into a method when it loads it."""
     model = copied / "model.pte"
     pte = deserialize_pte_binary(model.read_bytes())
     plan = next(plan for plan in pte.program.execution_plan if plan.name == PREFILL)
@@ -249,7 +249,7 @@ def test_a_program_that_points_outside_itself_is_one_line(copied):
 
 
 def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
-    """What export/lowering/xnnpack/forms.py is for: delegates end at attention alone."""
+    """Delegates end at attention alone, which is the purpose of export/lowering/xnnpack/forms.py."""
     for name in TARGET_METHODS:
         method = found["methods"][name]
         assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]

@@ -130,7 +130,7 @@ def test_the_index_says_where_each_storage_lies(ptd):
 
 
 def test_the_index_comes_from_the_head_of_the_file_alone(ptd):
-    """What lies behind it may be larger than memory: here it is a hole of 64 GB."""
+    """The rest of the file may be larger than memory: here it is a hole of 64 GB."""
     index = read_ptd_index(ptd)
     with ptd.open("r+b") as file:
         file.truncate(min(extent.offset for extent in index.values()))

@@ -21,7 +21,7 @@ from eagle3.runner.machine_code.ptx import SECTOR, WARP, loads
 
 
 def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Of weights as ``int4_weight`` makes them, what the op takes."""
+    """Return the op's inputs for weights as ``int4_weight`` makes them."""
     laid_out = [int4.tiled(*weight[1:]) for weight in weights]
     return [weight[0] for weight in weights], *map(torch.cat, zip(*laid_out, strict=True))
 
@@ -39,7 +39,7 @@ def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
 
 
 def assert_product(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Within a rounding to bf16 and the errors of float32."""
+    """Assert the product within a rounding to bf16 and the errors of float32."""
     w = w.double()
     expected = x.double() @ w.T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
@@ -84,7 +84,7 @@ def test_any_number_of_outputs_and_group_is_right(n, group):
 
 
 def test_every_weight_is_the_one_that_is_dequantized():
-    """To the bit: a row of x takes one weight of each output."""
+    """A row of x takes one weight of each output: it is the same to the bit."""
     weight = parts(int4_weight(40, 256))
     found = torch.cat([product(rows, *weight, count=1) for rows in torch.eye(256).bfloat16().split(64)])
     assert torch.equal(found.T, int4.dequantized(*weight)[0].bfloat16())
@@ -114,7 +114,7 @@ def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
 
 
 def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
-    """As compiled for a dynamic number of rows, of which many leave nothing to divide."""
+    """The kernel is compiled for a dynamic number of rows, of which many leave nothing to divide."""
     kept = torch.full((1,), 7.0)
 
     class Dividing:

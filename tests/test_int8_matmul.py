@@ -52,7 +52,8 @@ def test_any_group_and_end_of_k_is_right(k, group):
 
 @pytest.mark.parametrize("group", [16, 32, 256])
 def test_every_weight_is_the_one_that_is_dequantized(group):
-    """To the bit: a row of x takes one weight of each output. All codes and zero points are among them."""
+    """A row of x takes one weight of each output: it is the same to the bit. All codes and zero points are among
+    them."""
     q = torch.arange(-128, 128, dtype=torch.int8).expand(40, 256).contiguous()
     _, scale, zero = int8_weight(40, 256, group)
     zero[0], zero[1] = -128, 127

@@ -44,7 +44,7 @@ def test_a_gpu_would_have_refused_nothing_and_nothing_leaks(found):
 
 
 def test_methods_launch_over_the_grids_of_the_record(found, cuda_artifact):
-    """What ``eagle3-inspect --cost`` counts."""
+    """The record has the launches that ``eagle3-inspect --cost`` counts."""
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
     for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
         grids, rows = Counter(), str(recorded[name]["rows"])
@@ -58,7 +58,7 @@ def test_no_launch_has_a_race(found):
 
 
 def test_programs_that_run_in_another_order_or_see_each_others_stores_late_leave_the_same_bits(cuda_artifact):
-    """Where the rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
+    """The rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
     command = [sys.executable, ROOT / "scripts" / "check_races.py", "--fast", cuda_artifact, "reversed", "delayed"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing found" in done.stdout, done.stdout + done.stderr

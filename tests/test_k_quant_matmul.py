@@ -19,7 +19,7 @@ def product(x: Tensor, *parts: Tensor | None, arrived: Tensor | None = None, cou
 
 
 def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Within a rounding to bf16 and the errors of float32, of the weights rounded to bf16."""
+    """Assert the product of the weights rounded to bf16, within a rounding to bf16 and the errors of float32."""
     w = w.bfloat16().double()
     expected = x.double() @ w.T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape

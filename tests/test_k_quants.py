@@ -23,7 +23,7 @@ GEMMA_LINEARS = {"sliding_kv": (195, 256), "full_o": (256, 768), "down": (256, 1
 
 
 def weight(kind: str, n: int, k: int, blocks: np.ndarray | None = None) -> tuple[KQuantTensor, Tensor]:
-    """For CUDA, and as gguf-py dequantizes it."""
+    """Make a random weight for CUDA, and as gguf-py dequantizes it."""
     raw = random_blocks(kind, n, k, seed=n + k) if blocks is None else blocks.reshape(n, -1)
     tensor = ExportableGGUFTensor(torch.from_numpy(raw), kind.lower(), torch.float32)
     return laid_out(tensor), torch.from_numpy(gguf.dequantize(raw, TYPES[kind]))
@@ -41,7 +41,8 @@ def activations(m: int, k: int) -> Tensor:
 
 
 def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Within a rounding to bf16 and the errors of float32, which go with |x| and the largest code and minima."""
+    """Assert the product within a rounding to bf16 and the errors of float32, which go with |x| and the largest code
+    and minima."""
     expected = x.float() @ w.T
     dtype, atol, rtol = torch.bfloat16, 2e-5, 2**-8
     assert found.dtype == dtype and found.shape == expected.shape

@@ -197,7 +197,7 @@ BEHIND = {
 
 @pytest.mark.parametrize("name", BEHIND)
 def test_a_store_behind_the_counter_is_found(name, tmp_path):
-    """By what the last program reads, and by what it leaves in other orders."""
+    """The detector finds it by what the last program reads, and by what it leaves in other orders."""
     small, module, store, arrives = BEHIND[name]
     source = Path(module.__file__).read_text()
     between = source[source.index(store) : source.index(arrives) + len(arrives)]

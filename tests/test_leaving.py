@@ -23,7 +23,7 @@ SAMPLED = {"temperature": 0.8, "seed": 11, "logprobs": 1}
 
 @pytest.fixture
 def model():
-    """Over a scripted session, token ids alone."""
+    """Make a model over a scripted session, with token ids alone."""
     metadata = replace(scripted_metadata(), has_logits=True)
     ids, logits = torch.arange(VOCABULARY), random_logits(5, 13, VOCABULARY)[0]
     return Model(metadata, lambda: LogitsSession(metadata, logits, logits[:7], ids))
@@ -36,7 +36,7 @@ def text_model(artifact, session):
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection():
-    """What is freed is freed by reference counts alone."""
+    """Free memory by reference counts alone."""
     gc.collect()
     gc.disable()
     yield

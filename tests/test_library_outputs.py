@@ -16,7 +16,7 @@ IDS = torch.zeros(1, 8, dtype=torch.int64)
 
 
 def refused(output: Tensor, dtype: torch.dtype, sizes: list[int]) -> str | None:
-    """Why ExecuTorch would not take it; ``sizes`` are upper bounds."""
+    """Return why ExecuTorch would not take an output; ``sizes`` are upper bounds."""
     if output.dtype != dtype:
         return f"{output.dtype}, declared {dtype}"
     if output.dim() != len(sizes) or any(size > most for size, most in zip(output.shape, sizes, strict=True)):

@@ -8,7 +8,7 @@ HEAVY = ["torch._dynamo.utils", "torch._inductor", "torch.distributed.tensor", "
 
 
 def printed_by(code: str) -> list:
-    """What a process that runs ``code`` prints last, a JSON list."""
+    """Return what a process that runs ``code`` prints last, a JSON list."""
     lines = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     return json.loads(lines.splitlines()[-1])
 

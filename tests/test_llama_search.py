@@ -58,7 +58,7 @@ class FakeBuild:
 
     @property
     def served(self) -> list[dict]:
-        """What its servers were started with, in their order."""
+        """Return the arguments of the servers that were started, in order."""
         return list(map(json.loads, (self.folder / "bin" / "served.jsonl").read_text().splitlines()))
 
 
@@ -185,8 +185,8 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_tokenized(server):
 
 @pytest.fixture
 def few_prompts(monkeypatch, tmp_path):
-    """Also keeps the pool of threads: other tests' methods, loaded in this process, hold on to the one that is there
-    and wait for ever once it is freed."""
+    """Bench with few prompts, and keep the pool of threads: other tests' methods, loaded in this process, hold on to
+    the one that is there and wait for ever once it is freed."""
     monkeypatch.setattr(bench, "use_threads", lambda count: None)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "def main(argv=None):\\n    "}\n{"prompt": "import os\\n"}\n')

@@ -26,8 +26,8 @@ def greedy(prefix):
 
 
 class Rounding(ScriptedSession):
-    """Its logits are one apart, and ``margin`` at position ``AT``; there the two best ones change places in the calls
-    that ``(method, rows) in odd`` names, wherever the row."""
+    """A session whose logits are one apart, and ``margin`` at position ``AT``; there the two best ones change places in
+    the calls that ``(method, rows) in odd`` names, wherever the row."""
 
     def __init__(self, odd=(), margin=1e-5, has_logits=True, **metadata):
         super().__init__(replace(scripted_metadata(**metadata), has_logits=has_logits), greedy, greedy)

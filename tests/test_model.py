@@ -97,7 +97,7 @@ def test_a_prompt_that_begins_with_what_is_cached_is_not_computed_again(fresh, s
 
 
 def test_five_turns_of_a_dialogue_are_five_whole_prompts(artifact, session):
-    """Past the sliding window of 64 and up to the context's end."""
+    """The dialogue goes past the sliding window of 64, up to the context's end."""
     turns = ["class Reader:", "def read(self):", "x = 1", "import os", "for i in range(3):"]
     with load(artifact) as model:
         dialogue, reused = Conversation(model, "A module.", max_new_tokens=150, ignore_eos=True), []

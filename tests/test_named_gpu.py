@@ -89,7 +89,7 @@ def _maximum(x, y, n: triton.language.constexpr):
 @without_gpu
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 def test_a_maximum_over_a_warp_is_compiled_for_any_architecture(arch):
-    """As Triton comes LLVM ends the process for sm_100."""
+    """Unpatched, Triton's LLVM ends the process for sm_100."""
     source = triton.compiler.ASTSource(_maximum, {"x": "*fp32", "y": "*fp32", "n": "constexpr"}, {"n": 256})
     with compiling(BY_ARCH[arch]):
         compiled = triton.compile(source, target=driver.active.get_current_target())
@@ -279,7 +279,7 @@ def test_the_toolchain_is_on_the_path_and_a_library_linked_with_it_loads_the_dri
 
 
 def test_a_library_asks_for_the_driver_although_the_linker_drops_what_is_not_needed(tmp_path):
-    """Its stub has the driver's functions: ExecuTorch's runtime does not load libcuda for an artifact."""
+    """The stub has the driver's functions: ExecuTorch's runtime does not load libcuda for an artifact."""
     source, built = tmp_path / "asks.c", tmp_path / "asks.so"
     source.write_text("void cuLaunchKernel(void);\nvoid run(void) { cuLaunchKernel(); }\n")
     with toolchain():

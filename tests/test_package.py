@@ -92,7 +92,7 @@ def test_threads_are_settled_before_torch_comes_with_a_class_of_the_runner():
 
 
 def test_a_run_answers_help_in_a_third_of_a_second():
-    """Of CPU time, the least of three: another process may take the core meanwhile."""
+    """CPU time counts, the least of three: another process may take the core meanwhile."""
     code = "from eagle3.runner.run.cli import main; main(['--help'], standalone_mode=False)"
     measured = []
     for _ in range(3):

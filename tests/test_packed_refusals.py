@@ -162,7 +162,7 @@ def test_schemes_of_gptq_and_awq_likewise(packed, tmp_path, stored, says):
 
 
 def test_linears_that_gptqmodel_stores_otherwise_are_what_their_parts_say(packed, tmp_path):
-    """Its ``dynamic`` gives single linears other bits and groups."""
+    """GPTQModel's ``dynamic`` gives single linears other bits and groups."""
     folder, _ = packed("gptq")
     shutil.copytree(folder / "target", tmp_path / "target")
     change_config(tmp_path / "target", quantization_config=gptq_config(8, 128, False) | {"dynamic": {".*": {}}})

@@ -46,7 +46,7 @@ def a_step(partitioner: XnnpackPartitioner):
 
 
 def test_executorchs_own_delegates_of_a_step_of_softcapped_attention_wait_for_each_other():
-    """Where they no longer do, LevelPartitioner has had its day."""
+    """LevelPartitioner can go once they no longer do."""
     with pytest.raises(AssertionError, match="dependency cycles"):
         a_step(XnnpackPartitioner())
 

@@ -22,7 +22,7 @@ from eagle3.runner.hosts.opening import open_session
 
 
 class Clamped(nn.Module):
-    """As gpt-oss clamps its gates: at one end."""
+    """A clamp at one end, as gpt-oss clamps its gates."""
 
     def forward(self, x):
         return x.clamp(max=7.0) * x

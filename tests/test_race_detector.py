@@ -75,7 +75,7 @@ def test_an_acquire_holds_for_one_thread_unless_its_result_is_used():
 
 
 def test_another_programs_stores_are_invisible_when_delayed_until_acquired():
-    """So a wrong order of memory shows in what the launch leaves, where nothing else would show it."""
+    """A wrong order of memory shows in what the launch leaves, where nothing else would show it."""
     for sem, seen in (("acq_rel", True), ("relaxed", False)):
         out, _ = handed_over(sem, orders=("delayed",))
         assert torch.equal(out, torch.arange(3.0 * N).view(3, N).sum(0)) == seen

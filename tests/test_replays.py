@@ -21,8 +21,8 @@ ROWS = Dim("rows", min=1, max=16)
 
 
 class Attention(nn.Module):
-    """What our methods are made of, and what passes look for: caches, views, casts, masks, scalars, an activation
-    behind a linear, a concatenation of many, two types in one sum."""
+    """A module of what our methods are made of, and passes look for: caches, views, casts, masks, scalars, an
+    activation behind a linear, a concatenation of many, two types in one sum."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 def programs(recipe: Recipe) -> dict[str, torch.export.ExportedProgram]:
-    """Of many rows and of one, their weights the same."""
+    """Export a program of many rows and one of one row, with the same weights."""
     model = Attention().eval().requires_grad_(False)
     quantize(model, recipe, spare=set())
     given = torch.randn(1, 5, 64), torch.arange(5)

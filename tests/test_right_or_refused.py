@@ -1,4 +1,4 @@
-"""Whatever a configuration says is computed as transformers computes it, or the export is refused in one line.
+"""Everything that a configuration says is computed as transformers computes it, or the export is refused in one line.
 
 Families that nobody named, and each field of the named ones changed by itself: nothing else may come out.
 """
@@ -19,7 +19,8 @@ RIGHT, REFUSED, NO_MODEL = "right", "refused", "transformers makes no such model
 
 
 def outcome(config, target: str, tmp_path) -> tuple[str, str]:
-    """What comes of a configuration, and the line where it is refused. Fails for tokens that are not transformers'."""
+    """Return the outcome of a configuration, and the line if it is refused. Fails for tokens that are not
+    transformers'."""
     torch.manual_seed(5)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)

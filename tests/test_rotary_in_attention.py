@@ -133,7 +133,7 @@ ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the p
 def test_each_program_writes_what_it_reads(
     rows, first, kv_heads, groups, width, window, norms, keys_a_block, slots, **more
 ):
-    """So that none needs another's write: what it attends to is right; together they write the new rows, no others."""
+    """No program needs another's write: what it attends to is right; together they write the new rows, no others."""
     first = first if window else first % (slots - 16)
     given_now = made(rows, first, kv_heads, groups, width, window, norms, slots, **more)
     found, expected = Alone(*given_now, keys_a_block=keys_a_block), reference(*given_now)
@@ -176,7 +176,7 @@ ROTATIONS = {
 
 
 class NormOfAll(LlamaRMSNorm):
-    """Over all heads, as OLMo 2's."""
+    """A norm over all heads, as OLMo 2's."""
 
     def __init__(self, width: int, eps: float):
         super().__init__(2 * width, eps)

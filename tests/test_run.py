@@ -158,7 +158,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_characters_before_it_is_tokeni
 
 
 def test_an_error_within_an_answer_begins_on_a_line_of_its_own(artifact, monkeypatch, capfd):
-    """Behind an answer that stops in the middle of a line, and behind one that has ended its line."""
+    """The text before it stops in the middle of a line, or has ended its line."""
     for text, behind in (("an answer", "\n"), ("a line\n", ""), ("", "")):
 
         def pieces(_stream, text=text):
@@ -223,7 +223,7 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def until(self, text: str, seconds: float = 60) -> str:
-        """What is shown up to ``text``, which it waits for; what comes behind is for the next call."""
+        """Wait for ``text`` and return what is shown before it; what comes behind is for the next call."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, self.shown
@@ -260,7 +260,7 @@ def test_a_dialogue_on_a_terminal(artifact):
 
 
 def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
-    """Wherever it comes: before the first answer has begun or within one."""
+    """It comes before the first reply has begun, or within one."""
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
     terminal.until(PROMPT)
     for seconds in (0, 0, 0, 0.001, 0.003, 0.01, 0.03):

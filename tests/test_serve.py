@@ -61,7 +61,7 @@ def client(server):
 
 @pytest.fixture
 def alone(session, artifact):
-    """What the library says by itself, with caches that know nothing: call it before the server is asked."""
+    """Return a function that generates through the library, with empty caches: call it before the server is asked."""
 
     def generate(prompt, **options):
         return Model(session.metadata, lambda: session, artifact).generate(prompt, **options)
@@ -260,7 +260,7 @@ def function(name: str, model: type[BaseModel]) -> dict:
 
 @pytest.mark.parametrize("names", [("Trip",), ("Trip", "Walk")])
 def test_a_forced_call_of_a_schema_that_refers_to_its_own_parts(client, names):
-    """As pydantic writes nested and recursive models; the schema stands within another one here."""
+    """The schema is one that pydantic writes for nested and recursive models; here it stands within another one."""
     models = {name: create_model(name, start=Place, end=Place) for name in names}
     tools = [function(name, model) for name, model in models.items()]
     given = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 300}

@@ -1,4 +1,4 @@
-"""What a model's own markup becomes: reasoning, content and tool calls, however the text is cut into rounds."""
+"""A model's own markup becomes reasoning, content and tool calls, however the text is cut into rounds."""
 
 import json
 from dataclasses import replace
@@ -113,7 +113,7 @@ def test_calls_of_the_models_own_are_parsed(with_template):
 
 
 def test_a_templates_own_ends_are_ends(session, tmp_path):
-    """Where the tokenizer ends a turn by another token than the artifact knows."""
+    """The tokenizer may end a turn by another token than the artifact knows."""
     end = dialogue_in(CHAT, session, tmp_path)
     assert "stop_token_ids" not in end.turn(ASKED, {}).options
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

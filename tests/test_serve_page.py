@@ -96,7 +96,7 @@ def test_rounds_of_a_generation_add_up_to_its_statistics(model):
     accepted=st.integers(0, 3),
 )
 def test_every_character_has_the_author_of_its_last_token(model, text, sizes, accepted):
-    """However the text is cut into tokens and rounds, and with reasoning taken apart."""
+    """The text may be cut into tokens and rounds anywhere, with reasoning taken apart."""
     ids = model.text.tokenizer.encode("<|channel>thought\n" + text + "<channel|>" + text, add_special_tokens=False).ids
     authors, splitter = Authors(model, {"skip_special_tokens": False}), Splitter(CHANNEL)
     stream, said, place, ends, whole = Authors(model, {"skip_special_tokens": False})._stream, [], 0, [], ""

@@ -128,7 +128,7 @@ PROMPTS += [
 
 
 def lines_of(file) -> dict:
-    """By line and turn, without what depends on time and on what a cache held."""
+    """Return the results by line and turn, without what depends on time and on what a cache held."""
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return {(each["line"], each["turn"]): (each["token_ids"], each["request"]) for each in records}
 

@@ -74,7 +74,8 @@ def activations(m: int, k: int) -> Tensor:
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
-    """Within a rounding to bf16 and the errors of float32, which go with |x| and the full range of a row's codes."""
+    """Assert the product within a rounding to bf16 and the errors of float32, which go with |x| and the full range of a
+    row's codes."""
     if len(weight) == 5:
         expected = int4_reference(x.float(), *weight)
         span = 15 * (weight[1].float().amax(1) * weight[2].float().amax(1))  # [N]

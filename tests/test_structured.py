@@ -69,7 +69,7 @@ def model(session, artifact):
 
 @pytest.fixture(scope="module")
 def grammars():
-    """Of the shipped tokenizer, for a scripted session."""
+    """Make the grammars of the shipped tokenizer, for a scripted session."""
     return Grammars(CHECKPOINT / "tokenizer.json", scripted())
 
 
@@ -179,7 +179,7 @@ def test_a_head_that_drafts_in_one_call(grammars, asked, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_is_the_target_has_all_it_proposes_accepted(grammars, temperature):
-    """Its vocabulary lacks the first ids; its rows are masked as the target's are, behind what it proposed."""
+    """The draft's vocabulary lacks the first ids; its rows are masked as the target's are, behind what it proposed."""
     logits, asked = random_logits(5, 1, 2048)[0], {"regex": "([a-e][0-4]){60}"}
     metadata = replace(scripted(), draft_ids=torch.arange(5, 2048), draft_vocab_size=2043)
     session = LogitsSession(metadata, logits, logits[:, 5:], metadata.draft_ids)

@@ -86,7 +86,7 @@ def test_the_tokens_are_those_of_greedy_decoding_by_transformers(length, hosted,
 
 
 def test_a_seed_samples_the_text_of_the_cpu_artifact(hosted, session, eager):
-    """Whatever runs the methods and whatever the chain length is."""
+    """Neither the host of the methods nor the chain length changes the text."""
     prompt, sampling = prompt_of(40), Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=6)
     texts = [
         complete(
@@ -250,7 +250,7 @@ class FakeStream:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What stands for ``torch.cuda`` in a capture: which stream is current, which pool is allocated from."""
+    """Stand in for ``torch.cuda`` in a capture: which stream is current, which pool is allocated from."""
     state = SimpleNamespace(stream="the caller's", pools=[], refuses=None, ended=0)
 
     @contextmanager
@@ -307,7 +307,7 @@ def test_a_capture_gives_the_stream_and_the_pool_back_however_it_ends(refuses, c
 
 @pytest.fixture
 def graphed(host_artifact):
-    """Whose methods are its own."""
+    """Open a session that shares its methods with no other."""
     with closing(open_session(open_artifact(host_artifact))) as session:
         yield session
 
@@ -374,7 +374,7 @@ class Registry:
 
 
 class Runtime:
-    """Of ``executorch.runtime``, what is asked and what is loaded."""
+    """A stand-in for ``executorch.runtime``, which notes what is loaded."""
 
     def __init__(self, *names: str):
         self.backend_registry, self.loaded = Registry(*names), []

@@ -115,7 +115,7 @@ def exact_gelu(target) -> None:
 
 
 def wider_window(target) -> None:
-    """By one: the row that just left it is seen."""
+    """Widen the sliding window by one: the row that just left it is seen."""
     for layer in target.layers:
         attention = layer.self_attn.kv_attention
         window = attention.shape.window
@@ -148,7 +148,7 @@ def one_layer_early(target) -> None:
 
 
 def late_scale(target) -> None:
-    """From position 16 on queries count for more, in forwards that reach so far."""
+    """Scale queries more from position 16 on, in forwards that reach so far."""
     for layer in target.layers:
         attend = layer.self_attn.kv_attention.forward
         layer.self_attn.kv_attention.forward = lambda q, k, v, rows, scale, *rest, attend=attend, **extras: attend(

@@ -87,7 +87,7 @@ def test_its_logits_are_the_wrappers(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["aya_vision", "cohere2_vision", "gemma3", "llava", "paligemma"])
 def test_the_twin_is_the_wrappers(name, tmp_path):
-    """Its text model's logits, which differ in scale or softcap alone, are not right."""
+    """The logits of the text model differ in scale or softcap alone, and are not right."""
     config, kind = wrapper(name)
     config.architectures = [kind.__name__]
     config.save_pretrained(tmp_path)
@@ -121,7 +121,7 @@ def text_config(config):
 
 
 class Given(torch.nn.Module):
-    """In place of a decoder: its state is given as embeddings."""
+    """A stand-in for a decoder, which returns the embeddings that it is given as its state."""
 
     def forward(self, inputs_embeds, **given):
         return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
@@ -129,7 +129,7 @@ class Given(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"])
 def test_gemma_4_is_the_class_that_its_file_names(kind, tmp_path):
-    """By ExecuTorch's own text model, which caps logits as both classes do."""
+    """ExecuTorch's own text model caps logits as both classes do."""
     text = transformers.Gemma4TextConfig(**GEMMA4_SIZE | GEMMA4)
     config = transformers.Gemma4Config(text_config=text.to_dict())
     config.architectures = [kind]

@@ -84,7 +84,7 @@ def test_the_default_group_is_executorchs():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
-    """What a verify of many rows is worth: its rows are those of as many steps."""
+    """The rows of a verify are those of as many steps: that is what it is worth."""
     model, ids = quantized(RECIPES[recipe]), torch.randint(50, (1, 12))
     left, program = lowered(model, ids)
     method = program.load_method("forward")
@@ -100,7 +100,7 @@ def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_of_the_same_codes_are_packed_each_with_its_scales(recipe):
-    """In one program and in another one of the process: packed weights are shared by name."""
+    """They are in one program and in another one of the process: packed weights are shared by name."""
     ids, loaded = torch.randint(50, (1, 5)), []
     for factors in ((1, 2), (4, 1)):
         model = quantized(RECIPES[recipe], Multiples(*factors))

@@ -38,7 +38,7 @@ def _cast(self, src, dst_type) -> TensorHandle:
 
 
 def bfloat16_done_right():
-    """As it comes the interpreter multiplies bf16's bits, truncates to it, and takes integers for its bits."""
+    """Mend the interpreter, which multiplies bf16's bits, truncates to it, and takes integers for its bits."""
     return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, cast_impl=_cast)
 
 

@@ -11,7 +11,7 @@ ExecuTorch requests one before and after a method is compiled, which is enough."
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Within this context, existing objects are never collected, and new ones rarely."""
+    """Never collect existing objects while the context lasts, and new ones rarely."""
     earlier = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

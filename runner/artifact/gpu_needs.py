@@ -1,4 +1,4 @@
-"""What a CUDA artifact needs of a GPU, from its files and without reading weights: memory, and what its blocks take.
+"""The needs of a CUDA artifact on a GPU, from its files and without reading weights: memory, and what its blocks take.
 
 The exporter recorded each launch (``export.json``). Code for one architecture also runs on later ones, and some of them
 allow less shared memory a block: 99 KB on sm_86, sm_89 and sm_120, 163 KB on sm_80.

@@ -105,7 +105,7 @@ def is_whole(path: Path) -> bool:
 
 @contextmanager
 def _path_set(path: Path) -> Iterator[bool]:
-    """Within it the cache of weights that the backend gives to methods without a path of their own has this one.
+    """Give ``path`` to the cache of weights that the backend uses for methods without a path of their own.
 
     Yields False, and changes nothing, where methods that were loaded before use that cache.
     """

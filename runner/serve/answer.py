@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Answer:
-    """What was read of a job so far; whole when ``read`` has ended."""
+    """The reply of a job as far as it was read; complete when ``read`` has ended."""
 
     turn: Turn
     texts: dict[str, list[str]] = field(default_factory=lambda: {REASONING: [], CONTENT: [], TOOLS: []})
@@ -45,14 +45,14 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """In OpenAI's words."""
+        """The reason why generation ended, in OpenAI's terms."""
         reason = ABORT if self.result is None else self.result.finish_reason
         if reason == "length":
             return "length"
         return "tool_calls" if self.calls else "stop"
 
     async def read(self, job: Job, dialogue: Dialogue) -> AsyncGenerator[tuple[list[Part], Delta | None], None]:
-        """What each round gives: parts that became certain, and the round; at the end those that were held back.
+        """Yield for each round the parts that became certain, and the round; at the end those that were held back.
         Raises as ``Job.deltas``."""
         splitter = self.turn.splitter()
         async with aclosing(job.deltas()) as deltas:
@@ -84,8 +84,8 @@ class Answer:
 
 
 def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
-    """Of a text that the grammar of ``Tools`` wrote. One that its budget cut is a call as far as it goes where a named
-    function was asked for, and the calls that were whole by then otherwise."""
+    """Return the calls in a text that the grammar of ``Tools`` wrote. Of a text that its budget cut: the call as far as
+    it goes where a named function was asked for, otherwise the calls that were complete."""
     if choice in names:
         return [Call(new_id("call"), choice, text)]
     found, place, decoder = [], text.find("{"), json.JSONDecoder()
@@ -102,8 +102,8 @@ def new_id(prefix: str) -> str:
 
 
 def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> CompletionUsage:
-    """What the choices of each prompt took together; ``groups``: its tokens and its jobs. ``reasoning_end``: the token
-    that ends reasoning."""
+    """Return the tokens that all choices took together. ``groups``: each prompt's tokens and its jobs.
+    ``reasoning_end``: the token that ends reasoning."""
     results = [job.result for _, jobs in groups for job in jobs if job.result is not None]
     stats, prompt_tokens, cached, reasoning = GenerationStats(), 0, 0, 0
     for count, [first, *_] in groups:
@@ -134,7 +134,7 @@ def token_text(text: Text, token: int) -> str:
 def token_logprobs(
     model: Model, given: list[TokenLogprobs], options: dict[str, Any]
 ) -> list[ChatCompletionTokenLogprob]:
-    """In OpenAI's shape, without the tokens that end a text."""
+    """Return log probabilities in OpenAI's shape, without the tokens that end a text."""
     ends = {*model.metadata.eos_ids, *options.get("stop_token_ids", ())}
 
     def described(token: int, logprob: float) -> dict[str, Any]:

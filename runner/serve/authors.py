@@ -12,7 +12,8 @@ from eagle3.runner.text import TextStream
 
 
 class Authors:
-    """Of one generation by these ``options``. A character that several tokens spell is its last token's."""
+    """The authors of the tokens of one generation by these ``options``, target or draft. A character that several
+    tokens spell belongs to the last of them."""
 
     def __init__(self, model: Model, options: dict[str, Any]):
         asked = Options.of(**options)
@@ -20,8 +21,8 @@ class Authors:
         self._ends, self._drafted = [0], [False]  # of each token: where its text ends, and whether the draft wrote it
 
     def told(self, parts: Sequence[Part], delta: Delta | None) -> dict[str, Any]:
-        """What a chunk says of its round: ``proposed`` and ``accepted``, and under the name of each field of its delta
-        the tokens of that. ``delta`` None: what was held back until the end."""
+        """Return a chunk's report of its round: ``proposed`` and ``accepted``, and the tokens of each field of its
+        delta under the field's name. ``delta`` None: the report of what was held back until the end."""
         said: dict[str, Any] = {}
         if delta is not None:
             said = {"proposed": delta.proposed, "accepted": delta.accepted}

@@ -109,7 +109,7 @@ async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGen
 
 
 class Chunks:
-    """Of one answer, with one id."""
+    """The chunks of one streamed answer, which share an id."""
 
     def __init__(self, service: Service, body: ChatBody, turn: Turn):
         self._service, self._body, self._turn = service, body, turn

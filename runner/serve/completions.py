@@ -32,7 +32,7 @@ def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
 
 
 def options(service: Service, body: CompletionBody) -> dict[str, Any]:
-    """Of a generation, without its length. Raises ``Refused``."""
+    """Return the options of a generation, without its length. Raises ``Refused``."""
     service.check_model(body.model)
     found = body.sampling(service.model)
     if body.best_of not in (None, body.choices):

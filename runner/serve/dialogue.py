@@ -112,7 +112,7 @@ class Dialogue:
 
     @property
     def parser(self) -> type:
-        """Of tool calls: a fresh instance a request."""
+        """The class that parses tool calls; each request makes an instance."""
         return TOOL_PARSERS[self._parser]
 
     def turn(
@@ -149,7 +149,7 @@ class Dialogue:
         return Turn(prompt, options, tools, self._marks, opened, tool_marks, specials)
 
     def _free_reasoning(self, opened: bool) -> dict[str, str]:
-        """What lets reasoning stand before constrained text, where its marks are tokens."""
+        """Return the options that let reasoning stand before constrained text, where its marks are tokens."""
         marks = self._marks
         if marks is None or not {marks.begin_token, marks.end_token} <= self._added:
             return {}

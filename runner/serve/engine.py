@@ -20,12 +20,12 @@ from eagle3.runner.serve.errors import Busy, GenerationError, Unavailable
 
 @dataclass(frozen=True)
 class Delta:
-    """What a round gave a request."""
+    """The tokens that a round gave a request."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    """Of ``token_ids``; empty unless they were asked for."""
+    """One per token of ``token_ids``; empty unless they were asked for."""
     proposed: int = 0
     accepted: int = 0
     """As ``Piece`` has them."""
@@ -55,8 +55,8 @@ class Job:
     """Nobody waits for it any more: it ends within a round."""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What each round gives, as it comes. Raises GenerationError where the generation failed, ``Unavailable`` where
-        the engine ended."""
+        """Yield the delta of each round, as it comes. Raises GenerationError where the generation failed,
+        ``Unavailable`` where the engine ended."""
         while isinstance(event := await self.events.get(), Delta):
             yield event
         if isinstance(event, Unavailable):
@@ -65,7 +65,7 @@ class Job:
             raise GenerationError(" ".join(str(event).split()) or type(event).__name__) from event
 
     def tell(self, event: Delta | Exception | None) -> None:
-        """From the engine's thread; None is the end."""
+        """Hand an event to the request's event loop, from the engine's thread; None is the end."""
         with suppress(RuntimeError):  # the loop is closed: nobody is there
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 

@@ -1,4 +1,4 @@
-"""What every request passes: the key, the limit on its body, and the line that is logged of it."""
+"""The checks that every request passes: the key, the limit on its body; and the line that is logged of it."""
 
 import hmac
 import time
@@ -83,7 +83,7 @@ async def _discard(receive: Receive) -> None:
 
 
 def _limited(receive: Receive) -> Receive:
-    """For a body that does not tell its size beforehand."""
+    """Limit the size of a body that does not tell it beforehand."""
     read = 0
 
     async def counted() -> Message:
@@ -98,7 +98,7 @@ def _limited(receive: Receive) -> Receive:
 
 
 def line(scope: Scope, status: int, seconds: float) -> str:
-    """What is logged: nothing of the request's text, nor of the answer's."""
+    """Return the line to log, which has nothing of the request's text, nor of the answer's."""
     told = [f"{scope['method']} {scope['path']} {status} {seconds:.3f} s"]
     results = [job.result for job in scope.get("jobs", ()) if job.result is not None]
     if results:

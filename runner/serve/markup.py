@@ -1,4 +1,4 @@
-"""What a model's own markup says: where reasoning begins and ends, and that tool calls follow.
+"""The markup of a model's own replies: where reasoning begins and ends, and that tool calls follow.
 
 Which markup a model has is read from its chat template. Tool calls are parsed by ExecuTorch's detectors.
 """
@@ -70,7 +70,7 @@ CHANNEL = ReasoningMarks("<|channel>thought\n", "<channel|>", "<|channel>", "<ch
 
 
 def reasoning_marks(template: str) -> ReasoningMarks | None:
-    """By a chat template; None of one that knows no reasoning."""
+    """Return the marks by which a chat template sets reasoning apart; None if it knows no reasoning."""
     if "<|channel>" in template:
         return CHANNEL
     return THINK if "</think>" in template else None
@@ -122,7 +122,7 @@ class Splitter:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was held back."""
+        """Return the parts that were held back."""
         return self._part(len(self._held))
 
     def _advance(self, parts: list[Part]) -> bool:

@@ -11,7 +11,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 
 
 class Metrics:
-    """Of one model. Every name has the label ``model_name``."""
+    """The metrics of one model. Each has the label ``model_name``."""
 
     def __init__(self, model_name: str):
         self._registry, self._name = CollectorRegistry(), model_name
@@ -52,7 +52,7 @@ class Metrics:
         return made.labels(self._name)
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """What is counted when it is asked for."""
+        """Take the numbers of running and waiting requests from these functions when metrics are read."""
         self.running.set_function(running)
         self.waiting.set_function(waiting)
 

@@ -37,14 +37,14 @@ MOST_AT_ONCE = 10_000
 
 
 class Settings(BaseModel):
-    """What ``app`` takes. Where nothing else is said, as the flags of ``eagle3-serve``."""
+    """The settings of ``app``. They mean what the flags of ``eagle3-serve`` mean unless said otherwise."""
 
     model_config = ConfigDict(extra="forbid")
     artifact: str
     """A folder that every node has."""
     replicas: int = 1
     gpus: float = 0
-    """Of a replica: 1 for an artifact for CUDA."""
+    """GPUs per replica: 1 for an artifact for CUDA."""
     cpus: float = 1
     model_id: str | None = None
     api_key_file: str | None = None

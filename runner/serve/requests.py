@@ -1,4 +1,4 @@
-"""What clients may ask for: the bodies of the three endpoints, checked, and the library's options of them.
+"""The requests of clients: the bodies of the three endpoints, checked, and the library's options of them.
 
 Chat bodies are ExecuTorch's, with what its server refuses added. A name that is not here is refused, since a typing
 error that is ignored gives another text than was asked for; fields that change no text are taken and ignored.
@@ -36,7 +36,7 @@ Body = TypeVar("Body", bound="Asked")
 
 
 class Asked(BaseModel):
-    """What every endpoint takes to choose tokens, under OpenAI's names and vLLM's for what OpenAI has not."""
+    """The fields by which every endpoint chooses tokens, under OpenAI's names, or vLLM's where OpenAI has none."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None

@@ -136,7 +136,7 @@ async def events(service: Service, body: ResponseBody, request: Request) -> Asyn
 
 
 class Events:
-    """Of one response: numbered, with the output items so far."""
+    """The numbered events of one response, and its output items so far."""
 
     def __init__(self, service: Service, body: ResponseBody, turn: Turn):
         self._service, self._body, self._turn = service, body, turn
@@ -172,7 +172,7 @@ class Events:
         return Response(**fields)
 
     async def of(self, job: Job) -> AsyncGenerator[BaseModel, None]:
-        """What each round adds, and the end."""
+        """Yield the events of each round, and the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
             async for parts, _ in rounds:

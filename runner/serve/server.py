@@ -1,4 +1,4 @@
-"""From an artifact to a server that runs until it is told to end."""
+"""Starts a server on an artifact, which runs until it is told to end."""
 
 import asyncio
 import signal

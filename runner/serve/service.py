@@ -1,4 +1,4 @@
-"""What the endpoints share: the model, its engine and its dialogue, and how a request becomes jobs."""
+"""The parts that endpoints share: the model, its engine and its dialogue, and how a request becomes jobs."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

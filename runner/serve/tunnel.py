@@ -67,7 +67,7 @@ def _text(value: object) -> str:
 
 
 async def answered(app: ASGIApp, sent: Sent) -> AsyncGenerator[Message, None]:
-    """What ``app`` sends, as it comes. Left before its end, this is a client that hangs up."""
+    """Yield what ``app`` sends, as it comes. A caller that leaves early is to ``app`` a client that hangs up."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, received = asyncio.Event(), False
 

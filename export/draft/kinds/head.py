@@ -1,4 +1,4 @@
-"""What the modules of all kinds of draft heads have in common."""
+"""The base class of the modules of all kinds of draft heads."""
 
 from typing import Any, Self
 

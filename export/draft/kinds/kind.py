@@ -1,4 +1,4 @@
-"""What a kind of draft head is to the exporter: a record for the table, a protocol for its module."""
+"""The types that describe a kind of draft head: a record for the table, a protocol for its module."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KindModule(Protocol):
-    """What the module of a kind defines."""
+    """The module of a kind: the names that it must define."""
 
     def read(self, folder: Path, config: dict[str, Any], source: "Source") -> "DraftDescription":
         """Describe a head from its configuration and tensor headers. Raises ValueError with one line. EAGLE heads,

@@ -1,5 +1,5 @@
-"""What PyTorch and ExecuTorch keep or look up again and again while they trace and lower, kept or looked up once: time
-alone, the program is the same.
+"""Keeps or looks up once what PyTorch and ExecuTorch do again and again while they trace and lower: time alone, the
+program is the same.
 
 - Each node that is made from another has its whole history, copied deeply from pass to pass.
 - Each node that is traced has its Python stack, looked up and formatted; ExecuTorch writes none of it.
@@ -27,8 +27,7 @@ HISTORY = "torch.fx.traceback.NodeSource.__init__"
 
 @contextmanager
 def kept_once() -> Iterator[None]:
-    """Within it a node has no stack and shares the history of the node that it was made from, and composites are
-    looked up once."""
+    """Give nodes no stack and the history of the node that they were made from, and look composites up once."""
     original(COMPOSITES)()
     with all_replaced({NO_STACKS: True, HISTORY: _begin, COMPOSITES: _nothing}):
         yield

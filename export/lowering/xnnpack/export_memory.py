@@ -1,4 +1,4 @@
-"""What an export to the CPU takes of this machine's memory, from configurations alone: every weight as it is computed
+"""The memory that an export to the CPU takes on this machine, from configurations alone: every weight as it is computed
 with here, and as it is written, both at once; copies of the one that is being written."""
 
 from torch import nn

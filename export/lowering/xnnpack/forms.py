@@ -79,7 +79,7 @@ def _rms_norm(module: nn.Module) -> tuple[int, float, Tensor | None] | None:
 
 @contextmanager
 def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
-    """Within it, the ``rotate_half`` of each family of transformers is a product with a signed permutation.
+    """Make the ``rotate_half`` of each family of transformers a product with a signed permutation.
 
     The permutations are buffers of ``owner``: XNNPACK's partitioner cannot take a constant that is no buffer. Families
     rotate halves or neighbours: what one does to the unit vectors of a head is its permutation. A partial embedding
@@ -99,9 +99,9 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
 
 @contextmanager
 def rows_before_heads(owner: nn.Module) -> Iterator[None]:
-    """Within it, queries and keys are rotated as projections give them and attention takes them, [1, T, heads,
-    head_dim]: most families of transformers hand over [1, heads, T, head_dim], and the transpositions there and back
-    meet now, for ``remove_no_ops`` to take out."""
+    """Rotate queries and keys as projections give them and attention takes them, [1, T, heads, head_dim]: most families
+    of transformers hand over [1, heads, T, head_dim], and the transpositions there and back meet now, for
+    ``remove_no_ops`` to take out."""
     with ExitStack() as stack:
         for family in _families(owner):
             original = getattr(sys.modules.get(family), "apply_rotary_pos_emb", None)
@@ -130,7 +130,7 @@ def _rotated_by_rows(
 
 
 def _families(owner: nn.Module) -> list[str]:
-    """Of transformers, and where the draft's layers and a complex rotation are."""
+    """Return the names of transformers' modules, and of those with the draft's layers and a complex rotation."""
     names = {type(module).__module__ for module in owner.modules()}
     return sorted(names | {modeling_llama.__name__, complex_rotary.__name__})
 
@@ -163,7 +163,7 @@ class _WrittenOutGelu(TorchFunctionMode):
 
 @contextmanager
 def tanh_gelu(owner: nn.Module) -> Iterator[None]:
-    """Within it ``F.gelu(x, approximate="tanh")`` is ``x * sigmoid(x * (a + b x^2))``, which is the same function.
+    """Compute ``F.gelu(x, approximate="tanh")`` as ``x * sigmoid(x * (a + b x^2))``, which is the same function.
 
     (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3). The constants are buffers of ``owner``.
     """

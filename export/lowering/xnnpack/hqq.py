@@ -76,12 +76,12 @@ def _fitted(groups: Tensor, scales: Tensor, qmin: int, qmax: int, at_once: int, 
 
 
 def _codes(groups: Tensor, scales: Tensor, qmin: int, qmax: int, buffer: Tensor) -> Tensor:
-    """In float32, written into ``buffer``."""
+    """Write the codes of ``groups`` into ``buffer``, in float32, and return them."""
     return torch.div(groups, scales[:, None], out=buffer[: len(groups)]).round_().clamp_(qmin, qmax)
 
 
 @contextmanager
 def faster_search() -> Iterator[None]:
-    """Within it torchao quantizes by ``search_scales``."""
+    """Make torchao quantize by ``search_scales``."""
     with replaced(SEARCH, search_scales):
         yield

@@ -17,7 +17,7 @@ RECOMPILE = "torch.fx.GraphModule.recompile"
 
 @contextmanager
 def code_on_call() -> Iterator[None]:
-    """Within it, and for what was made in it, a graph's code is made when it is first called."""
+    """Make the code of graphs that appear in the context only when they are first called."""
     recompile = original(RECOMPILE)
 
     def put_off(self: GraphModule) -> None:

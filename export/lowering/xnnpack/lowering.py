@@ -1,5 +1,5 @@
-"""From an eager module to a program of the CPU's delegates: its forms while it is traced, the lowering, the plan of its
-memory."""
+"""The lowering of an eager module to a program of the CPU's delegates: its forms while it is traced, the lowering, the
+plan of its memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +30,8 @@ from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 
 @contextmanager
 def tracing(model: nn.Module, rows: int) -> Iterator[None]:
-    """What a trace needs of ``model``: norms, rotary embeddings and GELUs in XNNPACK's form, and products that suit a
-    window of ``rows``."""
+    """Prepare ``model`` for a trace: norms, rotary embeddings and GELUs in XNNPACK's form, and products that suit a
+    verify window of ``rows``."""
     use_product_norms(model)
     split_wide_linears(model, rows)
     head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, LlmOpsAttention)}

@@ -1,4 +1,5 @@
-"""Which operations become a delegate: as few delegates as the operations between them allow.
+"""The partitioner, which chooses the operations of each delegate: as few delegates as the operations between them
+allow.
 
 ExecuTorch 1.5 merges what XNNPACK can take pair by pair, and looks for a cycle through what it cannot take, not through
 other delegates: of one row of attention with a softcap two delegates come to wait for each other, and the lowering ends
@@ -54,7 +55,7 @@ class LevelPartitioner(XnnpackPartitioner):
 
 
 def levels(graph: Graph, groups: list[list[Node]]) -> list[int]:
-    """Of each group of operations that go into one delegate together: even, with odd ones for what lies between.
+    """Return the level of each group of operations that form a delegate: even; odd levels are for what lies between.
 
     Raises RuntimeError for a group that waits for what waits for it.
     """

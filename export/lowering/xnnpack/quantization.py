@@ -81,7 +81,7 @@ def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: objec
 
 
 class ExactActivations(TorchFunctionMode):
-    """Within it, linears of ``DynamicWeight`` take their inputs as they are, in float32."""
+    """A mode in which linears of ``DynamicWeight`` take their inputs as they are, in float32."""
 
     def __torch_function__(
         self,

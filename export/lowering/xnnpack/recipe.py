@@ -1,4 +1,4 @@
-"""How a model is quantized for the CPU, by ExecuTorch's names for it. Nothing that quantizes is imported here, which
+"""The quantization recipes of the CPU, by ExecuTorch's names for them. Nothing that quantizes is imported here, which
 takes seconds."""
 
 from dataclasses import dataclass
@@ -18,22 +18,23 @@ QUANTIZED = (*XNNPACK_RECIPES[1:], *EMBEDDING_RECIPES[1:])
 
 @dataclass(frozen=True)
 class Recipe:
-    """Of one model: ``linear`` and ``embedding`` by ExecuTorch's names, ``group``: inputs of a linear that share a
-    scale, 0 for all of a row."""
+    """The quantization of one model: ``linear`` and ``embedding`` by ExecuTorch's names; ``group``: how many inputs of
+    a linear share a scale, 0 for all of a row."""
 
     linear: str
     embedding: str
     group: int
 
     def covers(self, module: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
-        """Not a router, which chooses experts: where one is a linear (Llama 4's), it is of a class of its own."""
+        """Return True for an embedding or linear that is quantized. A router is not: where it is a linear (Llama 4's),
+        it has a class of its own."""
         if isinstance(module, nn.Embedding):
             return self.embedding in QUANTIZED
         return type(module) is nn.Linear and self.linear in QUANTIZED
 
     def weight_bytes(self, module: nn.Module) -> tuple[float, float]:
-        """Of a weight of a ``module`` that the recipe covers: held by torchao, where codes of 4 bits take 8, and
-        written."""
+        """Return the bytes per weight of a ``module`` that the recipe covers: as torchao holds it, where a 4-bit code
+        takes a byte, and as it is written."""
         if isinstance(module, nn.Embedding):
             return 1, 1
         if self.group:

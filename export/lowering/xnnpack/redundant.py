@@ -1,4 +1,4 @@
-"""What a graph need not compute, taken out before delegates are cut from it.
+"""Removes what a graph need not compute, before delegates are cut from it.
 
 XNNPACK computes each node that it is given. transformers' layers hold heads before rows between projections and
 attention, where neither wants them so; torchao quantizes the input of each linear anew, though q, k and v share theirs;
@@ -13,8 +13,9 @@ from torch.fx.passes.infra.pass_base import PassBase
 
 
 def computed_once() -> PassBase:
-    """For the edge dialect, in which a cache that is written is another value. The weight of a linear that is called
-    twice stays two values: two calls that share one would be one delegate, though the second waits for the first."""
+    """Return a pass that merges equal nodes of the edge dialect, in which a cache that is written is another value. The
+    weight of a linear that is called twice stays two values: two calls that share one would be one delegate, though the
+    second waits for the first."""
     return CSEPass(banned_ops={torch.ops.torchao.dequantize_affine})
 
 
@@ -31,7 +32,7 @@ def remove_no_ops(program: ExportedProgram) -> None:
 
 
 def _without_effect(node: Node) -> Node | None:
-    """What a node gives back as it was; None if it changes something."""
+    """Return the input that a node returns unchanged; None if it changes something."""
     if node.target is torch.ops.aten.transpose.int:
         before = node.args[0]
         if before.target is node.target and _axes(before) == _axes(node):

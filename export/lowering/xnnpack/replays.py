@@ -60,7 +60,7 @@ class _Changed(Exception):
 
 @contextmanager
 def repeated_alone() -> Iterator[None]:
-    """Within it ExecuTorch's passes compute what they change."""
+    """Make ExecuTorch's passes compute only what they change."""
     call, decompose = original(f"{BASES[0]}.call"), original(DECOMPOSE)
 
     def called(self: ExportPass, graph_module: GraphModule) -> PassResult:
@@ -89,7 +89,7 @@ def repeated_alone() -> Iterator[None]:
 
 
 def _repeating(base: str) -> dict[str, Callable]:
-    """How passes of a ``base`` repeat a node, by the patch's name."""
+    """Return the patches by which passes of a ``base`` repeat a node, by name."""
     run_node, fx = f"{base}.ExportInterpreter.run_node", f"{base}._fx"
     originally_ran, originally = original(run_node), original(fx)
 
@@ -132,7 +132,7 @@ class _Known:
 
 
 def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
-    """Whether a pass of ``BY_NODE`` would give a graph of the same nodes: its ``call_operator`` is asked about each."""
+    """Return True if a pass of ``BY_NODE`` would return the same nodes: its ``call_operator`` is asked about each."""
     values = {
         node: _value(node) if node.op == "get_attr" else ProxyValue(_value(node), node)
         for node in graph_module.graph.nodes
@@ -160,24 +160,24 @@ def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
 
 
 def _call(node: Node) -> tuple[object, object, object]:
-    """What a node calls: its operator, and the values of its inputs."""
+    """Return what a node calls: its operator, and the values of its inputs."""
     return _aten(node.target), *map_arg((node.args, node.kwargs), _value)
 
 
 def _data(value: object) -> object:
-    """Of a pass's proxy, of ExecuTorch's class or of torch.export's, its value."""
+    """Return the value of a pass's proxy, of ExecuTorch's class or of torch.export's; anything else as it is."""
     return value.data if isinstance(value, ProxyValue | ExportsProxyValue) else value
 
 
 def _value(node: Node) -> object:
-    """What a pass has for a node: of a constant the tensor itself."""
+    """Return the value that a pass has for a node: the tensor itself for a constant."""
     if node.op == "get_attr":
         return attrgetter(node.target)(node.graph.owning_module)
     return node.meta.get("val")
 
 
 def _is_alike(found: object, known: object) -> bool:
-    """Whether two values are fake tensors of the same shape, strides and dtype, none a constant."""
+    """Return True if both values are fake tensors of the same shape, strides and dtype, none a constant."""
     if not isinstance(found, FakeTensor) or not isinstance(known, FakeTensor):
         return False
     if found.fake_mode is not known.fake_mode or found.constant is not None or known.constant is not None:

@@ -12,7 +12,7 @@ LEAST_HEADS = 4
 
 
 def heads_together(heads: int, kv_heads: int) -> int:
-    """How many query heads of the same keys become rows of one; 1: none."""
+    """Return how many query heads of the same keys become rows of one; 1: none."""
     shared = heads // kv_heads
     fitting = (count for count in range(shared, 1, -1) if shared % count == 0 and heads // count >= LEAST_HEADS)
     return next(fitting, 1)

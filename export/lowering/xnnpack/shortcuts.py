@@ -81,7 +81,7 @@ class _Passes(XNNPACKPassManager):
 
 
 def _may_change(each: type, graph: Graph, targets: set) -> bool:
-    """Whether a graph has what a pass looks for. What a pass puts in, no later one looks for."""
+    """Return True if a graph has what a pass looks for. No pass looks for what an earlier one puts in."""
     if each is passes.ConstPropPass:
         return any(node.op == "call_function" and not node.all_input_nodes for node in graph.nodes)
     if each is passes.ChannelsLastTaggedReshapePass and any(map(_channels_last, graph.nodes)):
@@ -102,16 +102,16 @@ def _copied_without_weights(program: ExportedProgram, _specs: list[CompileSpec])
 
 
 def _sorted_in_place(module: GraphModule) -> GraphModule:
-    """For each delegate that is cut out ExecuTorch copies the whole graph in topological order and makes Python of it:
-    the more layers, the more of the time, two thirds of an export's of 32. Order is all that is wanted."""
+    """Sort the graph topologically in place. ExecuTorch copies the whole graph in that order for each delegate and
+    makes Python of it, which takes two thirds of an export of 32 layers; only the order is needed."""
     stable_topological_sort(module.graph)
     return module
 
 
 @contextmanager
 def applicable_passes() -> Iterator[None]:
-    """Within it XNNPACK's preprocessing keeps each weight once for all methods, and skips the passes for convolutions,
-    batch norms, pooling, quantized padding, dim orders and constants in files of their own."""
+    """Make XNNPACK's preprocessing keep each weight once for all methods, and skip the passes for convolutions, batch
+    norms, pooling, quantized padding, dim orders and constants in files of their own."""
     stores = partial(_SharedBytes, {})
     preprocess = "executorch.backends.xnnpack.xnnpack_preprocess."
     with all_replaced(

@@ -54,7 +54,7 @@ def split_wide_linears(model: nn.Module, rows: int) -> None:
 
 
 def _ends(weight: Tensor, widest: int) -> list[int]:
-    """Of ranges as few and as equal as whole groups allow; none of a weight that is not of 4 bits."""
+    """Return the borders of the fewest and most equal ranges of whole groups; [] for a weight that is not 4-bit."""
     if not isinstance(weight, DynamicWeight) or weight.target_dtype != torch.int4:  # type: ignore[attr-defined]
         return []
     width, group = weight.shape[1], weight.block_size[1]

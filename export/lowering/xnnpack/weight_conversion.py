@@ -1,6 +1,6 @@
-"""What each tensor of a target becomes as it is read: XNNPACK computes in float32, or with the weights that our recipes
-quantize. Those that another tool quantized are dequantized, exactly: a code times its scale has no more bits than
-float32 holds."""
+"""The conversion of each tensor of a target as it is read: XNNPACK computes in float32, or with the weights that our
+recipes quantize. Those that another tool quantized are dequantized, exactly: a code times its scale has no more bits
+than float32 holds."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class XnnpackWeights:
         return self.recipe.quantized(self.covered[name], value) if name in self.covered else value
 
     def record(self) -> dict[str, Any]:
-        """How many weights were dequantized."""
+        """Return how many weights were dequantized, for ``export.json``."""
         return {"dequantized": self.dequantized} if self.dequantized else {}
 
 

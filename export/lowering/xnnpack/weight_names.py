@@ -41,7 +41,7 @@ class _Marked:
 
 @contextmanager
 def scales_in_names() -> Iterator[None]:
-    """Within it XNNPACK's preprocessing names weights that way."""
+    """Make XNNPACK's preprocessing name weights that way."""
     name_and_store = original(NAMING)
     packed: dict[tuple, tuple[Tensor, Any, ConstantDataOffset]] = {}
 
@@ -87,5 +87,5 @@ def scales_in_names() -> Iterator[None]:
 
 
 def _memory(weight: Tensor) -> tuple:
-    """Where a weight lies, which is the same in each method, and stays while it is kept."""
+    """Return where a weight lies, which is the same in each method, and stays while it is kept."""
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()

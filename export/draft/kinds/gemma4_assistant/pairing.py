@@ -1,4 +1,4 @@
-"""Whether an assistant fits a target: it attends to the target's keys, so that their shapes and positions must be
+"""Check that an assistant fits a target: it attends to the target's keys, so that their shapes and positions must be
 those that it was trained with."""
 
 from typing import TYPE_CHECKING, Any

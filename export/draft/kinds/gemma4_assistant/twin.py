@@ -48,8 +48,8 @@ def compare(draft: AssistantDescription, _taps: int, _overridden: bool | None = 
 
 @contextmanager
 def states_are_shared(config_class: type) -> Iterator[None]:
-    """Within it transformers builds models of the text configurations of a class with keys for an assistant: one in
-    which all layers share is built, and one in which none does stores the last layer of each kind, as others do."""
+    """Let transformers build models of a class of text configurations with keys for an assistant: one in which all
+    layers share is built, and one in which none does stores the last layer of each kind, as others do."""
     original_modes = original(KV_SHARING)
 
     def modes(self: Any) -> list[str | None]:  # noqa: ANN401 - transformers' text configuration

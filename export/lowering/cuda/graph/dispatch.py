@@ -142,7 +142,7 @@ KERNELS: dict[type[TorchAOBaseTensor], tuple[Product, Product]] = {
 
 @contextmanager
 def small_m_dispatch(limit: int) -> Iterator[None]:
-    """Within this context, ``F.linear`` and ``F.embedding`` dispatch as this module's docstring says."""
+    """Make ``F.linear`` and ``F.embedding`` dispatch as this module's docstring says."""
     with ExitStack() as stack:
         for kind, (few, many) in KERNELS.items():
             product = _linear(few, many, limit)

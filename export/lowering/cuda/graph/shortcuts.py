@@ -31,7 +31,7 @@ Kernel: TypeAlias = JITFunction | Autotuner
 
 @contextmanager
 def analyzed_once() -> Iterator[None]:
-    """Within this context, calls of a kernel that differ only in tensors of the same dtypes are analyzed once."""
+    """Analyze calls of a kernel that differ only in tensors of the same dtypes once."""
     analyze = original(ANALYSIS)
     known: dict[Any, Any] = {}
 
@@ -49,8 +49,8 @@ def analyzed_once() -> Iterator[None]:
 
 @contextmanager
 def counters_unchanged() -> Iterator[None]:
-    """Within this context, the analysis says that kernels do not write the counters (``kernels/sums.py``), because
-    these are zero before and after each call."""
+    """Make the analysis say that kernels do not write the counters (``kernels/sums.py``), because these are zero before
+    and after each call."""
     analyze = original(ANALYSIS)
 
     def analyze_without(*args: Any) -> object:
@@ -66,7 +66,7 @@ def counters_unchanged() -> Iterator[None]:
 
 @contextmanager
 def no_repro() -> Iterator[None]:
-    """Within this context, no program that reproduces a compilation is written."""
+    """Keep PyTorch from writing a program that reproduces each compilation."""
     with replaced("torch._dynamo.repro.after_aot.save_graph_repro", lambda *_args, **_kwargs: None):
         yield
 

@@ -37,7 +37,7 @@ def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -
 
 @contextmanager
 def argmax_over_blocks() -> Iterator[None]:
-    """Within this context, Inductor uses ``argmax_of_blocks``."""
+    """Make Inductor use ``argmax_of_blocks``."""
     decomposition.fast_random_decomps.cache_clear()
     try:
         with with_items(

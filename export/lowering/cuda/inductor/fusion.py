@@ -33,8 +33,7 @@ KEPT = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
 
 @contextmanager
 def fused_further() -> Iterator[None]:
-    """Within this context, Inductor combines independent kernels, with and without reductions, and keeps the results of
-    ``KEPT``.
+    """Make Inductor combine independent kernels, with and without reductions, and keep the results of ``KEPT``.
 
     A torch without combined kernels whose parts have their own block sizes combines none.
     """

@@ -66,8 +66,7 @@ class Launch:
 
 @contextmanager
 def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> Iterator[dict[str, dict[str, Any]]]:
-    """Within this context, the launches that ExecuTorch's CUDA backend compiles are recorded by method, in the form of
-    ``export.json``.
+    """Record the launches that ExecuTorch's CUDA backend compiles, by method, in the form of ``export.json``.
 
     ``rows`` gives for each method the number of rows (the value of every dynamic size) for which grids and bytes are
     computed; ``longest`` gives the number of rows for the workspace. Methods with static sizes may be left out.

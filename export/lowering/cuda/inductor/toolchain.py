@@ -80,8 +80,7 @@ def driver_functions(home: Path) -> list[str]:
 
 @contextmanager
 def toolchain() -> Iterator[None]:
-    """Within this context, ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` point to ``cuda_home`` and a stub of
-    libcuda."""
+    """Point ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` to ``cuda_home`` and a stub of libcuda."""
     home, compiler = cuda_home(), cpp_compiler()
     with tempfile.TemporaryDirectory() as stubs:
         stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", f"{stubs}/libcuda.so"]

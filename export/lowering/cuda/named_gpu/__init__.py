@@ -31,7 +31,7 @@ def check_named_versions() -> None:
 
 @contextmanager
 def named_gpu(arch: str) -> Iterator[None]:
-    """Within this context, ExecuTorch's CUDA backend lowers for ``arch`` (a key of ``BY_ARCH``, such as "sm_90").
+    """Make ExecuTorch's CUDA backend lower for ``arch`` (a key of ``BY_ARCH``, such as "sm_90").
 
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """

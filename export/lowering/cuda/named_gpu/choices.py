@@ -31,7 +31,7 @@ UNTIMED = {
 
 @contextmanager
 def choices(gpu: Gpu) -> Iterator[None]:
-    """Within this context, Inductor benchmarks nothing, and the code that would tune kernels runs on fake tensors."""
+    """Make Inductor benchmark nothing, and run the code that would tune kernels on fake tensors."""
     run_block = PythonWrapperCodegen.generate_and_run_autotune_block
     init_patterns = joint_graph.lazy_init
 

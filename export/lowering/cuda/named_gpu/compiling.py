@@ -70,8 +70,8 @@ def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
 
 @contextmanager
 def compiling(gpu: Gpu) -> Iterator[None]:
-    """Within this context, each kernel is compiled with one configuration that fits ``gpu``, and kept. Of Inductor's
-    own kernels it is the first that fits, of a hand-written kernel the one that ``configurations`` chooses."""
+    """Compile each kernel with one configuration that fits ``gpu``, and keep it: the first that fits for Inductor's own
+    kernels, the one that ``configurations`` chooses for a hand-written kernel."""
 
     make_options = CachingAutotuner._create_compile_options
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir

@@ -51,7 +51,7 @@ def _copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
 
 @contextmanager
 def operators() -> Iterator[None]:
-    """Within this context, the operators work on fake tensors of a GPU, for the kinds of index above."""
+    """Make the operators work on fake tensors of a GPU, for the kinds of index above."""
     values = {"__getitem__": _item, "__setitem__": _set_item, "__invert__": _inverted, "copy_": _copied}
     with all_replaced({f"torch.Tensor.{name}": value for name, value in values.items()}):
         yield

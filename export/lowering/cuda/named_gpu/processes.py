@@ -37,8 +37,8 @@ DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 @contextmanager
 def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], None]) -> Iterator[None]:
-    """Within this context, ExecuTorch's CUDA backend compiles several methods in two processes, if there are two cores
-    and enough memory.
+    """Make ExecuTorch's CUDA backend compile several methods in two processes, if there are two cores and enough
+    memory.
 
     The other process calls ``check`` with the name of each method that it compiled, and sends back the entry of
     ``recorded`` under that name. The results are the same as with one process, in the order of the methods.

@@ -145,7 +145,7 @@ def collect(
 
 @contextmanager
 def _known_again() -> Iterator[None]:
-    """Within this context, a weight that several methods share is recognized by its ``HostData``, without hashing."""
+    """Recognize a weight that several methods share by its ``HostData``, without hashing."""
     add = CudaWeightCollector._add_weight
 
     def add_once(self: CudaWeightCollector, entry: CudaWeightEntry, data: FileBackedData, external_tag: str) -> None:
@@ -183,7 +183,7 @@ def _external_weights(target_device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def weights_on_host() -> Iterator[None]:
-    """Within this context, ExecuTorch's CUDA backend leaves weights on the host, and Inductor works with fake ones."""
+    """Make ExecuTorch's CUDA backend leave weights on the host, and Inductor work with fake ones."""
     same, clone, to_list = graph.is_same_tensor, compile_fx.clone_preserve_strides, FakeTensor.tolist
     original, get_attr = graph.GraphLowering.get_original_value_of_constant, graph.GraphLowering.get_attr
 
