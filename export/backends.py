@@ -46,7 +46,8 @@ class Backend(Protocol):
         """Makes the attention of both models' layers."""
 
     def local_arch(self) -> str | None:
-        """The architecture of the GPU at hand, such as "sm_90". None without a GPU, and for backends that use none."""
+        """Return the architecture of the GPU at hand, such as "sm_90". None without a GPU, and for backends that use
+        none."""
 
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for a plan that cannot be lowered here, before any weight is read."""
@@ -69,7 +70,7 @@ class Backend(Protocol):
         """Rewrite the draft head's weights in place, once they are loaded."""
 
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
-        """A context around each trace."""
+        """Return a context around each trace."""
 
     def runs_here(self) -> bool:
         """Return whether this machine can run the artifacts."""

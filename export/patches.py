@@ -278,7 +278,7 @@ _MISSING = object()
 
 
 def used() -> dict[str, Patch]:
-    """The patches that this process has applied so far, by name."""
+    """Return the patches that this process has applied so far, by name."""
     return dict(_used)
 
 
@@ -367,7 +367,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _owner(name: str) -> ModuleType | type:
-    """The module or class whose attribute ``name`` is."""
+    """Return the module or class whose attribute ``name`` is."""
     parts = name.split(".")[:-1]
     for length in range(len(parts), 0, -1):
         try:

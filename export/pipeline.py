@@ -151,7 +151,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
 
 
 def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None = None) -> Metadata:
-    """``draft_ids``: the target's id of each of the draft's, where they differ."""
+    """Make the artifact's metadata. ``draft_ids``: the target's id of each of the draft's, where they differ."""
     prefill = plan.method(PREFILL)
     return Metadata(
         max_seq_len=plan.max_seq_len,
@@ -190,8 +190,8 @@ def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes in memory; of a quantized tensor, those of its parts. Codes of 4 bits are halves of bytes, as they are
-    written, not the bytes in which torchao holds them on the CPU."""
+    """Return bytes in memory; of a quantized tensor, those of its parts. Codes of 4 bits are halves of bytes, as they
+    are written, not the bytes in which torchao holds them on the CPU."""
     if not isinstance(tensor, TorchAOBaseTensor):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -22,13 +22,13 @@ class AcceptanceRates:
         self._now: Counts = [(0.0, 0.0)] * len(self._usual)
 
     def record(self, proposed: int, accepted: int) -> None:
-        """A round. One that proposed nothing says nothing."""
+        """Count a round. One that proposed nothing says nothing."""
         if proposed:
             self._usual = counted(self._usual, proposed, accepted, 1 - 1 / USUAL_MEMORY)
             self._now = counted(self._now, proposed, accepted, 1 - 1 / MEMORY)
 
     def tokens(self) -> list[float]:
-        """The tokens that a round of each length is expected to yield, from length 0 on."""
+        """Return the tokens that a round of each length is expected to yield, from length 0 on."""
         tokens, reached, usual = [1.0], 1.0, PRIOR
         for usual_counts, counts in zip(self._usual, self._now, strict=True):
             usual = rate(usual_counts, usual)
@@ -42,6 +42,6 @@ def rate(counts: tuple[float, float], expected: float) -> float:
 
 
 def counted(counts: Counts, proposed: int, accepted: int, decay: float) -> Counts:
-    """``counts`` after another round. A proposal is observed where all before it were accepted."""
+    """Return ``counts`` after another round. A proposal is observed where all before it were accepted."""
     observed = min(accepted + 1, proposed)
     return [(a * decay + (at < accepted), o * decay + (at < observed)) for at, (a, o) in enumerate(counts)]

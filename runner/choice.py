@@ -15,7 +15,7 @@ class Choice(Protocol):
     """It takes a step's ids as they are: logits and draft steps may be left out."""
 
     def target(self, step: Step, proposed: list[int], /) -> Tensor:
-        """The token after each row of the target: int64 [1, R] on the host.
+        """Return the token after each row of the target: int64 [1, R] on the host.
 
         Args:
             step: ids [1, R], logits [1, R, V]; of a whole round (``speculate``) ids alone, [2, R] with the next window
@@ -33,10 +33,11 @@ class Choice(Protocol):
         """
 
     def forced(self, proposed: Sequence[Tensor], count: int, /) -> list[int]:
-        """Ids to propose behind ``proposed`` (as of ``draft``) without a draft step, ``count`` at most; mostly none."""
+        """Return ids to propose behind ``proposed`` (as of ``draft``) without a draft step, ``count`` at most; mostly
+        none."""
 
     def accept(self, tokens: list[int]) -> None:
-        """These follow the tokens so far."""
+        """Take note of tokens that follow those so far."""
 
 
 class Greedy:

@@ -74,7 +74,7 @@ class Way(NamedTuple):
     row: int
 
     def span(self, position: int) -> tuple[int, int]:
-        """The call's first position, and the one behind its last."""
+        """Return the call's first position, and the one behind its last."""
         return position - self.row, position - self.row + self.rows
 
 
@@ -183,7 +183,7 @@ class Place:
             yield self._read(step, way, -1 if way.method == PREFILL else way.row)
 
     def _speculated(self, chain: int | ChainLength | None) -> Said | None:
-        """The generation again, to the end of this round; None where it does not say the same."""
+        """Return the generation again, to the end of this round; None where it does not say the same."""
         watched, wanted, done = Watched(self.make_choice()), list(self.token_ids), 0
         steps = generate(self.session, self.prompt, len(wanted), chain, stop_ids=(), choice=watched)
         with closing(steps):
@@ -201,7 +201,7 @@ class Place:
         return self._read(step, way, row, speculated=True)
 
     def _read(self, step: Step, way: Way, output: int, speculated: bool = False) -> Said:
-        """``output``: the position's row of ``step``."""
+        """Return what a step says at a position. ``output``: the position's row of ``step``."""
         logits = None if step.logits is None else step.logits[:, [output]]
         choice = self.make_choice()
         choice.accept(list(self.token_ids[:-1]))

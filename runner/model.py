@@ -75,11 +75,12 @@ class Model:
         return Grammars(self.text.folder / TOKENIZER_FILE, self.metadata)
 
     def constraint(self, options: Options) -> Constraint | None:
-        """The grammar that ``options`` ask for, compiled. Raises ValueError for one that is not taken."""
+        """Return the grammar that ``options`` ask for, compiled. Raises ValueError for one that is not taken."""
         return None if options.structured_outputs is None else self.grammars.compile(options.structured_outputs)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises ValueError for what is no prompt, FileNotFoundError without a tokenizer."""
+        """Return token ids of a prompt. Raises ValueError for what is no prompt, FileNotFoundError without a
+        tokenizer."""
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty: give some text")
@@ -95,7 +96,7 @@ class Model:
         return given
 
     def generate(self, prompt: Prompt, **options: Unpack[OptionFields]) -> Result:
-        """``stream`` to its end."""
+        """Run ``stream`` to its end."""
         with self.stream(prompt, **options) as stream:
             for _ in stream:
                 pass

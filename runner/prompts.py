@@ -87,12 +87,13 @@ class Fault:
 
 
 def mixed_seed(seed: int, line: int) -> int:
-    """The seed of the prompt on ``line``, from 1, where ``seed`` is that of the whole file: 63 bits of a hash."""
+    """Return the seed of the prompt on ``line``, from 1, where ``seed`` is that of the whole file: 63 bits of a
+    hash."""
     return int.from_bytes(hashlib.shake_128(b"line" + struct.pack("<QQ", seed, line)).digest(8), "little") >> 1
 
 
 def read_prompts(file: Path | None) -> list[Prompt]:
-    """The prompts of a JSONL file, or of stdin (None), in their order; blank lines are skipped.
+    """Return the prompts of a JSONL file, or of stdin (None), in their order; blank lines are skipped.
 
     Raises ValueError for a file without prompts, and with the line's number for the first that is no prompt.
     """
@@ -174,7 +175,7 @@ def _given(kind: str, value: object) -> dict[str, Any]:
 
 
 def _items(name: str, value: object, item: type) -> list[Any]:
-    """A list of one or more, each of the same type."""
+    """Return a list of one or more, each of the same type."""
     elements = _typed(name, value, (list,))
     if not elements:
         raise ValueError(f"{name} is empty: give at least one")
@@ -193,7 +194,7 @@ def _optional(entry: dict[str, Any], name: str | None, types: tuple[type, ...]) 
 
 
 def _one_of(names: tuple[str, ...], entry: dict[str, Any]) -> str | None:
-    """The one that ``entry`` has, None for none. Raises ValueError for two."""
+    """Return the one that ``entry`` has, None for none. Raises ValueError for two."""
     found = [name for name in names if name in entry]
     if len(found) > 1:
         raise ValueError(f"{' and '.join(found)} stand for the same: leave all but one out")

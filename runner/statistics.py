@@ -31,7 +31,7 @@ class GenerationStats:
     method_calls: Counter[str] = field(default_factory=Counter)
 
     def record(self, proposed: int, accepted: int) -> None:
-        """A round; ``proposed`` 0 is a step without a draft."""
+        """Count a round; ``proposed`` 0 is a step without a draft."""
         if not proposed:
             self.num_undrafted += 1
             return

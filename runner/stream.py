@@ -160,13 +160,13 @@ class Answer:
         return Piece(text, fresh, proposed, accepted)
 
     def end(self, generation: Generation) -> None:
-        """There are no more rounds."""
+        """Note that there are no more rounds."""
         self.finish_reason = generation.finish_reason
         if self.finish_reason == STOP:
             self._stop_reason = self._tokens[-1]
 
     def rest(self) -> str:
-        """The text that was held back, once."""
+        """Return the text that was held back, once."""
         if self._decoder is None or self._rest_is_out:
             return ""
         self._rest_is_out = True

@@ -62,12 +62,12 @@ class Text:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode_messages(self, messages: list[Message]) -> list[int]:
-        """A conversation in the model's chat template, up to where its next turn begins. Raises ValueError where the
-        model has no template, for what is no conversation, and for what the template does not take."""
+        """Return a conversation in the model's chat template, up to where its next turn begins. Raises ValueError where
+        the model has no template, for what is no conversation, and for what the template does not take."""
         return self._chat_template.encode(messages)
 
     def encode_chat(self, prompt: str) -> list[int]:
-        """One user turn, as ``encode_messages``."""
+        """Return one user turn, as ``encode_messages``."""
         return self.encode_messages([{"role": "user", "content": prompt}])
 
     @cached_property
@@ -78,7 +78,7 @@ class Text:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
 
     def written(self, token: int, skip_special: bool = True) -> str | None:
-        """A token as the vocabulary writes it; None for one that ``decode`` leaves out."""
+        """Return a token as the vocabulary writes it; None for one that ``decode`` leaves out."""
         written = self.tokenizer.id_to_token(token)
         return None if skip_special and written in self._special else written
 
@@ -113,7 +113,7 @@ class TextStream:
         self._uncertain = ""  # what follows it so far
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain. Ids behind a stop string are ignored."""
+        """Return the text that became certain. Ids behind a stop string are ignored."""
         fresh = ""
         for token in ids:
             if self.stopped is not None:
@@ -145,7 +145,7 @@ class TextStream:
         return self._release(self._held + certain)
 
     def _release(self, text: str) -> str:
-        """All of ``text`` but what could still become a stop string, which is held."""
+        """Return all of ``text`` but what could still become a stop string, which is held."""
         ready = len(text) - self._stop.unfinished(text)
         self._held = text[ready:]
         return text[:ready]

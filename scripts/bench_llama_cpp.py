@@ -168,7 +168,7 @@ def types_beside(model: Model, asked: Sequence[str]) -> Sequence[str]:
 def measured(
     artifact: Path, build: Build, threads: int, weights: Sequence[str], cache: str, repeats: int, folder: Path | None
 ) -> dict[str, Any]:
-    """``folder`` has the GGUF files or takes them; None: they are made anew."""
+    """Return the measurements. ``folder`` has the GGUF files or takes them; None: they are made anew."""
     workload = make_workload(PROMPTS, {}, chat=False)
     briefly = make_workload(PROMPTS, {"max_new_tokens": SEARCH_TOKENS}, chat=False)
     use_threads(threads)

@@ -98,7 +98,7 @@ class Endpoint:
 
 @contextmanager
 def served(artifact: Path, new_tokens: int) -> Iterator[Endpoint]:
-    """eagle3-serve in a process of its own."""
+    """Run eagle3-serve in a process of its own."""
     code = "import sys; from eagle3.runner.serve.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, str(artifact), "--port", "0", "--default", "temperature=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -170,12 +170,12 @@ def first_ms(answers: Sequence[Heard]) -> float:
 
 
 def rate(answers: Sequence[Heard]) -> float:
-    """Tokens a second after the first piece; those of that piece are one each."""
+    """Return tokens a second after the first piece; those of that piece are one each."""
     return sum(each.tokens - 1 for each in answers) / sum(each.rest for each in answers)
 
 
 def report_of(heard: dict[str, list[list[Heard]]], rounds: int) -> dict[str, Any]:
-    """``rounds``: of a pass through the library. Ratios are formed within a pass."""
+    """Return the report. ``rounds``: those of a pass through the library. Ratios are formed within a pass."""
     base, sides = heard[LIBRARY], []
     for name, passes in heard.items():
         pairs = list(zip(passes, base, strict=True))

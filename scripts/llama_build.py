@@ -76,7 +76,7 @@ def convert(build: Build, shipped: str, folder: Path, types: Sequence[str]) -> G
 
 
 def epilog(doc: str) -> str:
-    """A script's docstring behind its first paragraph, for ``--help``: click keeps its lines."""
+    """Return a script's docstring behind its first paragraph, for ``--help``: click keeps its lines."""
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in doc.split("\n\n")[1:])
 
 
@@ -89,8 +89,8 @@ def make(file: Path, command: Sequence[str]) -> None:
 
 
 def with_accepted_tokenizer(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint with a tokenizer that llama.cpp's converter takes a Gemma 4 with. gemma4-tiny's is of another
-    kind; prompts and answers are token ids here, so nothing hangs on what they spell."""
+    """Return the checkpoint with a tokenizer that llama.cpp's converter takes a Gemma 4 with. gemma4-tiny's is of
+    another kind; prompts and answers are token ids here, so nothing hangs on what they spell."""
     for file in checkpoint.iterdir():
         (folder / file.name).symlink_to(file.resolve())
     path = folder / "tokenizer.json"

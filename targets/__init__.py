@@ -126,7 +126,8 @@ TARGETS: dict[str, TargetSpec] = {
 
 
 def spec_for(name: str, model_type: str) -> TargetSpec:
-    """The record of target ``name`` for a text configuration of ``model_type``: ``auto`` takes the family's own."""
+    """Return the record of target ``name`` for a text configuration of ``model_type``: ``auto`` takes the family's
+    own."""
     spec = TARGETS[name]
     if spec.model_types:
         return spec

@@ -35,7 +35,7 @@ class SharedInputs(NamedTuple):
 
 
 def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BConfig:
-    """ExecuTorch's configuration from transformers'.
+    """Make ExecuTorch's configuration of transformers'.
 
     Its own ``from_hf_config`` reads ``global_head_dim``, which transformers 5.23 no longer writes (the sizes of full
     layers are in ``per_layer_config``), and silently falls back to the 31B's.

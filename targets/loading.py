@@ -44,7 +44,7 @@ def read_safetensors(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def default_form(name: str, weight: Tensor) -> Tensor:
-    """ExecuTorch's ``to_default``, which leaves a plain tensor as it is."""
+    """Convert as ExecuTorch's ``to_default``, which leaves a plain tensor as it is."""
     if is_plain(weight):
         return weight
     from executorch.extension.llm.export.quant.convert import to_default

@@ -35,7 +35,7 @@ class TapTarget(Protocol):
     def __call__(
         self, tokens: "Tensor", input_pos: "Tensor", taps: tuple[int, ...]
     ) -> tuple["Tensor", tuple["Tensor", ...]]:
-        """One forward over the cache.
+        """Compute one forward over the cache.
 
         Args:
             tokens: int64 [1, T]
@@ -52,21 +52,21 @@ class TapTarget(Protocol):
         [1, T, hidden_size]."""
 
     def kept(self, kind: str) -> "nn.Module | None":
-        """The attention module (``AttentionFactory``) with the keys and values of the last layer of a kind that has
-        its own; None without such a layer. ``kind``: "full_attention" or "sliding_attention"."""
+        """Return the attention module (``AttentionFactory``) with the keys and values of the last layer of a kind that
+        has its own; None without such a layer. ``kind``: "full_attention" or "sliding_attention"."""
 
     def scores(self, state: "Tensor") -> "Tensor":
-        """Scores [1, R, vocab_size] of normed states [1, R, hidden_size]: the logits before the softcap.
+        """Return scores [1, R, vocab_size] of normed states [1, R, hidden_size]: the logits before the softcap.
 
         The greatest score is the greatest logit. Where the softcap makes equals of the greatest logits (in float32 from
         about nine times its value on), the greatest score is one of them.
         """
 
     def capped(self, scores: "Tensor") -> "Tensor":
-        """The logits of ``scores``, in float32."""
+        """Return the logits of ``scores``, in float32."""
 
     def logits(self, state: "Tensor") -> "Tensor":
-        """Logits [1, R, vocab_size] of normed states [1, R, hidden_size], in float32."""
+        """Return logits [1, R, vocab_size] of normed states [1, R, hidden_size], in float32."""
 
 
 Weights = Iterable[tuple[str, "Tensor"]]
@@ -176,7 +176,7 @@ _WINDOW_FIELDS = {"full_attention": None, "sliding_attention": "sliding_window",
 
 
 def layer_windows(config: "PreTrainedConfig") -> list[Window]:
-    """The window of each layer of a transformers text configuration.
+    """Return the window of each layer of a transformers text configuration.
 
     Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2). Raises ValueError for a
     layer that attends otherwise.
@@ -199,5 +199,6 @@ def _window(config: "PreTrainedConfig", kind: str) -> Window:
 
 
 def sliding_window(config: "PreTrainedConfig") -> int:
-    """The longest window or chunk in tokens of a transformers text configuration, 0 where every layer attends fully."""
+    """Return the longest window or chunk in tokens of a transformers text configuration, 0 where every layer attends
+    fully."""
     return max(window.tokens for window in layer_windows(config))

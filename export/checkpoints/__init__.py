@@ -13,7 +13,7 @@ SOURCES: tuple[type[Source], ...] = (GGUFFile, Mxfp4Folder, PackedFolder, Safete
 
 
 def open_source(path: Path) -> Source:
-    """The checkpoint at ``path``; one that no source recognizes fails as a folder of safetensors does."""
+    """Return the checkpoint at ``path``; one that no source recognizes fails as a folder of safetensors does."""
     return next((source for source in SOURCES if source.recognizes(path)), SafetensorsFolder)(path)
 
 

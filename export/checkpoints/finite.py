@@ -25,7 +25,7 @@ def check_finite(source: Source, is_read: Callable[[str], bool]) -> None:
 
 
 def _parts(value: Tensor) -> Iterator[Tensor]:
-    """A plain tensor, or what one of torchao's is made of."""
+    """Yield a plain tensor, or what one of torchao's is made of."""
     if not isinstance(value, TorchAOBaseTensor):
         yield value
         return

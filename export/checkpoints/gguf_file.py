@@ -89,7 +89,7 @@ class GGUFFile(Source):
         return ARCHITECTURES[name]
 
     def field(self, key: str) -> Any:  # noqa: ANN401 - of whatever type the file gives it
-        """A value of the file's metadata, a list for an array; None where it has none. ``{arch}`` stands for the
+        """Return a value of the file's metadata, a list for an array; None where it has none. ``{arch}`` stands for the
         architecture's name."""
         fields = self._readers[0].fields
         if "{arch}" in key:
@@ -97,7 +97,7 @@ class GGUFFile(Source):
         return fields[key].contents() if key in fields else None
 
     def own_fields(self) -> dict[str, Any]:
-        """The metadata under the architecture's name, without that."""
+        """Return the metadata under the architecture's name, without that."""
         prefix = f"{self.field('general.architecture')}."
         names = [key for key in self._readers[0].fields if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.field(key) for key in names}
@@ -108,7 +108,7 @@ class GGUFFile(Source):
         return None if field is None else text_count(field)
 
     def by_own_name(self, name: str) -> Tensor | None:
-        """A plain tensor by its name in the file; None where it has none."""
+        """Return a plain tensor by its name in the file; None where it has none."""
         found = (tensor for reader in self._readers for tensor in reader.tensors if tensor.name == name)
         return next((_value(tensor) for tensor in found), None)
 
@@ -134,7 +134,7 @@ class GGUFFile(Source):
                 yield names.get(tensor.name, tensor.name), tensor
 
     def _as_trained(self, name: str, value: Tensor) -> Tensor:
-        """A tensor as it was before llama.cpp's converter changed it; ``name`` is the file's."""
+        """Return a tensor as it was before llama.cpp's converter changed it; ``name`` is the file's."""
         if self.architecture.norm_shift and name.endswith("norm.weight"):
             return value.float() - self.architecture.norm_shift
         if self.architecture.rotary_rows and re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
@@ -145,7 +145,7 @@ class GGUFFile(Source):
         return value
 
     def _heads(self, key: str, default: int | None = None) -> int:
-        """The same in every layer, as in all models whose rows llama.cpp reorders."""
+        """Return the number of heads, the same in every layer in all models whose rows llama.cpp reorders."""
         found = self.field(f"{{arch}}.{key}")
         heads = set(found) if isinstance(found, list) else {default if found is None else found}
         number = heads.pop() if len(heads) == 1 else None
@@ -166,8 +166,8 @@ def part_names(file: str) -> list[str]:
 
 
 def super_scales(value: "ExportableGGUFTensor") -> Tensor:
-    """All that is no whole number in a K-quant, views of its blocks: the float16 scale of each 256 weights, and that of
-    their minima where there are any. [N, K / 256, 2] or [N, K / 256]."""
+    """Return all that is no whole number in a K-quant, as views of its blocks: the float16 scale of each 256 weights,
+    and that of their minima where there are any. [N, K / 256, 2] or [N, K / 256]."""
     n, k = value.shape
     blocks = value.raw.view(n, k // 256, -1)
     of_minima = value.ggml_type != "q6_k"
@@ -175,7 +175,7 @@ def super_scales(value: "ExportableGGUFTensor") -> Tensor:
 
 
 def _value(tensor: "ReaderTensor") -> Tensor:
-    """[N, K] in PyTorch's order of dimensions; a matrix of K-quants as its blocks."""
+    """Return a tensor [N, K] in PyTorch's order of dimensions; a matrix of K-quants as its blocks."""
     import gguf
     from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 
@@ -190,8 +190,8 @@ def _value(tensor: "ReaderTensor") -> Tensor:
 
 
 def _halves_apart(value: Tensor, heads: int) -> Tensor:
-    """Rows of q or k from llama.cpp's order, in which those that are rotated together are neighbours, to transformers',
-    in which they are half a head apart. Blocks run along a row and stay whole."""
+    """Move rows of q or k from llama.cpp's order, in which those that are rotated together are neighbours, to
+    transformers', in which they are half a head apart. Blocks run along a row and stay whole."""
     from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 
     if isinstance(value, ExportableGGUFTensor):

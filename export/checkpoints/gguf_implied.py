@@ -119,7 +119,7 @@ def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterat
 
 
 def _rotated(rope: dict[str, Any], width: int) -> int:
-    """Dimensions of a head that rotate; Gemma 4's proportional rope leaves some of all of them at rest."""
+    """Return how many dimensions of a head rotate; Gemma 4's proportional rope leaves some of all of them at rest."""
     if rope.get("rope_type") == "proportional":
         return width
     return int(width * (rope.get("partial_rotary_factor") or 1))

@@ -34,8 +34,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_ids: tuple[int, ...] = ()) -> None:
-    """``config`` is transformers' text configuration in ``folder``, ``stop_ids`` the stop tokens there. Raises
-    ValueError naming the first key that disagrees, and both values."""
+    """Check a GGUF file against ``config``, transformers' text configuration in ``folder``, ``stop_ids`` the stop
+    tokens there. Raises ValueError naming the first key that disagrees, and both values."""
     own = file.architecture.model_types
     if config.model_type not in own:
         raise ValueError(
@@ -86,7 +86,7 @@ def rows_of_embedding(
 
 
 def template_note(file: GGUFFile, folder: Path) -> list[str]:
-    """A line on which chat template is used, where the file brings one that is not the folder's."""
+    """Return a line on which chat template is used, where the file brings one that is not the folder's."""
     own, used = file.field("tokenizer.chat_template"), _template(folder)
     if not isinstance(own, str) or not own or own == used:
         return []
@@ -130,7 +130,7 @@ def _may_be_cut(file: GGUFFile, key: str, found: object, config: "PreTrainedConf
 
 
 def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_ids: tuple[int, ...]) -> None:
-    """The file's first token and its stop token against the configuration's, where that has any."""
+    """Check the file's first token and its stop token against the configuration's, where that has any."""
     ends = config.eos_token_id
     ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
     ends, begins = sorted({*ends, *stop_ids}), config.bos_token_id
@@ -145,8 +145,8 @@ def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_id
 
 
 def _by_layer(key: str, found: object, expected: object) -> object:
-    """A pattern of windows may be one number n, by which every n-th layer attends to all; sections of a rope may end in
-    zeros."""
+    """Expand what is given by layer. A pattern of windows may be one number n, by which every n-th layer attends to
+    all; sections of a rope may end in zeros."""
     pattern = key == "attention.sliding_window_pattern"
     if pattern and isinstance(found, int) and not isinstance(found, bool) and isinstance(expected, list):
         return [found == 0 or bool((layer + 1) % found) for layer in range(len(expected))]
@@ -170,7 +170,7 @@ def _agree(found: object, expected: object) -> bool:
 
 
 def _shown(value: object, other: object) -> str:
-    """A value; of a list, what is at the first place where the two differ."""
+    """Return a value; of a list, what is at the first place where the two differ."""
     if isinstance(value, list):
         pairs = enumerate(zip(value, other if isinstance(other, list) else [other] * len(value), strict=False))
         layer = next((number for number, pair in pairs if not _agree(*pair)), None)
@@ -179,7 +179,8 @@ def _shown(value: object, other: object) -> str:
 
 
 def _check_rope_factors(file: GGUFFile, config: "PreTrainedConfig", folder: Path, described: bool) -> None:
-    """The factors that llama.cpp divides the frequencies of full layers by, against transformers' own frequencies."""
+    """Check the factors that llama.cpp divides the frequencies of full layers by against transformers' own
+    frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")

@@ -42,7 +42,8 @@ def text_count(field: ReaderField) -> int | None:
 
 
 def open_gguf(file: Path) -> GGUFReader:
-    """Memory-mapped. Raises ValueError for what is no GGUF file, a truncated one, or one of the other byte order."""
+    """Open a GGUF file, memory-mapped. Raises ValueError for what is no GGUF file, a truncated one, or one of the other
+    byte order."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         head = opened.read(8)

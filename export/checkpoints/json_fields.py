@@ -13,7 +13,7 @@ Default = TypeVar("Default")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError for anything else."""
+    """Return the JSON object in a file. Raises ValueError for anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, no UTF-8, or nested without end
@@ -24,7 +24,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def boolean(config: Mapping[str, Any], key: str, default: Default, where: object) -> bool | Default:
-    """``where`` names the file in errors. A key that is absent or null has its default."""
+    """Return a field that is true or false. ``where`` names the file in errors. A key that is absent or null has its
+    default."""
     value = config.get(key)
     if value is None:
         return default
@@ -34,7 +35,7 @@ def boolean(config: Mapping[str, Any], key: str, default: Default, where: object
 
 
 def count(config: Mapping[str, Any], key: str, default: Default, where: object, least: int = 1) -> int | Default:
-    """A whole number of ``least`` or more."""
+    """Return a whole number of ``least`` or more."""
     value = config.get(key)
     if value is None:
         return default
@@ -48,7 +49,7 @@ def count(config: Mapping[str, Any], key: str, default: Default, where: object, 
 def number(
     config: Mapping[str, Any], key: str, default: Default, where: object, most: float = math.inf
 ) -> float | Default:
-    """A finite number above 0, of ``most`` at most."""
+    """Return a finite number above 0, of ``most`` at most."""
     value = config.get(key)
     if value is None:
         return default
@@ -60,7 +61,7 @@ def number(
 
 
 def layer_ids(config: Mapping[str, Any], key: str, where: object) -> tuple[int, ...] | None:
-    """A list of whole numbers; None where it is absent, null or empty."""
+    """Return a list of whole numbers; None where it is absent, null or empty."""
     value = config.get(key)
     if value is None or value == []:
         return None
@@ -70,7 +71,7 @@ def layer_ids(config: Mapping[str, Any], key: str, where: object) -> tuple[int, 
 
 
 def texts(config: Mapping[str, Any], key: str, where: object) -> tuple[str, ...]:
-    """A list of strings, empty where it is absent or null."""
+    """Return a list of strings, empty where it is absent or null."""
     value = config.get(key)
     if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a list of names: correct it")
@@ -78,7 +79,7 @@ def texts(config: Mapping[str, Any], key: str, where: object) -> tuple[str, ...]
 
 
 def nested(config: Mapping[str, Any], key: str, where: object) -> dict[str, Any]:
-    """An object, empty where it is absent or null."""
+    """Return an object, empty where it is absent or null."""
     value = config.get(key)
     if value is None:
         return {}

@@ -70,11 +70,12 @@ class Format(ABC):
 
     @abstractmethod
     def unpack(self, linear: str, layout: PackedLinear, read: Read, /) -> Tensor:
-        """The weight, by ``as_tensor``."""
+        """Return the weight, by ``as_tensor``."""
 
 
 def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The weight as torchao and ExecuTorch have it, with the same codes, scales and zero points, sorted by groups.
+    """Return the weight as torchao and ExecuTorch have it, with the same codes, scales and zero points, sorted by
+    groups.
 
     Args:
         codes: uint8 [rows, columns], or of 4 bits [rows, columns / 2], the even column in the low half
@@ -99,13 +100,13 @@ def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor |
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The codes in each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
+    """Return the codes in each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
 
 
 def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> int:
-    """``bits`` of a quantization_config."""
+    """Return the checked ``bits`` of a quantization_config."""
     bits = count(config, "bits", None, where)
     if bits is None or bits not in known:
         raise ValueError(f"{where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}")
@@ -113,12 +114,12 @@ def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> in
 
 
 def check_group(where: str, config: dict[str, Any]) -> int:
-    """``group_size`` of a quantization_config; -1: a row has one scale."""
+    """Return the checked ``group_size`` of a quantization_config; -1: a row has one scale."""
     return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
 
 
 def matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
-    """The shape of a part that has rows and columns."""
+    """Return the shape of a part that has rows and columns."""
     if len(header.shape) != 2 or not header.elements:
         raise ValueError(f"{linear}.{part} is {list(header.shape)}, but a matrix is what is packed: copy it again")
     return header.shape
@@ -136,7 +137,7 @@ def expect(
 
 
 def input_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> Tensor | None:
-    """int64 [columns], the columns sorted by their groups; None where they are so already.
+    """Return int64 [columns], the columns sorted by their groups; None where they are so already.
 
     Tools that quantize in the order of activations (desc_act, actorder group) scatter a group's columns. Raises
     ValueError for groups that are not of one size.

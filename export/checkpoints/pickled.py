@@ -70,7 +70,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as a safetensors file would give it: no Parameter, without gradients, contiguous, its storage its own.
+    """Return the tensor as a safetensors file would give it: no Parameter, without gradients, contiguous, its storage
+    its own.
 
     ExecuTorch's loader casts what is of the class Tensor alone, and its writer takes the whole of a constant's storage.
     """
@@ -82,7 +83,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The state dictionary in a file, memory-mapped where its format allows. No code in it is run."""
+    """Return the state dictionary in a file, memory-mapped where its format allows. No code in it is run."""
     import executorch.extension.llm.export  # noqa: F401  (registers the classes of quantized tensors as data)
     from torchao.utils import TorchAOBaseTensor
 

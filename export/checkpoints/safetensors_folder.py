@@ -47,8 +47,8 @@ class SafetensorsFolder(Source):
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder, one or sharded. Raises FileNotFoundError naming what is not there, ValueError
-    for an index that is none."""
+    """Return the files of a checkpoint folder, one or sharded. Raises FileNotFoundError naming what is not there,
+    ValueError for an index that is none."""
     single = folder / SINGLE_FILE
     shards = sorted(set(weight_map(folder / INDEX_FILE).values())) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
     for path in (folder / shard for shard in shards):
@@ -63,7 +63,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name to file name, as an index has it; no file lies outside its folder."""
+    """Return the map of tensor names to file names, as an index has it; no file lies outside its folder."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} has no weight_map of tensors to files, so it is no index: copy it again")
@@ -96,7 +96,7 @@ def _cause_of_a_missing_file(folder: Path) -> str:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Tensor name to header; the parts of a weight that torchao quantized count as that weight.
+    """Return the headers by tensor name; the parts of a weight that torchao quantized count as that weight.
 
     Raises ValueError for a file that is cut short or no safetensors file, and for a tensor that is in the index alone.
     """

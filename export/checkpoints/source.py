@@ -41,7 +41,7 @@ class Source(ABC):
 
     @abstractmethod
     def files(self) -> list[Path]:
-        """The files that hold tensors."""
+        """Return the files that hold tensors."""
 
     @abstractmethod
     def headers(self) -> dict[str, TensorHeader]:
@@ -49,7 +49,8 @@ class Source(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, memory-mapped or read when it is asked for; a quantized weight as a tensor of torchao's."""
+        """Yield every tensor, memory-mapped or read when it is asked for; a quantized weight as a tensor of
+        torchao's."""
 
     def tensor(self, name: str) -> Tensor:
         for each, tensor in self.tensors():

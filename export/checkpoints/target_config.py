@@ -31,7 +31,7 @@ DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_voc
 
 
 def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
-    """transformers' text configuration of the target ``name``.
+    """Return transformers' text configuration of the target ``name``.
 
     Raises FileNotFoundError for a folder that has none, ValueError for a file that describes no model, or one that the
     target's loader does not read.
@@ -88,7 +88,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
 
 
 def special_ids(checkpoint: Path, target_config: "PreTrainedConfig") -> tuple[int, tuple[int, ...]]:
-    """The first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them.
+    """Return the first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them.
 
     Raises ValueError for an id that is no whole number: it would never stop.
     """
@@ -133,7 +133,7 @@ def _refuse_what_is_no_target(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration, its text part and what single layers override."""
+    """Yield the configuration, its text part and what single layers override."""
     for part in (fields, fields.get("text_config")):
         if isinstance(part, dict):
             yield part
@@ -142,7 +142,8 @@ def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_sizes(file: Path, part: object, unused: str | None = "sliding_window") -> None:
-    """``unused``: the size that may be 0, if nothing uses it: Qwen2-MoE's class writes that for a window."""
+    """Check that sizes are whole numbers above 0. ``unused``: the size that may be 0, if nothing uses it: Qwen2-MoE's
+    class writes that for a window."""
     if not isinstance(part, dict):
         return
     for name in SIZES:
@@ -183,7 +184,8 @@ def _refusal(
 
 
 def _tie_as_the_whole(config: "PreTrainedConfig", text_config: "PreTrainedConfig") -> None:
-    """Most multimodal configurations say at their top level whether the head is the embedding."""
+    """Tie the head as the whole model does: most multimodal configurations say at their top level whether the head is
+    the embedding."""
     if config is text_config:
         return
     from eagle3.targets.wrapper import wrapper_of
@@ -194,7 +196,7 @@ def _tie_as_the_whole(config: "PreTrainedConfig", text_config: "PreTrainedConfig
 
 
 def _check_layers(file: Path, config: "PreTrainedConfig") -> None:
-    """The sizes once more, with the defaults of the class in place, as each layer has them."""
+    """Check the sizes once more, with the defaults of the class in place, as each layer has them."""
     strange = sorted((config.per_layer_attributes or set()).difference(BY_LAYER))
     if strange:
         raise ValueError(

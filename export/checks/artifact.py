@@ -50,7 +50,7 @@ class Outcome:
 
 @torch.no_grad()
 def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
-    """The tolerance for a near-tie of this model by its recipe, in standard deviations of the logits.
+    """Return the tolerance for a near-tie of this model by its recipe, in standard deviations of the logits.
 
     Where activations are quantized, what rounds differently turns codes, until logits differ by as much as the
     quantization itself moves them. How much that is depends on the model: it is measured, the logits with quantized
@@ -73,8 +73,8 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
 
 
 def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None) -> Outcome:
-    """``speculator`` is what the artifact was made of, where this machine computes it eagerly; with None no tokens are
-    compared.
+    """Run the artifact on prompts. ``speculator`` is what the artifact was made of, where this machine computes it
+    eagerly; with None no tokens are compared.
 
     Raises ValueError where the artifact does not run, gives what is no number, or says another token.
     """
@@ -130,7 +130,7 @@ def why_not(folder: Path) -> str | None:
 
 
 def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
-    """Short texts and one that takes several chunks of prefill; of random ids where there is no tokenizer."""
+    """Return token ids of short texts and of one that takes several chunks; random ids where there is no tokenizer."""
     room = plan.max_seq_len - NEW_TOKENS
     longest = min(plan.method(PREFILL).max_len + 5, LONGEST_PROMPT, room)
     file = folder / "tokenizer.json"
@@ -170,8 +170,8 @@ _HOW = "nothing was written; --no-check writes it all the same, to look into it"
 def compare_tokens(
     speculator: Eagle3Speculator, prompt: list[int], fresh: list[int], most_rows: int, tie: float = NEAR_TIE
 ) -> int:
-    """Each new token against the greedy one of the eager target after the same tokens. Returns how many differ by a
-    near tie; raises ValueError for one that differs by more."""
+    """Compare each new token with the greedy one of the eager target after the same tokens. Returns how many differ by
+    a near tie; raises ValueError for one that differs by more."""
     tokens = torch.tensor([prompt + fresh[:-1]])
     logits = _logits(speculator, tokens, most_rows)[len(prompt) - 1 :]
     said, best = logits.gather(1, torch.tensor(fresh)[:, None])[:, 0], logits.max(-1)
@@ -188,7 +188,7 @@ def compare_tokens(
 
 
 def _logits(speculator: Eagle3Speculator, tokens: Tensor, most_rows: int) -> Tensor:
-    """[T, vocab_size] of every position, in chunks."""
+    """Return the logits [T, vocab_size] of every position, computed in chunks."""
     parts = []
     for start in range(0, tokens.shape[1], most_rows):
         rows = tokens[:, start : start + most_rows]
@@ -198,7 +198,8 @@ def _logits(speculator: Eagle3Speculator, tokens: Tensor, most_rows: int) -> Ten
 
 
 def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
-    """Lines for a head whose proposals are worth nothing: the causes as often as they are met, and what to type."""
+    """Return lines for a head whose proposals are worth nothing: the causes as often as they are met, and what to
+    type."""
     draft, config = plan.draft, plan.config
     taps = ",".join(map(str, plan.taps))
     lines = [

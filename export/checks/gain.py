@@ -31,8 +31,8 @@ class Rounds:
         return self.step_ms.get(DECODE, self.step_ms[TWO_ROWS])
 
     def tokens(self, length: int) -> float:
-        """The tokens of a round. Positions after the artifact's own are accepted as its last one, given those before
-        it."""
+        """Return the tokens of a round. Positions after the artifact's own are accepted as its last one, given those
+        before it."""
         rates = list(self.rates)
         last = rates[-1] / rates[-2] if len(rates) > 1 and rates[-2] else rates[-1]
         while len(rates) < length:
@@ -40,7 +40,8 @@ class Rounds:
         return 1 + sum(rates[:length])
 
     def milliseconds(self, length: int) -> float:
-        """Rows beyond two cost the same each. A round that is one call is as much faster at any length."""
+        """Return the time of a round. Rows beyond two cost the same each. A round that is one call is as much faster at
+        any length."""
         calls = self._calls(length)
         return calls * self.step_ms[SPECULATE] / self._calls(self.chain_len) if SPECULATE in self.step_ms else calls
 
@@ -51,7 +52,7 @@ class Rounds:
         return two + row * (length - 1) + self.step_ms[DRAFT_STEP] * (length if self.proposals == 1 else 1)
 
     def gain(self, length: int) -> float:
-        """Tokens a second to those of decoding without speculation."""
+        """Return the ratio of tokens a second to those of decoding without speculation."""
         return self.tokens(length) * self.step / self.milliseconds(length)
 
 

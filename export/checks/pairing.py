@@ -37,7 +37,7 @@ def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps:
 
 
 def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescription:
-    """The head for a target whose file leaves out the last rows of its vocabulary, which no token has.
+    """Return the head for a target whose file leaves out the last rows of its vocabulary, which no token has.
 
     Raises ValueError for a head that speaks one of them.
     """
@@ -68,13 +68,14 @@ def check_trained_for(draft: DraftDescription, checkpoint: Path) -> None:
 
 
 def _families(architectures: object) -> set[str]:
-    """Names of models without what is asked of them: Gemma4ForCausalLM and Gemma4ForConditionalGeneration are one."""
+    """Return names of models without what is asked of them: Gemma4ForCausalLM and Gemma4ForConditionalGeneration are
+    one."""
     names = architectures if isinstance(architectures, Iterable) and not isinstance(architectures, str) else ()
     return {re.sub(r"(For[A-Z]\w*|LMHeadModel|TextModel|Model)$", "", name) for name in names if isinstance(name, str)}
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
-    """The same ids must be the same tokens; one may have more of them."""
+    """Check that the same ids are the same tokens; one tokenizer may have more of them."""
     if draft.read_bytes() == target.read_bytes():
         return
     from tokenizers import Tokenizer

@@ -30,7 +30,8 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products this small are not worth waiting for other threads, on a busy machine least of all."""
+    """Compute on one thread: products this small are not worth waiting for other threads, on a busy machine least of
+    all."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -41,7 +41,8 @@ def check_target(
     config: "PreTrainedConfig",
     described: Path | None = None,
 ) -> dict[str, TensorHeader]:
-    """Every tensor of the target as its configuration has it, by name. Returns the headers of those that are read.
+    """Check that every tensor of the target has its configuration's shape, by name. Returns the headers of those that
+    are read.
 
     ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError.
     """
@@ -83,7 +84,7 @@ def _cause(name: str) -> str:
 
 
 def check_draft(draft: DraftDescription) -> None:
-    """Every tensor of the head as its configuration has it, by name. Raises ValueError."""
+    """Check that every tensor of the head has its configuration's shape, by name. Raises ValueError."""
     from eagle3.export.draft.loading import unfilled
 
     expected = unfilled(draft).state_dict()

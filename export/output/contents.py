@@ -58,7 +58,7 @@ class HashedFile:
         return written
 
     def sha256(self) -> str:
-        """The sha256 of everything written so far."""
+        """Return the sha256 of everything written so far."""
         return self._digest.hexdigest()
 
 

@@ -85,7 +85,7 @@ def _prefix(place: Path, kind: str) -> str:
 
 
 def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
-    """The folders of exports into ``place``, each with the process id in its name."""
+    """Return the folders of exports into ``place``, each with the process id in its name."""
     pattern = re.compile(re.escape(_prefix(place, kind)) + r"(?:(\d+)-)?[a-z0-9_]{8}")
     found = []
     with suppress(FileNotFoundError, PermissionError), os.scandir(place.parent) as entries:

@@ -36,7 +36,8 @@ class Progress:
 
 
 def peak_resident_mb() -> float:
-    """Peak resident memory in MB (10^6 bytes) since the stage began; of the process where the system cannot say."""
+    """Return the peak resident memory in MB (10^6 bytes) since the stage began; of the process where the system cannot
+    say."""
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM"):

@@ -34,7 +34,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
-    """The plan as a dry run prints it. ``sources`` are lines on where the checkpoints come from."""
+    """Return the plan as a dry run prints it. ``sources`` are lines on where the checkpoints come from."""
     facts = plan_json(plan)
     lines = [
         f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
@@ -61,7 +61,7 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
 
 
 def _gpus(plan: Plan) -> list[Gpu]:
-    """The known GPUs of the architecture in ``--cuda-arch``; all known GPUs without the flag."""
+    """Return the known GPUs of the architecture in ``--cuda-arch``; all known GPUs without the flag."""
     arch = plan.config.cuda_arch
     return gpus_of(arch) if arch else list(GPUS.values())
 
@@ -74,12 +74,12 @@ def _gpus_text(fits: Mapping[str, bool]) -> str:
 
 
 def draft_text(plan: Plan) -> str:
-    """Kind and dialect of the head."""
+    """Return the kind and dialect of the head."""
     return f"{plan.draft.kind} head of {plan.draft.dialect}"
 
 
 def quantized_text(plan: Plan) -> str:
-    """A line on a quantized checkpoint's weights: how many are quantized, and what the export makes of them."""
+    """Return a line on a quantized checkpoint's weights: how many are quantized, and what the export makes of them."""
     quantized = plan.quantized_headers
     kinds = " and ".join(sorted({header.dtype for header in quantized}))
     if BACKENDS[plan.config.backend].quantizes:

@@ -58,7 +58,7 @@ def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, 
 
 
 def _target(size: int, generator: torch.Generator) -> SimpleNamespace:
-    """A stand-in for the target, with the two modules that a draft head may share: embedding and lm_head."""
+    """Return a stand-in for the target, with the two modules that a draft head may share: embedding and lm_head."""
     embedding, lm_head = nn.Embedding(VOCABULARY, size), nn.Linear(size, VOCABULARY, bias=False)
     for module in (embedding, lm_head):
         module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
@@ -104,7 +104,7 @@ def _small_layer(draft: EagleDescription) -> "LlamaConfig":
 
 
 def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
-    """The head's own ``config.json`` with smaller sizes."""
+    """Return the head's own ``config.json`` with smaller sizes."""
     config = read_object(draft.folder / "config.json")
     fields = DIALECTS[draft.dialect].layer_fields(config)
     cut = small.to_dict()
@@ -125,7 +125,7 @@ def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | 
 
 
 def _spoken(draft: EagleDescription) -> int:
-    """The size of the twin's draft vocabulary."""
+    """Return the size of the twin's draft vocabulary."""
     return DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
 
 
@@ -157,7 +157,7 @@ def _random_tensors(
 
 
 def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
+    """Return the shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
     size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
     queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
     linears = {

@@ -101,7 +101,7 @@ def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
 
 
 def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The attributes, types and shapes of each layer, by name."""
+    """Return the attributes, types and shapes of each layer, by name."""
     count = config.num_hidden_layers
     lists = {
         name: value
@@ -125,7 +125,7 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _telling(traits: list[dict[str, Any]]) -> set[str]:
-    """The names of the traits that tell kinds apart: those that differ among layers.
+    """Return the names of the traits that tell kinds apart: those that differ among layers.
 
     Numbers that rise or fall from each layer to the next are left out: they are a layer's index or derived from it.
     """

@@ -66,7 +66,8 @@ def _spread(module: nn.Module, tensor: Tensor) -> float:
 
 
 def _query_key_factors(model: nn.Module) -> dict[int, float]:
-    """The factor for the weights of each norm of queries or keys, by id, where attention hardly scales its scores down.
+    """Return the factor for the weights of each norm of queries or keys, by id, where attention hardly scales its
+    scores down.
 
     Without it each position would attend to one other alone, and rounding would be amplified a hundredfold.
     """

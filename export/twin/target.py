@@ -160,7 +160,7 @@ def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
 
 
 def _line(error: Exception) -> str:
-    """An error's message on one line, cut to ``MOST_CHARACTERS``."""
+    """Return an error's message on one line, cut to ``MOST_CHARACTERS``."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
@@ -200,8 +200,8 @@ def _save(reference: "PreTrainedModel | TextPart", folder: Path) -> None:
 
 
 def _recomputed(model: "PreTrainedModel | TextPart", tokens: Tensor) -> dict[str, Tensor]:
-    """Logits and states of one forward over all tokens, by name: each [1, T, .]. Hooks on the layers read the states,
-    since transformers applies the final norm to the last one that it returns."""
+    """Return logits and states of one forward over all tokens, by name: each [1, T, .]. Hooks on the layers read the
+    states, since transformers applies the final norm to the last one that it returns."""
     states: dict[int, Tensor] = {}
     count = model.config.num_hidden_layers
     layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count)

@@ -146,7 +146,7 @@ def _pytorch() -> list[ctypes.CDLL]:
 
 @cache
 def _declared() -> frozenset[str]:
-    """The CUDA functions that the headers of AOTInductor's C interface declare."""
+    """Return the CUDA functions that the headers of AOTInductor's C interface declare."""
     import torch
 
     folder = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "inductor" / "aoti_torch"

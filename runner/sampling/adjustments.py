@@ -28,7 +28,7 @@ class Adjustments(Generic[Array]):
         self._seen_columns: Array = arrays.array(np.empty(len(columns), np.int64))
 
     def see(self, tokens: Sequence[int], generated: bool = False) -> None:
-        """These are among the tokens so far, of the prompt or ``generated``."""
+        """Take note of tokens of the prompt, or ``generated`` ones."""
         if generated and (self._presence or self._frequency):
             self._counts.update(column for column in self._columns[list(tokens)].tolist() if column >= 0)
         known = len(self._seen)
@@ -37,8 +37,8 @@ class Adjustments(Generic[Array]):
         self._seen_columns[known : len(self._seen)] = self._arrays.array(np.array(fresh, np.int64))
 
     def __call__(self, logits: Array, proposed: Iterable[tuple[int, int]]) -> Array:
-        """The logits that they make of ``logits``, float32 [1, R, V]. ``proposed``: (row, token), the first row that
-        the token stands before."""
+        """Return the adjusted ``logits``, float32 [1, R, V]. ``proposed``: (row, token), the first row that the token
+        stands before."""
         logits = self._arrays.xp.asarray(logits, copy=True)
         rows = logits[0]
         rows[:, self._biased] += self._biases
@@ -57,7 +57,7 @@ class Adjustments(Generic[Array]):
         return logits
 
     def _take_off(self, rows: Array, proposed: list[tuple[int, int]]) -> None:
-        """OpenAI's two penalties; a proposal counts as generated in the rows behind it.
+        """Subtract OpenAI's two penalties; a proposal counts as generated in the rows behind it.
 
         What a token loses is always one subtraction, so that a row comes out the same however its tokens were proposed.
         """
@@ -74,7 +74,7 @@ class Adjustments(Generic[Array]):
                 rows[row:, column] = before[column][row:] - float(self._loss(np.array(counts[column])))
 
     def _loss(self, counts: np.ndarray) -> np.ndarray:
-        """float32"""
+        """Return the penalties of ids by their counts, float32."""
         return (self._presence + self._frequency * counts).astype(np.float32)
 
     def _penalized(self, logits: Array) -> Array:

@@ -21,13 +21,13 @@ class Arrays(Protocol[Array]):
     """The library, for what both call alike."""
 
     def view(self, logits: Tensor, /) -> Array:
-        """A tensor as such an array, not copied."""
+        """Return a tensor as such an array, not copied."""
 
     def array(self, values: np.ndarray) -> Array: ...
     def floats(self, integers: Array) -> Array: ...
     def host(self, ids: Array) -> np.ndarray: ...
     def largest(self, rows: Array, count: int) -> Array:
-        """The ``count`` largest of each row [1, R, V], ascending: [1, R, count]."""
+        """Return the ``count`` largest of each row [1, R, V], ascending: [1, R, count]."""
 
 
 class Host:

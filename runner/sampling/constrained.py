@@ -70,7 +70,7 @@ class Guide:
             self.back(taken)
 
     def allowed(self) -> np.ndarray:
-        """bool [V]: the tokens that may come next."""
+        """Return bool [V]: the tokens that may come next."""
         constraint = self._constraint
         if self.free:
             return np.ones(constraint.vocab_size, bool)
@@ -91,8 +91,8 @@ class Guide:
         return bool(self._bits()[token >> 3] >> (token & 7) & 1)
 
     def forced(self, count: int) -> list[int]:
-        """The tokens that must come next, as far as the grammar knows, ``count`` at most. Behind the end it is the end
-        token again: no draft is to be asked for what nobody will read."""
+        """Return the tokens that must come next, as far as the grammar knows, ``count`` at most. Behind the end it is
+        the end token again: no draft is to be asked for what nobody will read."""
         if self._where in (BEFORE, REASONING):
             return []
         tokens = [] if self._where == OVER else self._matcher.compute_ff_tokens()[:count]
@@ -103,7 +103,7 @@ class Guide:
         return tokens
 
     def _bits(self) -> np.ndarray:
-        """The mask of the next token: uint8, a bit a token."""
+        """Return the mask of the next token: uint8, a bit a token."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return bits
@@ -155,7 +155,7 @@ class Constrained:
         return self._choice.target(step._replace(logits=_masked(step.logits, allowed)), proposed)
 
     def _greedy_rows(self, step: Step, proposed: list[int]) -> Tensor:
-        """The most likely token wherever it is allowed, which it mostly is; only elsewhere is a mask made."""
+        """Return the most likely token wherever it is allowed, which it mostly is; only elsewhere is a mask made."""
         assert step.logits is not None, "Grammars asks for logits"
         ids: list[int] = step.ids[0].tolist()
         taken = 0
@@ -213,5 +213,5 @@ def _ids(proposed: Sequence[Tensor]) -> list[int]:
 
 
 def _masked(logits: Tensor, allowed: np.ndarray) -> Tensor:
-    """``logits`` with -inf where a token is not allowed; ``allowed`` has their last dimensions."""
+    """Return ``logits`` with -inf where a token is not allowed; ``allowed`` has their last dimensions."""
     return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))

@@ -132,7 +132,7 @@ class Grammars:
 
 
 def _grammar(kind: str, value: object) -> str:
-    """llguidance's own form of a grammar."""
+    """Return llguidance's own form of a grammar."""
     from llguidance import LLMatcher
 
     if kind == "json_object":

@@ -69,7 +69,7 @@ class Sparse:
         return np.array([[self._best(row, position + i, floors[i]) for i, row in enumerate(rows)]])
 
     def _best(self, row: np.ndarray, position: int, floor: float) -> int:
-        """The column of the largest score among those whose logit is ``floor`` or more."""
+        """Return the column of the largest score among those whose logit is ``floor`` or more."""
         temperature = self._sampling.temperature
         if 0 < self._sampling.top_k < len(row):  # few enough
             columns = np.flatnonzero(row >= floor)
@@ -92,7 +92,7 @@ class Sparse:
         return gumbel(self._words(position, self._spread[columns]), self._sampling.temperature, self._arrays)
 
     def _loud_at(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of loud noise, ascending, and that noise times the temperature."""
+        """Return columns of loud noise, ascending, and that noise times the temperature."""
         if position not in self._loud:
             if len(self._loud) >= KEPT:
                 self._loud.clear()

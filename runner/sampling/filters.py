@@ -14,7 +14,7 @@ FIRST = 256
 
 
 def thresholds(logits: Array, sampling: Sampling, arrays: Arrays[Array]) -> Array | None:
-    """The least logit of each row that the filters keep, [1, R, 1]; None where there are none.
+    """Return the least logit of each row that the filters keep, [1, R, 1]; None where there are none.
 
     Args:
         logits: float32 logits [1, R, V], with bias and penalty, before the temperature
@@ -32,7 +32,7 @@ def thresholds(logits: Array, sampling: Sampling, arrays: Arrays[Array]) -> Arra
 
 
 def _by_top_p(logits: Array, top_k: int, sampling: Sampling, arrays: Arrays[Array]) -> Array:
-    """Keeps those that lie above 1 - top_p of the probability, all summed up from the least: of all ids, or of the
+    """Keep those that lie above 1 - top_p of the probability, all summed up from the least: of all ids, or of the
     ``top_k`` most likely and those equal to the last of them."""
     xp, temperature, vocabulary = arrays.xp, sampling.temperature, logits.shape[-1]
     for count in [top_k] if top_k else sorted({min(FIRST, vocabulary), vocabulary}):

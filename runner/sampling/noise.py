@@ -37,7 +37,7 @@ def _keys(seed: int, chunk: int) -> np.ndarray:
 
 
 def spread(ids: Array) -> Array:
-    """int32 ids, each bit of which matters to every bit of the result (lowbias32)."""
+    """Return int32 ids, each bit of which matters to every bit of the result (lowbias32)."""
     mixed = ids ^ ((ids >> 16) & 0xFFFF)
     mixed *= MULTIPLIERS[0]
     mixed ^= (mixed >> 15) & 0x1FFFF
@@ -59,7 +59,7 @@ def words(keys: Array, spread_ids: Array) -> Array:
 
 
 def gumbel(words: Array, temperature: float, arrays: Arrays[Array]) -> Array:
-    """float32 noise of ``words``, times the temperature: the nearer to zero a word, the larger."""
+    """Return float32 noise of ``words``, times the temperature: the nearer to zero a word, the larger."""
     xp, noise = arrays.xp, arrays.floats(words)
     noise *= UNIT
     xp.log1p(noise, out=noise)
@@ -80,7 +80,7 @@ class Noise(Generic[Array]):
         self._blocks: dict[int, Array] = {}
 
     def rows(self, position: int, count: int) -> Array:
-        """float32 [count, V] for the positions from ``position`` on."""
+        """Return float32 [count, V] for the positions from ``position`` on."""
         block, row = divmod(position, BLOCK)
         rows = self._block(block)[row : row + count]
         while len(rows) < count:

@@ -66,7 +66,7 @@ class Sampler:
                 vocabulary.see(tokens)
 
     def _made(self, device: torch.device) -> tuple["_Vocabulary", "_Vocabulary"]:
-        """The target's and the draft's."""
+        """Return the target's and the draft's."""
         arrays: Arrays = Host() if device.type == "cpu" else Device(device)
         common = self._sampling, self.seed, self._metadata.vocab_size, arrays, self._prompt, self._generated
         return _Vocabulary(None, *common), _Vocabulary(self._metadata.draft_ids, *common)
@@ -100,12 +100,12 @@ class _Vocabulary(Generic[Array]):
             self._adjust.see(generated, generated=True)
 
     def see(self, tokens: Sequence[int]) -> None:
-        """These were generated."""
+        """Take note of generated tokens."""
         if self._adjust:
             self._adjust.see(tokens, generated=True)
 
     def choose(self, logits: Tensor, position: int, proposed: Iterable[tuple[int, int]]) -> Tensor:
-        """Ids of the target after each row of ``logits`` [1, R, V]: int64 [1, R] on the host."""
+        """Return ids of the target after each row of ``logits`` [1, R, V]: int64 [1, R] on the host."""
         viewed = self._view(logits)
         if self._adjust:
             viewed = self._adjust(viewed, proposed)

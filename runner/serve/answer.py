@@ -127,7 +127,7 @@ def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = N
 
 
 def token_text(text: Text, token: int) -> str:
-    """A token as it reads within a text: decoders drop the space before a text's first word."""
+    """Return a token as it reads within a text: decoders drop the space before a text's first word."""
     return text.decode([token, token], False)[len(text.decode([token], False)) :]
 
 

@@ -28,7 +28,8 @@ Endpoint = Callable[[Service, Any, Request], Any]
 
 
 def build_app(service: Service, key: str | None = None, log: Callable[[str], None] | None = None) -> FastAPI:
-    """The application over a loaded model; ``key``: what requests have to bear; ``log`` takes a line a request."""
+    """Return the application over a loaded model; ``key``: what requests have to bear; ``log`` takes a line a
+    request."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -99,7 +100,7 @@ def _endpoint(
 async def _sent(
     first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
 ) -> AsyncIterator[str]:
-    """Server-sent events. A failure in the middle is one of them, since the status is out."""
+    """Yield server-sent events. A failure in the middle is one of them, since the status is out."""
     try:
         yield written(first)
         async for line in lines:
@@ -121,7 +122,7 @@ async def _json(request: Request) -> object:
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled where the client hangs up."""
+    """Return the result of ``work``, which is cancelled where the client hangs up."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

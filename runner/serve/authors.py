@@ -37,7 +37,7 @@ class Authors:
             self._drafted.append(number < delta.accepted)
 
     def _tokens(self, part: Part) -> list[dict[str, Any]]:
-        """A part cut into its tokens; ``drafted`` is None where that is not known."""
+        """Return a part cut into its tokens; ``drafted`` is None where that is not known."""
         if part.start is None:
             return [{"text": part.text, "drafted": None}]
         found, place, end = [], part.start, part.start + len(part.text)

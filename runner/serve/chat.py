@@ -25,7 +25,7 @@ from eagle3.runner.serve.service import Service
 
 
 def asked(service: Service, body: ChatBody) -> Turn:
-    """The prompt and the options of a generation. Raises ``Refused``."""
+    """Return the prompt and the options of a generation. Raises ``Refused``."""
     service.check_model(body.model)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -52,7 +52,7 @@ def asked(service: Service, body: ChatBody) -> Turn:
 
 
 async def complete(service: Service, body: ChatBody, request: Request) -> ChatCompletion:
-    """The whole answer."""
+    """Return the whole answer."""
     turn = asked(service, body)
     choices = []
     async with service.jobs(request, turn.prompt, turn.options, body.choices) as jobs:
@@ -94,7 +94,7 @@ def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogpro
 
 
 async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[str, None]:
-    """The answer as JSON chunks. What is refused is raised before the first of them."""
+    """Yield the answer as JSON chunks. What is refused is raised before the first of them."""
     turn = asked(service, body)
     chunks = Chunks(service, body, turn)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -129,7 +129,7 @@ class Chunks:
         return self.chunk([ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))])
 
     async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """One choice: the role, what each round gives, the end."""
+        """Yield one choice: the role, what each round gives, the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
         authors = Authors(self._service.model, self._turn.options) if self._body.return_speculation else None
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
@@ -151,7 +151,7 @@ class Chunks:
     def _of_round(
         self, parts: list[Part], delta: Delta | None, authors: Authors | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A round's delta, and what stands beside it."""
+        """Return a round's delta, and what stands beside it."""
         fields: dict[str, Any] = {}
         more: dict[str, Any] = {}
         for part in parts:

@@ -121,7 +121,7 @@ def main(
 
 
 def read_key(file: Path) -> str:
-    """The key that requests must bear. Raises ValueError for a file without one."""
+    """Return the key that requests must bear. Raises ValueError for a file without one."""
     key = file.read_text(encoding="utf-8").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"{file} has no key: give it a line of printable ASCII")
@@ -129,7 +129,7 @@ def read_key(file: Path) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The place to listen at, before anything is loaded. Raises ClickException where it is taken or is none."""
+    """Return the place to listen at, before anything is loaded. Raises ClickException where it is taken or is none."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family)

@@ -17,7 +17,7 @@ from eagle3.runner.serve.service import Service
 
 
 def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
-    """Token ids of each prompt. Raises ``Refused``."""
+    """Return token ids of each prompt. Raises ``Refused``."""
     given: Any = body.prompt
     several = isinstance(given, list) and given and isinstance(given[0], str | list)
     found = []
@@ -49,14 +49,14 @@ def options(service: Service, body: CompletionBody) -> dict[str, Any]:
 
 
 def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
-    """OpenAI's default is 16 tokens."""
+    """Return the most tokens to generate; OpenAI's default is 16."""
     room = service.model.metadata.max_seq_len - len(prompt)
     wanted = min(16, max(room, 1)) if body.max_tokens is None else body.max_tokens
     return length(service.model, prompt, wanted, "max_tokens")
 
 
 async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
-    """A chunk a round; the last one has the usage and no choices. What is refused is raised before the first."""
+    """Yield a chunk a round; the last one has the usage and no choices. What is refused is raised before the first."""
     asked, common = prompts(service, body), options(service, body)
     sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
     made: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _logprobs(service: Service, given: list[TokenLogprobs], offset: int) -> tupl
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Completion:
-    """The whole answer."""
+    """Return the whole answer."""
     choices: dict[int, CompletionChoice] = {}
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
@@ -127,7 +127,7 @@ def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
 
 
 async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[str, None]:
-    """The answer as JSON chunks."""
+    """Yield the answer as JSON chunks."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:

@@ -41,7 +41,7 @@ class Tools:
         return self.choice not in (AUTO, NONE)
 
     def grammar(self) -> dict[str, Any]:
-        """The JSON schema of a forced call: a named function's parameters, or a list of calls."""
+        """Return the JSON schema of a forced call: a named function's parameters, or a list of calls."""
         if self.choice in self.schemas:
             return self.schemas[self.choice]
         places = {name: f"#/$defs/{number}" for number, name in enumerate(self.schemas)}
@@ -61,7 +61,8 @@ class Tools:
 
 
 def moved(schema: Any, place: str) -> Any:  # noqa: ANN401 (JSON)
-    """A JSON schema that stands at ``place`` (``#/$defs/0``) of another one: its references are into itself still."""
+    """Return a JSON schema that stands at ``place`` (``#/$defs/0``) of another one: its references are into itself
+    still."""
     if isinstance(schema, list):
         return [moved(each, place) for each in schema]
     if not isinstance(schema, dict):
@@ -125,7 +126,8 @@ class Dialogue:
         response_format: dict[str, Any] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> Turn:
-        """The prompt of what comes next. Raises ``Refused`` for what the template, the tools or the format are not."""
+        """Return the prompt of what comes next. Raises ``Refused`` for what the template, the tools or the format are
+        not."""
         if self._template is None:
             raise Refused(
                 f"this model has no chat template that works, use /v1/completions: {self._reason}", "messages"
@@ -179,7 +181,7 @@ class Dialogue:
 
 
 def _joined(parts: list[dict[str, Any]], place: str) -> str:
-    """Text parts as one text. Raises ``Refused`` for parts of another kind."""
+    """Return text parts as one text. Raises ``Refused`` for parts of another kind."""
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes text alone", place)
@@ -194,7 +196,7 @@ def _check_text(text: str, place: str) -> None:
 
 
 def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
-    """A request's tools. Raises ``Refused`` for what they are not."""
+    """Return a request's tools. Raises ``Refused`` for what they are not."""
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given or []):
         function = tool.get("function")
@@ -224,8 +226,8 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
 def constraint(
     response_format: dict[str, Any] | None, asked: dict[str, Any] | None, tools: Tools
 ) -> dict[str, Any] | None:
-    """The ``structured_outputs`` of a request, None for free text. Raises ``Refused`` for an unknown format and for
-    two at once."""
+    """Return the ``structured_outputs`` of a request, None for free text. Raises ``Refused`` for an unknown format and
+    for two at once."""
     found = [each for each in (_of_format(response_format), asked) if each is not None]
     if tools.forced:
         found.append({"json": tools.grammar()})

@@ -176,7 +176,7 @@ class Engine:
             job.times.started = place.used
 
     def _round(self, place: Place, job: Job) -> None:
-        """One piece of a job's text, or its end."""
+        """Generate one piece of a job's text, or end it."""
         try:
             if job.left:
                 self._end(place, job, None)

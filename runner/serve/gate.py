@@ -23,7 +23,7 @@ OPEN = QUIET | FILES.keys()
 
 
 def route(scope: Scope) -> str:
-    """The path without what a proxy mounts the application at."""
+    """Return the path without what a proxy mounts the application at."""
     return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
 
 

@@ -25,7 +25,7 @@ class LlamaDetector:
     detector of them; what they say is read as Hermes's calls are."""
 
     def detect_and_parse(self, text: str, tools: dict[str, dict]) -> ParseResult:
-        """The calls, or all of ``text`` where it is something else."""
+        """Return the calls, or all of ``text`` where it is something else."""
         found, rest, decoder = "", text.removeprefix(PYTHON_TAG).strip(), json.JSONDecoder()
         with suppress(json.JSONDecodeError):
             while rest:
@@ -77,7 +77,7 @@ def reasoning_marks(template: str) -> ReasoningMarks | None:
 
 
 def tool_parser(template: str) -> str:
-    """The name in TOOL_PARSERS of a template's tool calls."""
+    """Return the name in TOOL_PARSERS of a template's tool calls."""
     if "<|tool_call>" in template:
         return "gemma"
     if "<function=" in template:
@@ -114,7 +114,7 @@ class Splitter:
         self._trims = True
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became certain."""
+        """Return the parts that became certain."""
         self._held += text
         parts: list[Part] = []
         while self._advance(parts):
@@ -152,7 +152,7 @@ class Splitter:
         return True
 
     def _ahead(self) -> dict[str, str]:
-        """The marks that may come now, and the kind of what follows each."""
+        """Return the marks that may come now, and the kind of what follows each."""
         if self._kind == REASONING and self.marks is not None:
             return {self.marks.end: CONTENT}
         ahead = dict.fromkeys(self.tool_marks, TOOLS)
@@ -167,7 +167,7 @@ class Splitter:
         return dropped
 
     def _part(self, count: int) -> list[Part]:
-        """The first ``count`` characters that are held."""
+        """Return the first ``count`` characters that are held."""
         text = self._drop(count)
         if self._trims and self._begun:
             text = text.lstrip("\n")

@@ -57,7 +57,7 @@ class Metrics:
         self.waiting.set_function(waiting)
 
     def add(self, job: Job) -> None:
-        """A job that ended."""
+        """Count a job that ended."""
         times, result = job.times, job.result
         if result is None:  # nothing was computed for it
             self._success.labels(self._name, "abort").inc()
@@ -85,5 +85,5 @@ class Metrics:
                 self._between.observe((times.ended - times.first_token) / (stats.generation_tokens - 1))
 
     def text(self) -> bytes:
-        """Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -83,7 +83,7 @@ class Replica:
             yield message
 
     def check_health(self) -> None:
-        """Ray starts a replica anew where this raises."""
+        """Raise where the engine has ended: Ray then restarts the replica."""
         if not self._engine.alive:
             raise RuntimeError("generation has ended")
 
@@ -110,7 +110,7 @@ class Front:
 
 
 def app(settings: Settings) -> Application:
-    """The application, for ``serve run`` and ``serve.run``. Raises ValueError for a key file without a key."""
+    """Return the application, for ``serve run`` and ``serve.run``. Raises ValueError for a key file without a key."""
     key = None if settings.api_key_file is None else read_key(Path(settings.api_key_file))
     routing: dict[str, Any] = {} if settings.router is None else {"request_router_class": settings.router}
     if settings.router == PREFIX_ROUTER:

@@ -62,8 +62,8 @@ class Asked(BaseModel):
         return 1 if self.n is None else self.n
 
     def sampling(self, model: Model) -> dict[str, Any]:
-        """Options of a generation, without those of its length. OpenAI's defaults: temperature 1 where the artifact
-        has the logits for it."""
+        """Return options of a generation, without those of its length. OpenAI's defaults: temperature 1 where the
+        artifact has the logits for it."""
         if not 1 <= self.choices <= MOST_CHOICES:
             raise Refused(f"n is {self.n}, but must be from 1 to {MOST_CHOICES}", "n")
         names = (
@@ -125,8 +125,8 @@ class ResponseBody(Asked):
 
 
 def parse(kind: type[Body], given: object, defaults: dict[str, Any]) -> Body:
-    """A body as JSON gave it, with ``defaults`` for the fields that it leaves out. Raises ``Refused``, with the field's
-    name, for what does not fit."""
+    """Return a body as JSON gave it, with ``defaults`` for the fields that it leaves out. Raises ``Refused``, with the
+    field's name, for what does not fit."""
     if not isinstance(given, dict):
         raise Refused("the body must be a JSON object")
     for name, reason in REFUSED.items():
@@ -151,7 +151,7 @@ def _found(value: object) -> str:
 
 
 def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> int:
-    """The most tokens to generate: as many as are ``wanted``, or as the context takes. Raises ``Refused`` and
+    """Return the most tokens to generate: as many as are ``wanted``, or as the context takes. Raises ``Refused`` and
     ContextLengthExceeded, with both numbers."""
     context = model.metadata.max_seq_len
     if len(prompt) >= context:
@@ -174,7 +174,8 @@ def check_length(model: Model, text: str) -> None:
 
 
 def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """The options of ``count`` choices of one prompt; each draws by a seed of its own, the first by the one given."""
+    """Return the options of ``count`` choices of one prompt; each draws by a seed of its own, the first by the one
+    given."""
     if "seed" not in options:
         return [options] * count
     from eagle3.runner.prompts import mixed_seed

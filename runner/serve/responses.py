@@ -48,7 +48,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def asked(service: Service, body: ResponseBody) -> Turn:
-    """The prompt and the options of a generation. Raises ``Refused``."""
+    """Return the prompt and the options of a generation. Raises ``Refused``."""
     service.check_model(body.model)
     if body.include or body.top_logprobs:
         raise Refused("include and top_logprobs are not supported here: chat completions have logprobs", "include")
@@ -73,7 +73,7 @@ def asked(service: Service, body: ResponseBody) -> Turn:
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as chat completions and chat templates have it."""
+    """Return a function as chat completions and chat templates have it."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
@@ -109,7 +109,7 @@ def _messages(body: ResponseBody) -> list[ChatMessage]:
 
 
 async def complete(service: Service, body: ResponseBody, request: Request) -> Response:
-    """The whole answer."""
+    """Return the whole answer."""
     async with aclosing(events(service, body, request)) as made:
         async for event in made:
             last = event
@@ -117,14 +117,14 @@ async def complete(service: Service, body: ResponseBody, request: Request) -> Re
 
 
 async def stream(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[str, None]:
-    """The answer as JSON events."""
+    """Yield the answer as JSON events."""
     async with aclosing(events(service, body, request)) as made:
         async for event in made:
             yield event.model_dump_json(exclude_unset=True)
 
 
 async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[Any, None]:
-    """OpenAI's events, the last of which has the whole response. What is refused is raised before the first."""
+    """Yield OpenAI's events, the last of which has the whole response. What is refused is raised before the first."""
     turn = asked(service, body)
     async with service.jobs(request, turn.prompt, turn.options, 1) as jobs:
         log = Events(service, body, turn)

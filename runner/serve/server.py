@@ -91,7 +91,7 @@ def check_defaults(given: dict[str, Any]) -> None:
 
 
 def run(service: Service, key: str | None, listening: socket.socket, grace: int) -> None:
-    """uvicorn's loop, to its end."""
+    """Run uvicorn's loop to its end."""
     app = build_app(service, key, tell)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace, lifespan="on"

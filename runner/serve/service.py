@@ -55,5 +55,5 @@ class Service:
                 job.left = True
 
     def reasoning_end(self, turn: Turn) -> int | None:
-        """The token that ends reasoning."""
+        """Return the token that ends reasoning."""
         return None if turn.marks is None else self.model.text.tokenizer.token_to_id(turn.marks.end_token)

@@ -47,8 +47,8 @@ class Sent:
 
 
 def prompt_text(body: bytes) -> str:
-    """The text of a request's messages, prompt or input, as far as it has some. Whether it is a request at all, who
-    answers it will say."""
+    """Return the text of a request's messages, prompt or input, as far as it has some. Whether it is a request at all,
+    who answers it will say."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):

@@ -21,12 +21,12 @@ class Proposal:
 
 
 def silent(_config: dict[str, Any], _file: Path) -> Proposal:
-    """The ``proposal`` of a dialect whose checkpoints have no such settings."""
+    """Return the ``proposal`` of a dialect whose checkpoints have no such settings."""
     return Proposal()
 
 
 def nothing(config: dict[str, Any], file: Path) -> None:
-    """The ``refuse`` of a dialect that refuses nothing."""
+    """Refuse nothing: the ``refuse`` of most dialects."""
 
 
 def refuse_unheeded(trainer: str, said: dict[str, Any], file: Path) -> None:

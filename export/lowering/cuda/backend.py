@@ -66,7 +66,7 @@ OPTIONS = {
 
 
 def local_arch() -> str | None:
-    """The architecture of the GPU at hand, such as "sm_90"."""
+    """Return the architecture of the GPU at hand, such as "sm_90"."""
     if not torch.cuda.is_available():
         return None
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -131,7 +131,8 @@ class NvidiaBackend:
         return None
 
     def conversion(self, plan: Plan) -> CudaWeights:
-        """The target is quantized as it is read, and laid out for its kernels; the model stays on the host."""
+        """Return the conversion that quantizes the target as it is read and lays it out for its kernels, on the
+        host."""
         target = plan.skeleton.model
         recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in CUDA_RECIPES[1:] else None
         return CudaWeights(target, recipe, self.dtype)
@@ -153,7 +154,7 @@ class NvidiaBackend:
         return local_arch() is not None
 
     def describe(self, programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
-        """The architecture, how kernels are chosen, and what the quantized linears of each method take."""
+        """Return the architecture, how kernels are chosen, and what the quantized linears of each method take."""
         local = local_arch()
         return {
             "cuda_arch": local or plan.config.cuda_arch,
@@ -165,7 +166,7 @@ class NvidiaBackend:
     def lower(
         self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
     ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
-        """One program whose methods are a delegate each; weights and caches are its tensor data, by name.
+        """Return one program whose methods are a delegate each; weights and caches are its tensor data, by name.
 
         With it what each method launches: ``draft_decode`` and ``forward`` for one row, the others for their longest;
         and the later architectures that lack what a launch takes: code that is made on a GPU is for that GPU.

@@ -69,7 +69,7 @@ class XnnpackBackend:
         return export_bytes(plan)
 
     def conversion(self, plan: Plan) -> "XnnpackWeights":
-        """The target is quantized as it is read."""
+        """Return the conversion that quantizes the target as it is read."""
         from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 
         target, _ = recipes(plan)

@@ -21,15 +21,16 @@ def export_bytes(plan: Plan) -> int:
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
-    """Bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice over, codes a
-    third time with their scales' hash behind them; codes of 4 bits were 8 before."""
+    """Return the bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice
+    over, codes a third time with their scales' hash behind them; codes of 4 bits were 8 before."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     codes = 2 if recipe.group else 3
     return max(module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> float:
-    """A tensor that a head and an embedding share is two where it is quantized."""
+    """Return the bytes of a model's weights. A tensor that a head and an embedding share is two where it is
+    quantized."""
     counted, total = set(), 0.0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

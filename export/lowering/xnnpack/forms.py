@@ -61,8 +61,8 @@ def use_product_norms(owner: nn.Module) -> None:
 
 
 def _rms_norm(module: nn.Module) -> tuple[int, float, Tensor | None] | None:
-    """Size, epsilon and factor of a module that computes an RMSNorm, None of any other: every family of transformers
-    has a class of its own, some with a weight that is added to 1, so that it is tried."""
+    """Return size, epsilon and factor of a module that computes an RMSNorm, None of any other: every family of
+    transformers has a class of its own, some with a weight that is added to 1, so that it is tried."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     shape: Sequence[int] = getattr(module, "normalized_shape", ()) if weight is None else weight.shape

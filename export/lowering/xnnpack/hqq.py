@@ -29,7 +29,7 @@ LEAST_SCALE = torch.finfo(torch.float32).eps
 
 @torch.no_grad()
 def search_scales(weight: Tensor, block_size: Sequence[int], qmin: int, qmax: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of ``weight`` [N, K] in groups of ``block_size`` [1, G].
+    """Return codes and scales of ``weight`` [N, K] in groups of ``block_size`` [1, G].
 
     Returns:
         codes [N, K] of int8, which torchao's function gives as int32 and its caller converts, and scales [N, K / G] in
@@ -65,7 +65,7 @@ def search_scales(weight: Tensor, block_size: Sequence[int], qmin: int, qmax: in
 
 
 def _fitted(groups: Tensor, scales: Tensor, qmin: int, qmax: int, at_once: int, buffers: Tensor) -> Tensor:
-    """The scales that fit the codes of ``scales`` best, a group's old one where all of its codes are 0."""
+    """Return the scales that fit the codes of ``scales`` best, a group's old one where all of its codes are 0."""
     weighted, squared = torch.empty_like(scales), torch.empty_like(scales)
     for start in range(0, len(groups), at_once):
         part = slice(start, start + at_once)

@@ -40,7 +40,7 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
 
 
 def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
-    """One program of all methods, whose mutable buffers (the caches) are the same memory in each."""
+    """Return one program of all methods, whose mutable buffers (the caches) are the same memory in each."""
     for program in programs.values():
         remove_no_ops(program)
     with collected_rarely(), code_on_call(), kept_once(), repeated_alone(), applicable_passes(), scales_in_names():

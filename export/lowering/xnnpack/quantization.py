@@ -28,7 +28,8 @@ ELEMENTS = 1 << 18
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
-    """``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers, each core some rows at a time."""
+    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers, each core some rows at
+    a time."""
     quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
     rows = max(1, ELEMENTS // weight.shape[1])
     data: dict[str, Tensor] = {}
@@ -45,7 +46,7 @@ def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def _a_core_each() -> ThreadPoolExecutor:
-    """Threads that compute on one core each: steps this small are not worth waiting for other threads, on a busy
+    """Return threads that compute on one core each: steps this small are not worth waiting for other threads, on a busy
     machine least of all (there they took ten times the CPU time)."""
     return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 
@@ -75,7 +76,7 @@ class DynamicWeight(IntxUnpackedToInt8Tensor):
 @DynamicWeight.implements([torch.ops.aten.linear.default])
 @DynamicWeight.implements_torch_function([F.linear])
 def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """Each row of x [..., K] in 8 bits with a scale and a zero point of its own, times the weight."""
+    """Multiply the weight by each row of x [..., K], quantized to 8 bits with a scale and a zero point of its own."""
     x, weight, *bias = args
     return F.linear(_apply_int8_act_asym_per_token_quant_dequant(x), weight.dequantize(), *bias)
 

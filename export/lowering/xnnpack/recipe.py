@@ -42,7 +42,7 @@ class Recipe:
         return 1, 1
 
     def quantized(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers."""
+        """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers."""
         from eagle3.export.lowering.xnnpack.quantization import quantized
 
         return quantized(self, module, weight)
@@ -64,12 +64,12 @@ class Recipe:
 
 
 def _divisors(width: int) -> str:
-    """The group sizes that divide ``width``, as words."""
+    """Return the group sizes that divide ``width``, as words."""
     return ", ".join(str(size) for size in range(LEAST_GROUP, min(width, 256) + 1, LEAST_GROUP) if width % size == 0)
 
 
 def recipes(plan: Plan) -> tuple[Recipe, Recipe]:
-    """The target's and the draft's."""
+    """Return the recipes of the target and of the draft."""
     embedding = plan.config.qembedding or ("8w" if plan.qlinear in QUANTIZED else "none")
     target, draft = (Recipe(linear, embedding, _group(linear, plan)) for linear in (plan.qlinear, plan.draft_qlinear))
     return target, draft

@@ -20,8 +20,8 @@ def computed_once() -> PassBase:
 
 
 def remove_no_ops(program: ExportedProgram) -> None:
-    """Transpositions that take each other back, and products with 1; in place, of a program as it was traced. An output
-    stays: the program's signature has its name."""
+    """Remove transpositions that undo each other and products with 1, in place, from a program as it was traced. An
+    output stays: the program's signature has its name."""
     outputs = program.graph.output_node().all_input_nodes
     for node in program.graph.nodes:
         same = None if node in outputs else _without_effect(node)

@@ -192,12 +192,13 @@ def _description(value: FakeTensor) -> tuple:
 
 
 def _aten(target: object) -> object:
-    """An operator of the edge dialect computes what its own of ATen does."""
+    """Return the ATen operator that an operator of the edge dialect computes; anything else as it is."""
     return target._op if isinstance(target, EdgeOpOverload) else target
 
 
 def _same(found: object, wanted: object) -> bool:
-    """Containers of the same values: tensors and symbols by identity, what else a graph holds by type and value."""
+    """Return True if containers hold the same values: tensors and symbols by identity, what else a graph holds by type
+    and value."""
     if found is wanted:
         return True
     if isinstance(found, tuple | list) and isinstance(wanted, tuple | list):

@@ -24,7 +24,7 @@ def heads_as_rows(query: Tensor, together: int) -> Tensor:
 
 
 def rows_as_heads(out: Tensor, together: int) -> Tensor:
-    """The inverse of ``heads_as_rows``."""
+    """Return the inverse of ``heads_as_rows``."""
     return out.unflatten(1, (-1, together)).transpose(2, 3).flatten(2, 3)
 
 

@@ -72,8 +72,8 @@ class _Passes(XNNPACKPassManager):
         self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
 
     def transform(self) -> ExportedProgram:
-        """Each pass builds a new graph, whether it changes anything or not: those that have nothing to change are left
-        out."""
+        """Run the passes that may change something. Each pass builds a new graph, whether it changes anything or not:
+        those that have nothing to change are left out."""
         graph = self.exported_program.graph
         targets = {node.target for node in graph.nodes}
         self.passes = [each for each in self.passes if _may_change(each, graph, targets)]
@@ -96,7 +96,8 @@ def _channels_last(node: Node) -> bool:
 
 
 def _copied_without_weights(program: ExportedProgram, _specs: list[CompileSpec]) -> ExportedProgram:
-    """ExecuTorch copies a delegate's program with its weights before its passes, of which ours change none."""
+    """Copy a program without its weights. ExecuTorch copies a delegate's program with its weights before its passes, of
+    which ours change none."""
     weights = (*program.state_dict.values(), *program.constants.values())
     return copy.deepcopy(program, {id(weight): weight for weight in weights})
 

@@ -64,7 +64,7 @@ def _ends(weight: Tensor, widest: int) -> list[int]:
 
 def _columns(weight: DynamicWeight, start: int, end: int) -> nn.Parameter:
     def cut(values: Tensor) -> Tensor:
-        """A code is of one input, a scale of a group's."""
+        """Return the columns of one range: a code is of one input, a scale of a group."""
         inputs = weight.shape[1] // values.shape[1]
         return values[:, start // inputs : end // inputs].contiguous()
 

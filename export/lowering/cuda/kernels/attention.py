@@ -172,7 +172,7 @@ def _attention_kernel(
 
 
 def _tuned(*configs: tuple[int, int, int]) -> Any:
-    """The kernel with configurations of keys a block, stages and warps."""
+    """Return the kernel with configurations of keys a block, stages and warps."""
     listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
     return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
 
