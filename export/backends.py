@@ -72,6 +72,9 @@ class Backend(Protocol):
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return a context around each trace."""
 
+    def exact_activations(self) -> AbstractContextManager[object]:
+        """Return a context in which the prepared module does not quantize activations, where ``eager_on_host``."""
+
     def runs_here(self) -> bool:
         """Return whether this machine can run the artifacts."""
 

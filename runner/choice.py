@@ -18,7 +18,7 @@ class Choice(Protocol):
         """Return the token after each row of the target: int64 [1, R] on the host.
 
         Args:
-            step: ids [1, R], logits [1, R, V]; of a whole round (``speculate``) ids alone, [2, R] with the next window
+            step: ids [1, R], logits [1, R, V]; of a fused round (``speculate``) ids alone, [2, R] with the next window
                 below, and both are wanted back
             proposed: R - 1 ids; row i stands behind the tokens so far and the first i of these
         """

@@ -22,7 +22,7 @@ MakeChoice = Callable[[], Choice]
 
 @dataclass(frozen=True)
 class Said:
-    """The answer of one way to compute a position."""
+    """The token that one probe of a position says."""
 
     method: str
     rows: int
@@ -36,7 +36,7 @@ class Said:
     """The change of the two tokens' logits against each other since the replay, in standard deviations of
     its logits."""
     speculated: bool = False
-    """The generation's own window, run again: over caches that speculation wrote."""
+    """The generation's own verify window, run again: over caches that speculation wrote."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Divergence:
     said: tuple[Said, ...]
 
 
-class Way(NamedTuple):
-    """A way to compute a position: ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
+class Probe(NamedTuple):
+    """A call that computes a position: its ``row`` (from 0) of a call of ``method`` with ``rows`` rows."""
 
     method: str
     rows: int
@@ -78,22 +78,22 @@ class Way(NamedTuple):
         return position - self.row, position - self.row + self.rows
 
 
-def ways(metadata: Metadata, has_decode: bool, position: int) -> list[Way]:
-    """Every way to compute ``position`` over caches that hold what is before.
+def probes(metadata: Metadata, has_decode: bool, position: int) -> list[Probe]:
+    """Return every call that computes ``position`` over caches that hold what is before it.
 
-    In an order in which none finds what another wrote in front of its own first row: those that begin at the position,
-    then windows that begin ever earlier, last the longest chunk of prefill.
+    None reads what an earlier one wrote in front of its own first row: first come those that begin at the position,
+    then verify windows that begin ever earlier, last the longest chunk of prefill.
     """
     most, longest = metadata.chain_len + 1, min(metadata.max_prefill, position + 1)
-    found = [Way(DECODE, 1, 0)] if has_decode else []
-    found += [Way(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
-    found = [way for way in found if way.row <= position and way.span(position)[1] <= metadata.max_seq_len]
-    highest = max(way.span(position)[1] for way in found) - 1
+    found = [Probe(DECODE, 1, 0)] if has_decode else []
+    found += [Probe(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
+    found = [probe for probe in found if probe.row <= position and probe.span(position)[1] <= metadata.max_seq_len]
+    highest = max(probe.span(position)[1] for probe in found) - 1
 
-    def held(way: Way) -> bool:
-        return still_held(way.span(position)[0], metadata.sliding_window, highest)
+    def held(probe: Probe) -> bool:
+        return still_held(probe.span(position)[0], metadata.sliding_window, highest)
 
-    chunks = [Way(PREFILL, rows, rows - 1) for rows in range(metadata.min_prefill, longest + 1)]
+    chunks = [Probe(PREFILL, rows, rows - 1) for rows in range(metadata.min_prefill, longest + 1)]
     return [*filter(held, found), *list(filter(held, chunks))[-1:]]
 
 
@@ -120,7 +120,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Place:
-    """Return the position at which a generation and its replay differ. The session's caches hold what is before."""
+    """The position at which a generation and its replay differ. The session's caches hold what is before."""
 
     session: Session
     prompt: Sequence[int]
@@ -176,11 +176,11 @@ class Place:
     def _probed(self) -> Iterator[Said]:
         session, tokens = self.session, [*self.prompt, *self.token_ids[:-1]]
         last = len(tokens) - 1
-        for way in ways(session.metadata, session.has_decode, last):
-            start, end = way.span(last)
-            fed = (tokens + tokens[-1:] * way.rows)[start:end]  # what stands behind the position is of no account
-            step = getattr(session, way.method)(torch.tensor([fed]), session.positions[start:end])
-            yield self._read(step, way, -1 if way.method == PREFILL else way.row)
+        for probe in probes(session.metadata, session.has_decode, last):
+            start, end = probe.span(last)
+            fed = (tokens + tokens[-1:] * probe.rows)[start:end]  # what stands behind the position is of no account
+            step = getattr(session, probe.method)(torch.tensor([fed]), session.positions[start:end])
+            yield self._read(step, probe, -1 if probe.method == PREFILL else probe.row)
 
     def _speculated(self, chain: int | ChainLength | None) -> Said | None:
         """Return the generation again, to the end of this round; None where it does not say the same."""
@@ -194,13 +194,13 @@ class Place:
         step = watched.step
         assert step is not None  # there was a token
         rows = step.ids.shape[1]
-        one = Way(DECODE, 1, 0) if self.session.has_decode else Way(TARGET_VERIFY, 2, 0)
-        if step.feature is None:  # a whole round's, with the next window
-            return self._read(step._replace(ids=step.ids[:1]), Way(SPECULATE, rows, row), row, speculated=True)
-        way = Way(TARGET_VERIFY, rows, row) if rows > 1 else one
-        return self._read(step, way, row, speculated=True)
+        one = Probe(DECODE, 1, 0) if self.session.has_decode else Probe(TARGET_VERIFY, 2, 0)
+        if step.feature is None:  # of a fused round, with the next verify window
+            return self._read(step._replace(ids=step.ids[:1]), Probe(SPECULATE, rows, row), row, speculated=True)
+        probe = Probe(TARGET_VERIFY, rows, row) if rows > 1 else one
+        return self._read(step, probe, row, speculated=True)
 
-    def _read(self, step: Step, way: Way, output: int, speculated: bool = False) -> Said:
+    def _read(self, step: Step, probe: Probe, output: int, speculated: bool = False) -> Said:
         """Return what a step says at a position. ``output``: the position's row of ``step``."""
         logits = None if step.logits is None else step.logits[:, [output]]
         choice = self.make_choice()
@@ -209,7 +209,7 @@ class Place:
         margin = moved = None
         if logits is not None and (replay := self._logits) is not None:
             margin, moved = _margin(logits[0, 0]), abs(self._gap(logits[0, 0], replay) - self._gap(replay, replay))
-        return Said(*way, token, margin, moved, speculated)
+        return Said(*probe, token, margin, moved, speculated)
 
 
 def _margin(logits: Tensor) -> float:

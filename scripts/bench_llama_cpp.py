@@ -70,7 +70,7 @@ def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the report. ``outcomes``: ours without speculation and with it, then llama.cpp's; for each type of weight
     the one without speculation is first."""
     ours, ours_drafting, *theirs = outcomes
-    configurations, first = [], [answer.result.token_ids for answer in ours.answers]
+    configurations, first = [], [completion.result.token_ids for completion in ours.completions]
     for outcome in outcomes:
         if not outcome.configuration.chain_len:
             alone = outcome
@@ -83,7 +83,7 @@ def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             figures["ratio_to_no_speculation"] = ratio(decode_rates(outcome), decode_rates(alone))
             rates = drafted_rates(outcome)
             figures |= {"acceptance_rate_per_position": rates, "mean_acceptance_length": round(1 + sum(rates), 4)}
-        configurations.append(figures | {"divergence": divergence(outcome.answers, first)})
+        configurations.append(figures | {"divergence": divergence(outcome.completions, first)})
     found = {}
     for weights in dict.fromkeys(outcome.configuration.setting.weights for outcome in theirs):
         plain, *drafting = (outcome for outcome in theirs if outcome.configuration.setting.weights == weights)

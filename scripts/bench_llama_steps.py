@@ -33,7 +33,7 @@ RECIPES = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256
 """Our recipes (the value of --qlinear and further flags) and llama.cpp's types, by bits per weight."""
 ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
 WINDOW, PREFILL, STEPS = 4, 64, 32
-NAMES = {"decode": "a decode", "window": f"a window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
+NAMES = {"decode": "a decode", "window": f"a verify window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
 Steps = dict[str, float]
 """Milliseconds by a key of NAMES."""
 
@@ -88,7 +88,7 @@ def text(report: dict) -> str:
     cells = [
         {"": name}
         | {NAMES[step]: f"{report['ms'][name][step]:.1f} ms" for step in NAMES}
-        | {"window to decode": f"{report['ms'][name]['window'] / report['ms'][name]['decode']:.2f}"}
+        | {"verify to decode": f"{report['ms'][name]['window'] / report['ms'][name]['decode']:.2f}"}
         for name in report["ms"]
     ]
     where = f"{report['target']}, {report['layers']} layers, {cores()} threads, behind {report['prompt']} tokens"

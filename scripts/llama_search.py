@@ -34,7 +34,7 @@ Start = Callable[[Setting], AbstractContextManager[LlamaCppConfiguration]]
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting and its tokens per second after the first token of each answer: None if its server failed, with the
+    """A setting and its tokens per second after the first token of each completion: None if its server failed, with the
     reason."""
 
     setting: Setting
@@ -75,11 +75,11 @@ def _faster(before: Tried | None, now: Tried) -> Tried:
 def _tried(setting: Setting, start: Start, workload: Workload) -> Tried:
     try:
         with start(setting) as configuration:
-            configuration.answer(workload, workload.prompts[0])  # to warm up
-            answers = sum((configuration.answer(workload, prompt) for prompt in workload.prompts), [])
+            configuration.complete(workload, workload.prompts[0])  # to warm up
+            completions = sum((configuration.complete(workload, prompt) for prompt in workload.prompts), [])
     except ServerError as error:
         return Tried(setting, failure=error.reason)
-    return Tried(setting, total(answer.stats for answer in answers).decode_tokens_per_second)
+    return Tried(setting, total(completion.stats for completion in completions).decode_tokens_per_second)
 
 
 def comparable(tried: Sequence[Tried]) -> dict[str, list[Setting]]:

@@ -143,7 +143,7 @@ class LlamaCppConfiguration:
             time.sleep(0.05)
         raise ServerError(self.setting, f"llama-server does not start: {last_line(self.said())}")
 
-    def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
+    def complete(self, workload: Workload, prompt: Prompt) -> list[Result]:
         """Raises ServerError for a server that gives no answer, ValueError for a prompt that no context holds."""
         ids = self.model.encode(prompt.first_turn)
         options = Options.of(**workload.options)

@@ -11,7 +11,7 @@ from eagle3.runner.bench import plot
 from eagle3.runner.bench.cli import main
 from eagle3.runner.bench.configurations import Configuration, check_same_tokens, configurations_of, make_workload
 from eagle3.runner.bench.figures import against, divergence, make_report
-from eagle3.runner.bench.measure import Answer, Outcome, measure
+from eagle3.runner.bench.measure import Completion, Outcome, measure
 from eagle3.runner.bench.report import as_markdown, as_text, identity_text, noise_lines
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
@@ -108,7 +108,7 @@ def test_a_token_that_rounding_does_not_explain_is_told(session):
     result = model.generate([2, 318, 1664, 11], max_new_tokens=8)
     wrong = replace(result, token_ids=[*result.token_ids[:5], 7, *result.token_ids[6:]])
     configuration = Configuration("out", model, 3)
-    ours, theirs = (Outcome(configuration, [[Answer(Prompt(1, tokens=[2]), 0, each)]]) for each in (wrong, result))
+    ours, theirs = (Outcome(configuration, [[Completion(Prompt(1, tokens=[2]), 0, each)]]) for each in (wrong, result))
     found = against(ours, theirs, "other")["divergence_from_other"]
     assert (found["position"], found["near_tie"]) == (5, False) and found["top2_margin"] > 0
     assert "not a near-tie: please report it" in identity_text(found, "other")
@@ -160,9 +160,9 @@ def test_artifacts_with_different_tokens_are_not_compared(session, artifact, tmp
         check_same_tokens(*map(Configuration, ("one", "other"), models, (0, 0)))
 
 
-def generated(tokens: list[int], seconds: float = 1.0) -> Answer:
+def generated(tokens: list[int], seconds: float = 1.0) -> Completion:
     stats = GenerationStats(generations=1, generation_tokens=len(tokens), decode_seconds=seconds)
-    return Answer(Prompt(3, tokens=[1]), 0, Result([1], tokens, None, "length", None, Options(), stats))
+    return Completion(Prompt(3, tokens=[1]), 0, Result([1], tokens, None, "length", None, Options(), stats))
 
 
 def test_a_ratio_is_formed_within_a_pass():

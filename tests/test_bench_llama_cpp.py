@@ -15,7 +15,7 @@ from random_checkpoints import random_model
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from eagle3.runner.bench.configurations import Configuration
-from eagle3.runner.bench.measure import Answer, Outcome
+from eagle3.runner.bench.measure import Completion, Outcome
 from eagle3.runner.model import Result
 from eagle3.runner.options import Options
 from eagle3.runner.prompts import Prompt
@@ -55,7 +55,9 @@ def outcome(configuration: Configuration | LlamaCppConfiguration, seconds: list[
         stats = GenerationStats(1, 3, 0, len(tokens), prefill_seconds=0.5, decode_seconds=each)
         if configuration.chain_len:
             stats.record(proposed=2, accepted=1)
-        passes.append([Answer(Prompt(1, "x"), 0, Result([1, 2, 3], tokens, None, "length", None, Options(), stats))])
+        passes.append(
+            [Completion(Prompt(1, "x"), 0, Result([1, 2, 3], tokens, None, "length", None, Options(), stats))]
+        )
     return Outcome(configuration, passes)
 
 

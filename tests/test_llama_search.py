@@ -170,14 +170,14 @@ def test_a_server_that_does_not_end_is_killed(server, fake_build, monkeypatch):
     with server.started(Setting("q8_0")) as configuration:
         pass
     with pytest.raises(ServerError, match="^llama.cpp q8_0, no speculation: llama-server gave no answer to line 1"):
-        configuration.answer(WORKLOAD, WORKLOAD.prompts[0])
+        configuration.complete(WORKLOAD, WORKLOAD.prompts[0])
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_it_is_tokenized(server):
     model = Model(scripted_metadata(max_seq_len=96), lambda: None, TARGETS["gemma4-tiny"].checkpoint)
     configuration = LlamaCppConfiguration(Setting("q8_0"), model, 1, server.logs / "log")
     with pytest.raises(ValueError, match="the prompt has 3,000,000 characters, the artifact's context 96 tokens"):
-        configuration.answer(WORKLOAD, Prompt(1, "x" * 3_000_000))
+        configuration.complete(WORKLOAD, Prompt(1, "x" * 3_000_000))
 
 
 # --- the whole script, over an artifact

@@ -11,7 +11,7 @@ from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_meta
 from eagle3.runner.artifact.near_ties import near_tie
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY
-from eagle3.runner.divergence import rounding, ways
+from eagle3.runner.divergence import probes, rounding
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop import complete
 from eagle3.runner.lossless import lines, replay
@@ -231,7 +231,7 @@ def test_no_method_reads_what_was_never_written_or_lost_by_a_ring(window):
 
 
 def test_no_method_finds_before_its_rows_what_another_wrote():
-    starts = [way.span(30)[0] for way in ways(scripted_metadata(), True, 30)]
+    starts = [probe.span(30)[0] for probe in probes(scripted_metadata(), True, 30)]
     assert len(starts) == 1 + 9 + 1
     assert starts == sorted(starts, reverse=True)
 

@@ -59,14 +59,12 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
     tie = near_tie(plan.qlinear)
     if tie == NEAR_TIE:
         return tie
-    from eagle3.export.lowering.xnnpack.quantization import ExactActivations
-
-    most, moved = plan.method(PREFILL).max_len, 0.0
+    backend, most, moved = BACKENDS[plan.config.backend].load(), plan.method(PREFILL).max_len, 0.0
     with calm_stderr():
         for prompt in sample_prompts(plan.checkpoint, plan):
             tokens = torch.tensor([prompt[:TIE_ROWS]])
             quantized = _logits(speculator, tokens, most)
-            with ExactActivations():
+            with backend.exact_activations():
                 exact = _logits(speculator, tokens, most)
             moved = max(moved, float(((quantized - exact).abs().amax(-1) / quantized.std(-1)).max()))
     return max(tie, min(moved, WIDEST_TIE))
@@ -86,8 +84,8 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
             with calm_stderr():  # ExecuTorch's ops log when they are called eagerly
-                ways = [generation["token_ids"], generation.get("by_whole_rounds", generation["token_ids"])]
-                for fresh in {tuple(tokens): tokens for tokens in ways}.values():
+                generated = [generation[name] for name in ("token_ids", "by_fused_rounds") if name in generation]
+                for fresh in {tuple(tokens): tokens for tokens in generated}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)
     stats = [generation["stats"] for generation in generations]
     drafts = sum(each["num_drafts"] for each in stats)

@@ -236,8 +236,8 @@ def check_flags(config: ExportConfig) -> None:
             "end the process, since that gives more than logits: leave one of the two out"
         )
     backend = BACKENDS[config.backend]
-    for flag in ("cuda_arch", "qembedding", "group_size"):
-        if getattr(config, flag) is not None and flag not in backend.flags:
+    for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
+        if getattr(config, flag) is not None:
             name = f"--{flag.replace('_', '-')}"
             raise ValueError(
                 f"{name} {getattr(config, flag)} means nothing to --backend {config.backend}: leave it out"

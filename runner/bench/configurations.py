@@ -46,7 +46,7 @@ class Configuration:
     model: Model
     chain_len: int | str
 
-    def answer(self, workload: Workload, prompt: Prompt) -> list[Result]:
+    def complete(self, workload: Workload, prompt: Prompt) -> list[Result]:
         """Run a prompt and return the result of each turn. Nothing of an earlier prompt is reused."""
         self.model.forget()
         return list(generate_turns(self.model, prompt, workload.chat, None, self.options(workload, prompt)))

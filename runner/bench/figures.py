@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3.runner.bench.configurations import Configuration, Workload
 from eagle3.runner.bench.machine import machine, versions
-from eagle3.runner.bench.measure import Answer, Outcome, total
+from eagle3.runner.bench.measure import Completion, Outcome, total
 from eagle3.runner.cache import common_prefix
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.model import Model, Result
@@ -87,12 +87,12 @@ def configuration_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
 
 def against(ours: Outcome, theirs: Outcome, name: str) -> dict[str, Any]:
     """Return the ratio of speeds and the divergence of tokens between two configurations."""
-    others = [answer.result.token_ids for answer in theirs.answers]
+    others = [completion.result.token_ids for completion in theirs.completions]
     model = ours.configuration.model
     explain = partial(replayed, model) if model is theirs.configuration.model else None
     return {
         f"ratio_to_{name}": ratio(ours.stats(), theirs.stats()),
-        f"divergence_from_{name}": divergence(ours.answers, others, explain),
+        f"divergence_from_{name}": divergence(ours.completions, others, explain),
     }
 
 
@@ -137,7 +137,7 @@ def category_figures(outcome: Outcome, alone: Outcome, category: str) -> dict[st
 
 
 def divergence(
-    answers: Iterable[Answer],
+    completions: Iterable[Completion],
     others: Iterable[Sequence[int]],
     explain: Callable[[Result, int], dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
@@ -147,17 +147,17 @@ def divergence(
     ended), and how many of all completions differ. ``explain`` adds facts about a result whose token at a position
     differs.
     """
-    pairs = list(zip(answers, others, strict=True))
-    differing = [(answer, list(other)) for answer, other in pairs if answer.result.token_ids != list(other)]
+    pairs = list(zip(completions, others, strict=True))
+    differing = [(completion, list(other)) for completion, other in pairs if completion.result.token_ids != list(other)]
     if not differing:
         return None
-    answer, other = differing[0]
-    tokens = answer.result.token_ids
+    completion, other = differing[0]
+    tokens = completion.result.token_ids
     position = common_prefix(tokens, other)
     said, other_said = (ids[position] if position < len(ids) else None for ids in (tokens, other))
-    found: dict[str, Any] = {"line": answer.prompt.line, "turn": answer.turn, "position": position}
+    found: dict[str, Any] = {"line": completion.prompt.line, "turn": completion.turn, "position": position}
     found |= {"token": said, "other_token": other_said, "differing": len(differing), "answers": len(pairs)}
-    return found | (explain(answer.result, position) if explain else {})
+    return found | (explain(completion.result, position) if explain else {})
 
 
 def replayed(model: Model, result: Result, _position: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from eagle3.runner.step_times import session_steps, step_milliseconds
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """A completion. ``turn`` counts from 0."""
 
     prompt: Prompt
@@ -24,17 +24,18 @@ class Outcome:
     """The completions of a configuration: for each pass those of all prompts, in the order of the prompts."""
 
     configuration: Configuration
-    passes: list[list[Answer]] = field(default_factory=list)
+    passes: list[list[Completion]] = field(default_factory=list)
 
     @property
-    def answers(self) -> list[Answer]:
+    def completions(self) -> list[Completion]:
         """The completions of all passes."""
         return sum(self.passes, [])
 
     def stats(self, category: str | None = None) -> list[GenerationStats]:
         """Return the statistics of each pass, over all prompts or those of one category."""
         return [
-            total(a.result.stats for a in answers if category in (None, a.prompt.category)) for answers in self.passes
+            total(a.result.stats for a in completions if category in (None, a.prompt.category))
+            for completions in self.passes
         ]
 
 
@@ -55,7 +56,7 @@ def measure(
     session = configurations[0].model.session
     steps, step_ms = session_steps(session), []
     for configuration in configurations:
-        configuration.answer(workload, workload.prompts[0])
+        configuration.complete(workload, workload.prompts[0])
     step_milliseconds(steps, repeats=10)
     outcomes = [Outcome(configuration) for configuration in configurations]
     for _ in range(repeats):
@@ -63,8 +64,8 @@ def measure(
             outcome.passes.append([])
         for prompt in workload.prompts:
             for outcome in outcomes:
-                results = outcome.configuration.answer(workload, prompt)
-                outcome.passes[-1] += [Answer(prompt, turn, result) for turn, result in enumerate(results)]
+                results = outcome.configuration.complete(workload, prompt)
+                outcome.passes[-1] += [Completion(prompt, turn, result) for turn, result in enumerate(results)]
                 advance()
         step_ms.append(step_milliseconds(steps))
     return outcomes, step_ms

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eagle3.runner.bench.figures import divergence, spread, tokens_per_second
-from eagle3.runner.bench.measure import Answer, Outcome
+from eagle3.runner.bench.measure import Completion, Outcome
 from eagle3.runner.contract import TARGET_VERIFY, Metadata
 from eagle3.runner.model import Result
 from eagle3.runner.step_times import step_milliseconds, step_position
@@ -24,12 +24,12 @@ def add_transformers(
 
     Call it after all other measurements: transformers uses a thread per core, and these keep spinning for a while.
     """
-    metadata, answers = outcomes[0].configuration.model.metadata, outcomes[0].passes[0]
+    metadata, completions = outcomes[0].configuration.model.metadata, outcomes[0].passes[0]
     reference = TransformersReference(checkpoint)
     step = {"transformers": reference.step(metadata.chain_len + 1, step_position(metadata.max_seq_len))}
     step_milliseconds(step, repeats=10)  # warm
-    reference.answer(answers[0], metadata)
-    theirs, seconds = zip(*(reference.answer(answer, metadata) for answer in answers), strict=True)
+    reference.complete(completions[0], metadata)
+    theirs, seconds = zip(*(reference.complete(completion, metadata) for completion in completions), strict=True)
     rate, ms = sum(map(len, theirs)) / sum(seconds), step_milliseconds(step)["transformers"]
     report["step_ms"]["transformers, same rows"] = spread([ms])
     report["step_ratios"][f"{TARGET_VERIFY} / transformers"] = spread(taken[TARGET_VERIFY] / ms for taken in step_ms)
@@ -37,7 +37,7 @@ def add_transformers(
         figures["ratio_to_transformers"] = spread(tokens_per_second(stats) / rate for stats in outcome.stats())
     report["transformers"] = {
         "tokens_per_second": round(rate, 1),
-        "divergence": divergence(answers, theirs, reference.margin),
+        "divergence": divergence(completions, theirs, reference.margin),
     }
 
 
@@ -51,9 +51,9 @@ class TransformersReference:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         self.model.eval().requires_grad_(False)
 
-    def answer(self, answer: Answer, metadata: Metadata) -> tuple[list[int], float]:
+    def complete(self, completion: Completion, metadata: Metadata) -> tuple[list[int], float]:
         """Return the greedy completion of the same prompt, and the seconds it took."""
-        prompt, options = answer.result.prompt_token_ids, answer.result.options
+        prompt, options = completion.result.prompt_token_ids, completion.result.options
         self.model.generation_config.eos_token_id = options.stop_ids(metadata) or None
         given = torch.tensor([prompt])
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "by_whole_rounds"}, ...], "step_ms": {...}}``. ``by_whole_rounds`` has the token ids of fused rounds
+"stats", "by_fused_rounds"}, ...], "step_ms": {...}}``. ``by_fused_rounds`` has the token ids of fused rounds
 (``speculate``), if the artifact has that method; ``step_ms`` the milliseconds of single calls. Errors are reported as
 by every command. A crash of this process does not end the caller.
 """
@@ -44,7 +44,7 @@ def main(artifact: Path) -> None:
         generations.append({"token_ids": result.token_ids, "stats": result.stats.as_json()})
         if session.has_speculate:
             fused = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
-            generations[-1]["by_whole_rounds"] = fused.token_ids
+            generations[-1]["by_fused_rounds"] = fused.token_ids
     steps = round_steps(session)
     step_milliseconds(steps, repeats=WARMUP)
     click.echo(json.dumps({"generations": generations, "step_ms": step_milliseconds(steps, repeats=CALLS)}))

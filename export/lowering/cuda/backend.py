@@ -5,7 +5,7 @@ between the methods by qualified name, and go into a file of their own.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
@@ -149,6 +149,9 @@ class NvidiaBackend:
     def tracing(self, _speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
         with small_m_dispatch(plan.few_rows), collected_rarely():
             yield
+
+    def exact_activations(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def runs_here(self) -> bool:
         return local_arch() is not None

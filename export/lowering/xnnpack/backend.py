@@ -53,6 +53,11 @@ class XnnpackBackend:
         target.check("--qlinear", plan.skeleton.model)
         draft.check("--draft-qlinear", unfilled(plan.draft))
 
+    def exact_activations(self) -> AbstractContextManager[object]:
+        from eagle3.export.lowering.xnnpack.quantization import ExactActivations
+
+        return ExactActivations()
+
     def runs_here(self) -> bool:
         return True
 

@@ -56,10 +56,10 @@ class Recipe:
         for name, width in linears.items():
             if self.group % LEAST_GROUP or width % self.group:
                 fits = _divisors(gcd(*linears.values()))
-                cure = f"--group-size {fits}" if fits else f"{flag} 8da8w, whose scales are a row's"
+                advice = f"--group-size {fits}" if fits else f"{flag} 8da8w, whose scales are a row's"
                 raise ValueError(
                     f"{flag} {self.linear} with --group-size {self.group}: {name} takes {width} inputs, and groups are "
-                    f"multiples of {LEAST_GROUP} that divide them: type {cure}"
+                    f"multiples of {LEAST_GROUP} that divide them: type {advice}"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Products of 4 bits as sums over ranges of K (split-K), so that a window costs little more than a row.
+"""Products of 4 bits as sums over ranges of K (split-K), so that a verify window costs little more than a row.
 
-XNNPACK's kernel for a window multiplies up to 8 rows by 16 outputs of the weights, and reads the rows again for the
+XNNPACK's kernel multiplies up to 8 rows by 16 outputs of the weights, and reads the rows again for the
 next 16, while weights stream through the same first-level cache: rows of more than about 6 KiB (of 48 on an AMD Zen 5)
 are gone by then. In 8 bits and in float32 there is nothing to gain (``scripts/bench_cpu_kernels.py``). Each range has
 its inputs quantized for itself, which is closer to what they were.
@@ -37,8 +37,8 @@ class SplitLinear(nn.Module):
 
 
 def split_wide_linears(model: nn.Module, rows: int) -> None:
-    """Replace in place the linears of 4 bits in ``model`` of whose inputs a window of ``rows`` does not stay cached. A
-    weight that several hold is split once."""
+    """Replace in place the linears of 4 bits in ``model`` whose inputs do not stay cached for a verify window of
+    ``rows``. A weight that several hold is split once."""
     widest = CACHED // min(rows, KERNEL_ROWS)
     holders = defaultdict(list)
     for parent in model.modules():
