@@ -66,7 +66,19 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
         raise click.BadParameter(f"{text!r} is no list of layer ids such as 2,30,57") from None
 
 
-@click.command(cls=OneLineFailures, epilog=EPILOG)
+HEADINGS = {
+    "target_model": "Models",
+    "output_dir": "Output and backend",
+    "chain_len": "Lengths",
+    "qlinear": "Quantization",
+    "aux_layers": "Draft heads whose files leave something open",
+    "logits": "Methods",
+    "check": "Checks and dry runs",
+    "list_drafts": "Lists",
+}
+
+
+@click.command(cls=OneLineFailures, epilog=EPILOG, headings=HEADINGS)
 @click.option(
     "--target-model", type=click.Choice(list(TARGETS)), help="See --list-targets. Default with --checkpoint: auto."
 )
@@ -86,7 +98,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),
-    help="The draft head: a folder, ORG/NAME[@REVISION], or a number or a name of --list-targets. Default: 1.",
+    help="The draft head: a folder, ORG/NAME[@REVISION], a number or a name of --list-targets. Default: 1, the first.",
 )
 @click.option(
     "--download",
@@ -99,6 +111,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     type=click.Path(path_type=Path),
     help="The artifact: a new folder. Default: TARGET-BACKEND-ARCHITECTURE in the working folder.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option(
     "--backend",
     type=click.Choice(list(BACKENDS)),
@@ -108,7 +121,9 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 )
 @click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
 @click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
-@click.option("--max-seq-len", type=click.IntRange(16), help="Slots of the KV cache, in tokens.")
+@click.option(
+    "--max-seq-len", type=click.IntRange(16), help="The longest context in tokens: the slots of the KV caches."
+)
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
 @click.option(
     "--qlinear",
@@ -132,7 +147,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--qembedding",
     type=click.Choice(EMBEDDING_RECIPES),
-    help="Recipe for both models' embeddings on xnnpack: 8w is 8 bits and a scale a token. Default: 8w with a "
+    help="Recipe for both models' embeddings on xnnpack: 8w is 8 bits with a scale per token. Default: 8w with a "
     "quantized target.",
 )
 @click.option(
@@ -190,9 +205,8 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.option(
     "--layers",
     type=click.IntRange(1),
-    help="With --random-weights: export a target of this many layers, which has each kind of its layers.",
+    help="With --random-weights: export a target of this many layers, with every kind of layer kept.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--list-drafts", is_flag=True, help="Print the kinds of draft heads that are read; --json too.")
 @click.option("--list-targets", is_flag=True, help="Print the targets, their repositories and draft heads; --json too.")

@@ -1,7 +1,9 @@
 """An install has every sub-package and every command, and an import loads no package that it should not."""
 
 import ast
+import importlib
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -9,7 +11,9 @@ import tomllib
 from pathlib import Path
 from typing import get_type_hints
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from eagle3.runner.options import OptionFields, Options
 
@@ -55,6 +59,21 @@ def imported_modules(statement: str) -> set[str]:
 def test_a_command_answers_help_without_importing_torch(command):
     module = command.split(":")[0]
     assert not {"torch", "transformers", "executorch"} & imported_modules(f"import {module}")
+
+
+@pytest.mark.parametrize("command", PROJECT["project"]["scripts"].values())
+def test_help_shows_every_option_once_and_every_heading(command):
+    module, main = command.split(":")
+    shown = getattr(importlib.import_module(module), main)
+    text = CliRunner().invoke(shown, ["--help"]).output
+    lines = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
+    options = [option.opts[0] for option in shown.get_params(click.Context(shown)) if isinstance(option, click.Option)]
+    assert lines == options and len(options) > 5
+    headings = getattr(importlib.import_module(module), "HEADINGS", {"": "Options"})
+    assert re.findall(r"^(?!Usage)(\S.*):$", text, re.MULTILINE) == [
+        *headings.values(),
+        *["Other"][: len(headings) - 1],
+    ]
 
 
 def test_the_runner_gives_six_names_and_imports_what_they_need_when_asked():

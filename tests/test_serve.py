@@ -266,7 +266,9 @@ def test_a_forced_call_of_a_schema_that_refers_to_its_own_parts(client, names):
     given = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 300}
     [answer] = client.chat.completions.create(**given, parallel_tool_calls=False).choices
     [call] = answer.message.tool_calls
-    models[call.function.name].model_validate_json(call.function.arguments)
+    found = models[call.function.name].model_validate_json(call.function.arguments, strict=True)
+    assert answer.finish_reason == "tool_calls" and isinstance(found.start, Place) and isinstance(found.end, Place)
+    assert found.model_dump(exclude_unset=True).items() <= json.loads(call.function.arguments).items()
 
 
 def test_references_go_with_the_schema_that_they_are_of():

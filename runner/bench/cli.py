@@ -26,6 +26,13 @@ Examples:
   eagle3-bench out --profile
 """
 
+HEADINGS = {
+    "prompts": "Prompts and generation",
+    "repeats": "Measurement",
+    "runtime": "Running the artifact",
+    "plot": "Report",
+}
+
 
 def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int | str] | None:
     """Parse a list of chain lengths: each once, in the order given."""
@@ -34,7 +41,7 @@ def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None
     return list(dict.fromkeys(chain_length(part.strip()) for part in (text.split(",") if text else ())))
 
 
-@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.command(cls=OneLineFailures, epilog=EPILOG, headings=HEADINGS)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option(
     "--prompts",

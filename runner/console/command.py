@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -64,11 +64,27 @@ version_option = click.option(
 
 
 class OneLineFailures(click.Command):
-    """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1."""
+    """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1.
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    ``headings`` groups the options of ``--help``: the name of the first option of each group to the group's title.
+    """
+
+    def __init__(self, *args: Any, headings: Mapping[str, str] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._headings = {} if headings is None else {"version": "Other", **headings}
         self.params.append(click.Option(["--verbose"], is_flag=True, help="Print tracebacks and what libraries print."))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: list[tuple[str, list[tuple[str, str]]]] = [("Options", [])]
+        for param in (each for each in self.get_params(ctx) if isinstance(each, click.Option)):
+            if (title := self._headings.get(param.name or "")) is not None:
+                groups.append((title, []))
+            if (record := param.get_help_record(ctx)) is not None:
+                groups[-1][1].append(record)
+        for title, records in groups:
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         occupy_standard_descriptors()

@@ -43,9 +43,15 @@ def utf8(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str 
 
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+HEADINGS = {
+    "prompt": "Prompts",
+    "chain_len": "Generation",
+    "logprobs": "Results",
+    "runtime": "Running the artifact",
+}
 
 
-@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.command(cls=OneLineFailures, epilog=EPILOG, headings=HEADINGS)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--prompt", callback=utf8, metavar="TEXT", help="The prompt; - reads it from stdin.")
 @click.option("--prompt-file", type=FILE, help="The prompt, as a text file in UTF-8.")
@@ -81,11 +87,11 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     is_flag=True,
     help="Generate again without speculation and compare; exit code 1 if a token differs.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @runtime_option
 @cuda_graph_option
 @packed_weights_option
 @click.option("--verify", is_flag=True, help="Read every file first, however large, and compare it with export.json.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @version_option
 def main(
     artifact: Path,

@@ -28,6 +28,7 @@ Examples:
     -d '{"messages": [{"role": "user", "content": "Open a file."}], "stream": true}'
 """
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+HEADINGS = {"host": "Network and queue", "given": "Requests", "chain_len": "Running the artifact"}
 PARSERS = ("auto", "gemma", "qwen", "hermes", "llama")
 
 
@@ -44,29 +45,52 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     return found
 
 
-@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.command(cls=OneLineFailures, epilog=EPILOG, headings=HEADINGS)
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 for every network; give a key then.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--model-id", metavar="NAME", help="What requests call the model. Default: the target's name.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen at; 0.0.0.0 for every network (give a key then).",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen at; 0 takes a free one.",
+)
+@click.option("--model-id", metavar="NAME", help="The model's name in requests. Default: the target's.")
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A file whose text requests must bear as their key.",
+    help="A file with the key that requests must send.",
 )
-@click.option("--parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests at a time.")
+@click.option(
+    "--parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests that are computed at a time."
+)
 @click.option("--max-queue", type=click.IntRange(0), default=64, show_default=True, help="Requests that may wait.")
-@click.option("--grace", type=click.IntRange(0), default=30, show_default=True, help="Seconds to finish in at SIGTERM.")
+@click.option(
+    "--grace",
+    type=click.IntRange(0),
+    default=30,
+    show_default=True,
+    help="Seconds that requests have to finish after SIGTERM.",
+)
 @click.option(
     "--default",
     "given",
     multiple=True,
     callback=defaults,
     metavar="NAME=VALUE",
-    help="A request's field where it leaves it out, such as temperature=0; repeatable.",
+    help="The value of a field that a request leaves out, such as temperature=0; repeatable.",
 )
 @click.option(
-    "--tool-parser", type=click.Choice(PARSERS), default="auto", show_default=True, help="auto: by the chat template."
+    "--tool-parser",
+    type=click.Choice(PARSERS),
+    default="auto",
+    show_default=True,
+    help="The form of the model's tool calls; auto: by its chat template.",
 )
 @chain_len_option
 @runtime_option
