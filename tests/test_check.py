@@ -165,6 +165,20 @@ def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artif
     assert "--aux-convention input" in "\n".join(check_artifact(artifact, counting_outputs, None).warning)
 
 
+@pytest.mark.parametrize("fault", ["draft.fc.weight", "draft.norm.weight", "draft.layers.0.self_attn.q_proj.weight"])
+def test_a_draft_head_that_was_lowered_wrongly_is_seen_though_every_token_is_right(fault, plan, speculator, artifact):
+    compared = check_artifact(artifact, plan, speculator).record["proposals_compared"]
+    assert compared == 3 * plan.chain_len  # the last of the prompts takes several chunks
+    weight = speculator.get_parameter(fault)
+    right = weight.clone()
+    with torch.no_grad():
+        weight.copy_(right.flip(0))
+    with pytest.raises(ValueError, match="the lowering changed what the draft head computes"):
+        check_artifact(artifact, plan, speculator)
+    with torch.no_grad():
+        weight.copy_(right)
+
+
 def test_an_artifact_that_ends_its_process_or_does_not_run_is_named(plan, artifact, tmp_path, monkeypatch):
     broken = shutil.copytree(artifact, tmp_path / "broken")
     with (broken / "model.pte").open("r+b") as file:

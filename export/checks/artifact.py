@@ -1,7 +1,8 @@
 """The check after an export: a few prompts go through the finished artifact, in a process of its own.
 
-Its tokens are held against the eager module's that it was made of, position by position; its features must be finite;
-what its draft head's proposals are worth is said, with the likely causes where they are worth nothing.
+Its tokens are held against the eager module's that it was made of, position by position, its first proposals against
+the eager draft head's (``proposals.py``); its features must be finite; what the proposals are worth is said, with the
+likely causes where they are worth nothing.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
+from eagle3.export.checks.proposals import compare_proposals
 from eagle3.export.draft.description import EagleDescription
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
@@ -79,14 +81,16 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     prompts = sample_prompts(folder, plan)
     tried = _tried(folder, prompts)
     generations = tried["generations"]
-    ties, most = 0, plan.method(PREFILL).max_len
+    ties, same, most = 0, 0, plan.method(PREFILL).max_len
     tie = near_tie(plan.qlinear) if speculator is None else measured_tie(speculator, plan)
+    draft_tie = tie if near_tie(plan.draft_qlinear) == NEAR_TIE else WIDEST_TIE
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
             with calm_stderr():  # ExecuTorch's ops log when they are called eagerly
                 generated = [generation[name] for name in ("token_ids", "by_fused_rounds") if name in generation]
                 for fresh in {tuple(tokens): tokens for tokens in generated}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)
+                same += compare_proposals(speculator, plan, prompt, generation["window"], draft_tie) or 0
     stats = [generation["stats"] for generation in generations]
     drafts = sum(each["num_drafts"] for each in stats)
     accepted = sum(each["num_accepted_tokens"] for each in stats)
@@ -99,6 +103,7 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
         "new_tokens": sum(len(generation["token_ids"]) for generation in generations),
         "compared_with_eager": speculator is not None,
         "near_ties": ties,
+        "proposals_compared": same,
         "tolerance": round(tie, 4),
         "mean_acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
     }

@@ -1,9 +1,10 @@
 """Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "by_fused_rounds"}, ...], "step_ms": {...}}``. ``by_fused_rounds`` has the token ids of fused rounds
-(``speculate``), if the artifact has that method; ``step_ms`` the milliseconds of single calls. Errors are reported as
-by every command. A crash of this process does not end the caller.
+"stats", "window", "by_fused_rounds"}, ...], "step_ms": {...}}``. ``window`` is the first verify window after the
+prompt, a token and the proposals behind it; ``by_fused_rounds`` has the token ids of fused rounds (``speculate``), if
+the artifact has that method; ``step_ms`` the milliseconds of single calls. Errors are reported as by every command. A
+crash of this process does not end the caller.
 """
 
 import json
@@ -40,8 +41,10 @@ def main(artifact: Path) -> None:
     asked = json.load(sys.stdin)
     session, generations = open_session(open_artifact(artifact)), []
     for prompt in asked["prompts"]:
-        result = complete(FiniteSession(session), prompt, max_new_tokens=asked["max_new_tokens"])
-        generations.append({"token_ids": result.token_ids, "stats": result.stats.as_json()})
+        watched = WatchedSession(session)
+        result = complete(watched, prompt, max_new_tokens=asked["max_new_tokens"])
+        window = watched.windows.get(len(prompt), [])
+        generations.append({"token_ids": result.token_ids, "stats": result.stats.as_json(), "window": window})
         if session.has_speculate:
             fused = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
             generations[-1]["by_fused_rounds"] = fused.token_ids
@@ -50,25 +53,27 @@ def main(artifact: Path) -> None:
     click.echo(json.dumps({"generations": generations, "step_ms": step_milliseconds(steps, repeats=CALLS)}))
 
 
-class FiniteSession:
-    """A session that raises ValueError for NaN or infinite features. It has no fused rounds, because those return no
-    feature."""
+class WatchedSession:
+    """A session that raises ValueError for NaN or infinite features and keeps its verify windows: ``windows``, by the
+    position of their first token. It has no fused rounds, because those return no feature."""
 
     has_speculate = False
 
     def __init__(self, session: "Session"):
-        self._session = session
+        self._session, self.windows = session, dict[int, list[int]]()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the session has
         value = getattr(self._session, name)
         return self._checked(name, value) if name in ("prefill", "target_verify", "draft_decode") else value
 
-    @staticmethod
-    def _checked(name: str, method: "Callable[..., Step]") -> "Callable[..., Step]":
+    def _checked(self, name: str, method: "Callable[..., Step]") -> "Callable[..., Step]":
         def call(*inputs: "Tensor") -> "Step":
             step = method(*inputs)
             if not step.own_feature().isfinite().all():
                 raise ValueError(f"{name} returns NaN or infinite features")
+            if name == "target_verify":
+                tokens, input_pos = inputs
+                self.windows[int(input_pos[0])] = tokens[0].tolist()
             return step
 
         return call

@@ -1,0 +1,58 @@
+"""Holds the finished artifact's first proposals after a prompt against those of the eager head that it was made of.
+
+A head that was lowered wrongly says nothing wrong: the target decides every token. Its proposals are worth nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from eagle3.export.planning.plan import Plan
+from eagle3.export.speculator import Eagle3Speculator
+from eagle3.runner.contract import DRAFT_DECODE, PREFILL
+
+
+@torch.no_grad()
+def compare_proposals(
+    speculator: Eagle3Speculator, plan: Plan, prompt: list[int], window: list[int], tie: float
+) -> int | None:
+    """Compare a round's first verify window, the token after ``prompt`` and the proposals behind it, with the eager
+    head's.
+
+    Returns how many proposals are the same, up to the first near-tie; None for a prompt of several chunks. Raises
+    ValueError for a proposal whose logit lies further than ``tie`` behind the best one, in standard deviations of the
+    logits.
+    """
+    draft, rows = plan.draft, len(prompt)
+    if rows > min(plan.method(PREFILL).max_len, plan.method(DRAFT_DECODE).max_len if draft.has_cache else rows):
+        return None
+    positions = torch.arange(rows)
+    state, taps = speculator.target(torch.tensor([prompt]), positions, speculator.taps)
+    feature = speculator.draft.fuse((state,) if draft.takes_final_state else taps)
+    tokens = torch.tensor([prompt[1:] + window[:1]])
+    if not draft.has_cache:
+        tokens, feature, positions = tokens[:, -1:], feature[:, -1:], positions[-1:]
+    same, slot = 0, rows - 1
+    while same < len(window) - 1:
+        logits, feature = speculator.draft(tokens, feature, positions, last=True)
+        for row in logits[0, : len(window) - 1 - same]:
+            if not _is_best(speculator, row, window[1 + same], rows + same, tie):
+                return same
+            same += 1
+        slot += draft.has_cache
+        tokens, feature, positions = torch.tensor([[window[same]]]), feature[:, -1:], torch.tensor([slot])
+    return same
+
+
+def _is_best(speculator: Eagle3Speculator, logits: Tensor, proposed: int, position: int, tie: float) -> bool:
+    """Return False for a near-tie."""
+    ids = speculator.draft.ids_in_target()
+    column = proposed if ids is None else int((ids == proposed).nonzero()[0])
+    best = logits.argmax()
+    behind = float((logits[best] - logits[column]) / logits.float().std())
+    if behind > tie:
+        wanted = int(best) if ids is None else int(ids[best])
+        raise ValueError(
+            f"the artifact's draft proposes token {proposed} behind position {position}, the module that it was made "
+            f"of {wanted} (by {behind:.2g} of the logits' spread): the lowering changed what the draft head computes"
+        )
+    return column == int(best)
