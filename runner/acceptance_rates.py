@@ -13,7 +13,9 @@ class AcceptanceRates:
     """Rates that this text has not shown lately are expected to be as usual; rates that no text has shown, as at the
     position before."""
 
-    def __init__(self, longest: int):
+    def __init__(self, longest: int, prior: float = PRIOR):
+        """``longest``: the most proposals of a round; ``prior``: the rate before any outcome"""
+        self._prior = prior
         self._usual: Counts = [(0.0, 0.0)] * longest
         self.forget_text()
 
@@ -29,7 +31,7 @@ class AcceptanceRates:
 
     def tokens(self) -> list[float]:
         """Return the tokens that a round of each length is expected to yield, from length 0 on."""
-        tokens, reached, usual = [1.0], 1.0, PRIOR
+        tokens, reached, usual = [1.0], 1.0, self._prior
         for usual_counts, counts in zip(self._usual, self._now, strict=True):
             usual = rate(usual_counts, usual)
             reached *= rate(counts, usual)

@@ -37,11 +37,11 @@ def request_digest(
 ) -> str:
     """Return 16 hexadecimal digits that identify all inputs of a prompt's results: its text, options and artifact.
 
-    ``template`` describes how the text is put into the chat template. The chain length is left out, because the tokens
-    do not depend on it.
+    ``template`` describes how the text is put into the chat template. The chain length and the lookup are left out,
+    because the tokens do not depend on them.
     """
     asked = asdict(prompt) | {"line": None, "id": None, "category": None, "options": None}
-    given = asdict(options) | {"chain_len": None}
+    given = {name: value for name, value in asdict(options).items() if name != "ngram"} | {"chain_len": None}
     record = json.dumps([asked, template, given, metadata.manifest], sort_keys=True)
     return hashlib.sha256(record.encode()).hexdigest()[:16]
 

@@ -14,6 +14,7 @@ from eagle3.runner.chain import ChainLength
 from eagle3.runner.choice import Choice
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.session import Session, Step
+from eagle3.runner.lookup_choice import LookupChoice
 from eagle3.runner.loop import generate
 
 MakeChoice = Callable[[], Choice]
@@ -84,7 +85,7 @@ def probes(metadata: Metadata, has_decode: bool, position: int) -> list[Probe]:
     None reads what an earlier one wrote in front of its own first row: first come those that begin at the position,
     then verify windows that begin ever earlier, last the longest chunk of prefill.
     """
-    most, longest = metadata.chain_len + 1, min(metadata.max_prefill, position + 1)
+    most, longest = metadata.window, min(metadata.max_prefill, position + 1)
     found = [Probe(DECODE, 1, 0)] if has_decode else []
     found += [Probe(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
     found = [probe for probe in found if probe.row <= position and probe.span(position)[1] <= metadata.max_seq_len]
@@ -133,9 +134,9 @@ class Place:
     near_tie: float
     """The tolerance in standard deviations of the logits (``artifact/near_ties.py``)."""
 
-    def divergence(self, chain: int | ChainLength | None) -> Divergence:
+    def divergence(self, chain: int | ChainLength | None, lookup: LookupChoice | None = None) -> Divergence:
         said = list(self._probed())
-        speculated = self._speculated(chain)
+        speculated = self._speculated(chain, lookup)
         if speculated is not None:
             said.append(speculated)
         margin = relative = moved = threshold = None
@@ -182,10 +183,10 @@ class Place:
             step = getattr(session, probe.method)(torch.tensor([fed]), session.positions[start:end])
             yield self._read(step, probe, -1 if probe.method == PREFILL else probe.row)
 
-    def _speculated(self, chain: int | ChainLength | None) -> Said | None:
+    def _speculated(self, chain: int | ChainLength | None, lookup: LookupChoice | None) -> Said | None:
         """Return the generation again, to the end of this round; None where it does not say the same."""
         watched, wanted, done = Watched(self.make_choice()), list(self.token_ids), 0
-        steps = generate(self.session, self.prompt, len(wanted), chain, stop_ids=(), choice=watched)
+        steps = generate(self.session, self.prompt, len(wanted), chain, stop_ids=(), choice=watched, lookup=lookup)
         with closing(steps):
             for fresh in steps:
                 if fresh != wanted[done : done + len(fresh)]:

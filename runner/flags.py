@@ -48,6 +48,11 @@ chain_len_option = click.option(
     metavar=f"K|{AUTO}",
     help=f"Draft tokens per round, 0 for none; {AUTO}: the number that is fastest. Default: the artifact's.",
 )
+ngram_option = click.option(
+    "--ngram/--no-ngram",
+    default=None,
+    help="A lookup proposes too what followed the same words before, where that is faster. Default: --no-ngram.",
+)
 _TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),
     click.option("--temperature", type=float, help="0, the default, is greedy decoding."),
@@ -69,11 +74,11 @@ _TEXT_FLAGS = (
 
 def generation_flags(command: Command) -> Command:
     """Add the flags to a command. The command gets them as ``**given``, for ``options_from``."""
-    return chain_len_option(text_flags(command))
+    return chain_len_option(ngram_option(text_flags(command)))
 
 
 def text_flags(command: Command) -> Command:
-    """Add the flags except ``--chain-len``, on which the text does not depend."""
+    """Add the flags except ``--chain-len`` and ``--ngram``, on which the text does not depend."""
     for flag in reversed(_TEXT_FLAGS):
         command = flag(command)
     return command

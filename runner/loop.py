@@ -6,6 +6,9 @@ with the feature that proved it. Both caches roll back by writing positions agai
 
 A draft without a cache of its own attends to the target's. It is not seeded: each round begins with the slot before the
 anchor, and all of its steps are at that slot.
+
+A round may verify the proposals of a lookup in the text instead of the draft's. Its draft slots then wait, and are
+written with the target's features before the draft is asked again.
 """
 
 import time
@@ -21,6 +24,7 @@ from eagle3.runner.chain import ChainLength, FixedChain
 from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session, Step
+from eagle3.runner.lookup_choice import LookupChoice
 from eagle3.runner.statistics import GenerationStats
 
 STOP, LENGTH = "stop", "length"
@@ -45,6 +49,7 @@ def generate(
     choice: Choice | None = None,
     cached: CachedTokens | None = None,
     stats: GenerationStats | None = None,
+    lookup: LookupChoice | None = None,
 ) -> Generator[list[int], None, Generation]:
     """A generator of new token ids as they are accepted; its return value is the ``Generation``.
 
@@ -59,6 +64,7 @@ def generate(
         choice: default: greedy
         cached: what the session's caches hold, kept up to date; default: nothing
         stats: counts and seconds are added to it as they come; it becomes the ``Generation``'s
+        lookup: proposes from the text itself; default: the draft alone proposes
 
     Raises:
         ValueError: an empty or too long prompt, an id outside the vocabulary, a chain length or budget out of bounds
@@ -67,7 +73,7 @@ def generate(
     check_request(metadata, prompt, max_new_tokens, chain if isinstance(chain, int) else None)
     if chain is None or isinstance(chain, int):
         chain = FixedChain(metadata.chain_len if chain is None else chain)
-    rounds = Rounds(session, chain, choice or Greedy(), CachedTokens() if cached is None else cached)
+    rounds = Rounds(session, chain, choice or Greedy(), CachedTokens() if cached is None else cached, lookup)
     budget = min(max_new_tokens, metadata.max_seq_len - len(prompt))
     stops = frozenset(metadata.eos_ids if stop_ids is None else stop_ids)
     return _emit(session, rounds, list(prompt), budget, stops, GenerationStats() if stats is None else stats)
@@ -99,6 +105,7 @@ def _emit(
         stats.generation_tokens += len(fresh)
         yield fresh
         if finish_reason:
+            rounds.finish()
             return Generation(tokens, finish_reason, stats)
         used = session.seconds.copy(), session.calls.copy()
         start, loaded = time.perf_counter(), session.load_seconds
@@ -126,8 +133,16 @@ def cut(fresh: list[int], budget: int, stop_ids: frozenset[int]) -> tuple[list[i
 class Rounds:
     """The rounds of one generation, over a session whose caches hold what ``cached`` says."""
 
-    def __init__(self, session: Session, chain: ChainLength, choice: Choice, cached: CachedTokens):
+    def __init__(
+        self,
+        session: Session,
+        chain: ChainLength,
+        choice: Choice,
+        cached: CachedTokens,
+        lookup: LookupChoice | None = None,
+    ):
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
+        self._lookup, self._by_lookup, self._behind_lookup = lookup, False, False
         self._seed = Seed()
         self._whole = session.has_speculate and choice.greedy
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
@@ -137,18 +152,21 @@ class Rounds:
         """The first token, then what each round accepts, without end: at the context's last position it must not be
         asked for more."""
         self._chain.begin()
+        if self._lookup is not None:
+            self._lookup.begin(prompt)
         try:
             anchor = self._prefill(prompt, stats)
             yield [anchor]
             window, drafting = timed(self._propose, write_slots=True)  # the next turn of a dialogue reuses the prompt
             while window is not None:
-                if self._fits_whole(window.shape[1]):
+                if not self._by_lookup and self._fits_whole(window.shape[1]):
                     window, drafting = (yield from self._play_whole(window, stats)), 0.0
                 else:
                     (ids, proposed), verifying = timed(self._play, window)
-                    self._chain.record(proposed, len(ids) - 1, drafting + verifying)
+                    by_lookup = self._by_lookup
+                    self._record(ids, proposed, drafting + verifying)
                     window, drafting = timed(self._propose)
-                    stats.record(proposed, len(ids) - 1)
+                    stats.record(proposed, len(ids) - 1, by_lookup)
                     yield ids
         except Exception:
             self._cached.clear()
@@ -168,6 +186,16 @@ class Rounds:
         self._accept(ids := ids[:rows])
         self._keep(chosen[:, :rows], step.own_feature()[:, :rows])
         return ids, len(proposed)
+
+    def _record(self, ids: list[int], proposed: int, seconds: float) -> None:
+        """Tell the chain length and the lookup of a round. The head's first round behind the lookup's is not timed: the
+        slots that waited were written in it."""
+        if not self._by_lookup:
+            seconds = 0.0 if self._behind_lookup else seconds
+            self._chain.record(proposed, len(ids) - 1, seconds)
+        if self._lookup is not None:
+            self._lookup.record(ids, proposed, self._by_lookup, seconds)
+        self._behind_lookup = self._by_lookup
 
     def _keep(self, tokens: Tensor, feature: Tensor) -> None:
         """Add draft slots up to the anchor's to the seed. A draft without a cache needs the last one alone."""
@@ -202,10 +230,14 @@ class Rounds:
             accepted = common_prefix(proposed, ids)
             self._accept(ids := ids[: accepted + 1])
             cached.draft_slots = self._anchor_pos
-            chain.record(longest, accepted, time.perf_counter() - began)
+            self._record(ids, longest, time.perf_counter() - began)
             wanted = chain.next()
             stats.record(longest, accepted)
+            found = self._found(wanted, drafted=True)
             yield ids
+            if found:
+                self._seed = Seed(self._anchor_pos)
+                return torch.tensor([[ids[-1], *found]])
             proposed = following[1:]
         self._seed = Seed(self._anchor_pos)
         return said[1:, : 1 + wanted].contiguous()
@@ -257,6 +289,8 @@ class Rounds:
 
     def _accept(self, ids: list[int]) -> None:
         self._cached.tokens += ids
+        if self._lookup is not None:
+            self._lookup.text.add(ids)
         self._choice.accept(ids)
 
     def _propose(self, write_slots: bool = False) -> Tensor | None:
@@ -266,27 +300,25 @@ class Rounds:
 
         Returns the window [1, 1 + k]: the anchor and k proposals; None where the context ends at the anchor.
         """
-        session, cached, seed = self._session, self._cached, self._seed
-        anchor_pos = self._anchor_pos
+        session, seed, anchor_pos = self._session, self._seed, self._anchor_pos
         anchor = seed.tokens[-1][:, -1:]
         room = session.metadata.max_seq_len - 1 - anchor_pos
         if room < 1:
             return None
         if not self._chain.speculates:
             self._seed = Seed(anchor_pos)
-            return anchor
+            return window_of(anchor, self._found(0))
         wanted = min(self._chain.next(), room)
         forced = self._choice.forced([], wanted)
-        seed_can_wait = seed.rows + wanted < session.metadata.max_prefill and (wanted or not write_slots)
-        if len(forced) == wanted and seed_can_wait:
-            return torch.cat([anchor, torch.tensor([forced])], dim=1) if forced else anchor
-        if self._has_draft_cache:
-            cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
-        tokens, feature = seed.all()
-        step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
-        cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
-        if not wanted:
-            return anchor
+        all_forced = wanted > 0 and len(forced) == wanted
+        found = self._found(wanted, forced) if not all_forced else []
+        proposed = found or forced
+        seed_can_wait = seed.rows + max(wanted, len(found)) < session.metadata.max_prefill
+        if (found or len(forced) == wanted) and seed_can_wait and (proposed or not write_slots):
+            return window_of(anchor, proposed)
+        step = self._write_slots(wanted)
+        if found or not wanted:
+            return window_of(anchor, found)
         chain = [self._choice.draft(step, [])]
         if self._masks:
             chain = [chain[0][:, :wanted]]
@@ -299,6 +331,44 @@ class Rounds:
             step = session.draft_decode(chain[-1], step.own_feature(), session.positions[at : at + 1])
             chain.append(self._choice.draft(step, chain))
         return torch.cat([anchor, *chain], dim=1)
+
+    def _found(self, wanted: int, forced: Sequence[int] = (), drafted: bool = False) -> list[int]:
+        """The lookup's proposals for the next round, [] where it is the draft's. They begin with what is ``forced``."""
+        self._by_lookup = False
+        if self._lookup is None:
+            return []
+        room = self._session.metadata.max_seq_len - 1 - self._anchor_pos
+        found = self._lookup.offer(min(wanted, room), room, drafted)
+        if found[: len(forced)] != list(forced):
+            return []
+        self._by_lookup = bool(found)
+        return found
+
+    def _write_slots(self, wanted: int) -> Step:
+        """Write the draft slots that wait; the draft's step behind them. ``wanted`` steps may follow."""
+        session, cached, seed, anchor_pos = self._session, self._cached, self._seed, self._anchor_pos
+        if self._has_draft_cache:
+            cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
+        tokens, feature = seed.all()
+        began = time.perf_counter()
+        step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
+        if self._behind_lookup and self._lookup is not None and self._has_draft_cache:
+            self._lookup.seeded(seed.rows, time.perf_counter() - began)
+        cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
+        return step
+
+    def finish(self) -> None:
+        """Write the draft slots that wait behind rounds of the lookup, so that the next turn of a dialogue does not
+        compute the target for them again. Where few wait, that costs less than writing them now."""
+        metadata = self._session.metadata
+        few, room = metadata.chain_len + 1, metadata.max_seq_len - 1 - self._anchor_pos
+        waits = self._chain.speculates and self._has_draft_cache and self._behind_lookup and self._seed.rows > few
+        if room > 0 and waits:
+            try:
+                self._write_slots(0)
+            except Exception:
+                self._cached.clear()
+                raise
 
 
 class Seed:
@@ -321,6 +391,11 @@ class Seed:
         return torch.cat(self.tokens, dim=1), torch.cat(self._features, dim=1)
 
 
+def window_of(anchor: Tensor, proposed: Sequence[int]) -> Tensor:
+    """The window [1, 1 + k] of the anchor [1, 1] and k proposals."""
+    return torch.cat([anchor, torch.tensor([proposed])], dim=1) if proposed else anchor
+
+
 def timed(call: Callable[..., Result], *args: Any, **options: Any) -> tuple[Result, float]:
     """Return what ``call`` returns, and the seconds it took."""
     start = time.perf_counter()
@@ -335,7 +410,7 @@ def first_row(step: Step) -> Step:
 def chunks(start: int, end: int, metadata: Metadata) -> list[tuple[int, int]]:
     """Split the positions from ``start`` to ``end``: chunks as long as ``prefill`` takes, what is shorter than its
     minimum in verify windows."""
-    window, spans = metadata.chain_len + 1, []
+    window, spans = metadata.window, []
     while start < end:
         left = end - start
         size = min(left, metadata.max_prefill if left >= metadata.min_prefill else window)

@@ -21,6 +21,7 @@ from eagle3.runner.choice import Greedy
 from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.divergence import Divergence, MakeChoice, Place, Said, Watched
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.lookup_choice import LookupChoice
 from eagle3.runner.loop import generate
 
 
@@ -44,6 +45,7 @@ def replay(
     make_choice: MakeChoice = Greedy,
     chain: int | ChainLength | None = None,
     near_tie: float | None = None,
+    lookup: LookupChoice | None = None,
 ) -> Replay:
     """Generate ``token_ids`` again without speculation and compare, up to the first token that differs.
 
@@ -54,6 +56,7 @@ def replay(
         prompt, token_ids: the generation to check
         make_choice: returns a new choice (greedy or sampling) like the one of that generation
         chain: the chain length of that generation. With an adaptive one, the repeated rounds may have other lengths
+        lookup: the lookup of that generation; the repeated rounds may be its in other places
         near_tie: how far rounding moves logits, in standard deviations of the logits; None for the recipe's value
 
     Raises:
@@ -75,7 +78,7 @@ def replay(
     assert watched.step is not None  # the step that chose the token that differs
     tie = near_tie_of(session.metadata, None) if near_tie is None else near_tie
     place = Place(session, prompt, token_ids[: agreed + 1], replayed, watched.step, make_choice, tie)
-    return Replay(agreed + 1, method, place.divergence(chain))
+    return Replay(agreed + 1, method, place.divergence(chain, lookup))
 
 
 def lines(replay: Replay, decode_token: Callable[[int], str] | None = None) -> list[str]:

@@ -15,6 +15,7 @@ from eagle3.runner.cache import CachedTokens
 from eagle3.runner.chat import check_messages
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.lookup_choice import LookupChoice, pays
 from eagle3.runner.lossless import Replay, replay
 from eagle3.runner.options import AUTO, OptionFields, Options
 from eagle3.runner.sampling.constraint import Constraint, Grammars
@@ -57,6 +58,16 @@ class Model:
     def chain(self) -> AdaptiveChain:
         """The adaptive chain length, which keeps what it learned."""
         return AdaptiveChain(self.metadata.chain_len)
+
+    @cached_property
+    def lookup(self) -> LookupChoice:
+        """The lookup in the text, which keeps what it learned."""
+        return LookupChoice(self.metadata.chain_len, self.metadata.window - 1)
+
+    def lookup_for(self, options: Options) -> LookupChoice | None:
+        """Return the lookup where ``options`` ask for one."""
+        asked = options.chain_len != 0 and pays(self.metadata) if options.ngram is None else options.ngram
+        return self.lookup if asked else None
 
     @cached_property
     def text(self) -> Text:
@@ -127,7 +138,8 @@ class Model:
             make_choice = partial(choose, result.options, self.metadata, constraint, result.prompt_token_ids)
             chain = self.chain if result.options.chain_len == AUTO else result.options.chain_len
             tie = near_tie_of(self.metadata, self._folder)
-            return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain, tie)
+            lookup = self.lookup_for(result.options)
+            return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain, tie, lookup)
 
     def forget(self) -> None:
         """Compute the next prompt from its beginning."""

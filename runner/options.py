@@ -28,6 +28,9 @@ class Options(Sampling):
     """Go on behind the artifact's own end tokens, for benchmarks."""
     chain_len: int | Literal["auto"] | None = None
     """Draft tokens a round: at most the artifact's (the default), 0 for none, "auto" for as many as pay."""
+    ngram: bool | None = None
+    """True: a lookup in the text proposes too, as ``lookup_choice.py`` decides. None: by ``lookup_choice.pays``, and
+    not where ``chain_len`` is 0."""
     logprobs: int | None = None
     """Log-probabilities of each token and of so many that are likeliest, by the model's own distribution."""
 
@@ -59,7 +62,9 @@ class Options(Sampling):
         StopStrings(self.stop)
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids is {shown(self.stop_token_ids)}, but must be whole numbers, 0 or more")
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "ngram"):
+            if name == "ngram" and self.ngram is None:
+                continue
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {shown(getattr(self, name))}, but must be true or false")
         if self.ignore_eos and self.structured_outputs is not None:
@@ -111,5 +116,6 @@ class OptionFields(TypedDict, total=False):
     skip_special_tokens: bool
     ignore_eos: bool
     chain_len: int | Literal["auto"] | None
+    ngram: bool | None
     logprobs: int | None
     structured_outputs: Mapping[str, Any] | None

@@ -37,6 +37,11 @@ def summary(result: Result) -> str:
             f"{stats.num_drafts} rounds",
             f"mean acceptance length {stats.mean_acceptance_length:.2f} (by position: {rates})",
         ]
+    if stats.num_lookup_drafts:
+        parts.append(
+            f"{stats.num_lookup_drafts} rounds by the lookup ({stats.num_lookup_accepted_tokens} of its "
+            f"{stats.num_lookup_draft_tokens} tokens accepted)"
+        )
     if result.options.temperature:
         parts.append(f"seed {result.options.seed}")
     return ", ".join(parts)

@@ -21,6 +21,10 @@ class GenerationStats:
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
     """Drafts whose proposal at each position was accepted."""
+    num_lookup_drafts: int = 0
+    """Of ``num_drafts``, those that a lookup in the text proposed; likewise the next two."""
+    num_lookup_draft_tokens: int = 0
+    num_lookup_accepted_tokens: int = 0
     num_undrafted: int = 0
     """Steps of the target without a draft."""
     prefill_seconds: float = 0.0
@@ -30,7 +34,7 @@ class GenerationStats:
     method_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     method_calls: Counter[str] = field(default_factory=Counter)
 
-    def record(self, proposed: int, accepted: int) -> None:
+    def record(self, proposed: int, accepted: int, by_lookup: bool = False) -> None:
         """Count a round; ``proposed`` 0 is a step without a draft."""
         if not proposed:
             self.num_undrafted += 1
@@ -38,6 +42,10 @@ class GenerationStats:
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
+        if by_lookup:
+            self.num_lookup_drafts += 1
+            self.num_lookup_draft_tokens += proposed
+            self.num_lookup_accepted_tokens += accepted
         if proposed > len(self.accepted_at):
             self.accepted_at += [0] * (proposed - len(self.accepted_at))
         for position in range(accepted):
@@ -64,6 +72,9 @@ class GenerationStats:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_lookup_drafts += other.num_lookup_drafts
+        self.num_lookup_draft_tokens += other.num_lookup_draft_tokens
+        self.num_lookup_accepted_tokens += other.num_lookup_accepted_tokens
         self.num_undrafted += other.num_undrafted
         self.prefill_seconds += other.prefill_seconds
         self.decode_seconds += other.decode_seconds
@@ -141,6 +152,9 @@ class GenerationStats:
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
+            "num_lookup_drafts": self.num_lookup_drafts,
+            "num_lookup_draft_tokens": self.num_lookup_draft_tokens,
+            "num_lookup_accepted_tokens": self.num_lookup_accepted_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate_per_position": [round(rate, 4) for rate in self.acceptance_rate_per_position],
         }

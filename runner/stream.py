@@ -206,6 +206,7 @@ def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Genera
         answer.choice(model.metadata),
         model.cached,
         answer.stats,
+        model.lookup_for(options),
     )
 
 

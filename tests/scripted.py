@@ -28,6 +28,7 @@ def scripted_metadata(
     draft_window=0,
     proposals=1,
     manifest=None,
+    verify_rows=None,
 ) -> Metadata:
     return Metadata(
         max_seq_len=max_seq_len,
@@ -46,6 +47,7 @@ def scripted_metadata(
         enable_dynamic_shape=True,
         proposals=proposals,
         draft_sliding_window=draft_window,
+        verify_rows=verify_rows,
     )
 
 
@@ -140,13 +142,13 @@ class ScriptedSession:
         return self._target(tokens, input_pos)
 
     def target_verify(self, tokens, input_pos):
-        assert 2 <= tokens.shape[1] <= self.metadata.chain_len + 1
+        assert 2 <= tokens.shape[1] <= self.metadata.window
         self.windows.append(tokens.shape[1])
         return self._target(tokens, input_pos)
 
     def draft_decode(self, tokens, feature, input_pos):
         positions, row = input_pos.tolist(), tokens[0].tolist()
-        assert 1 <= len(row) <= max(self.metadata.max_prefill, self.metadata.chain_len + 1)
+        assert 1 <= len(row) <= max(self.metadata.max_prefill, self.metadata.window)
         assert feature.shape[:2] == tokens.shape
         assert positions[-1] < self.metadata.max_seq_len - 1, "a draft slot whose token is past the context"
         entries, seeded = [], positions[-1] + 1

@@ -20,6 +20,7 @@ EPILOG = """
 Examples:
   eagle3-bench out --prompts scripts/prompts.jsonl
   eagle3-bench out --prompts scripts/prompts.jsonl --chain-len 1,2,3,auto --plot out.png
+  eagle3-bench out --prompts edits.jsonl --ngram
   eagle3-bench out --prompts questions.jsonl --chat --temperature 0.7 --seed 1 --markdown
   eagle3-bench out-int4 --prompts scripts/prompts.jsonl --compare out-int8
   eagle3-bench out --prompts scripts/prompts.jsonl --checkpoint targets/gemma4_tiny/target --json
@@ -58,6 +59,7 @@ def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None
     help=f"Draft tokens per round, each measured in turn; {AUTO}: the number that is fastest. Default: the artifact's.",
 )
 @text_flags
+@click.option("--ngram", is_flag=True, help="Measure each of these with the lookup in the text as well.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all prompts.")
 @click.option(
     "--compare", type=click.Path(path_type=Path), metavar="ARTIFACT", help="Another artifact to measure in turn."
@@ -81,6 +83,7 @@ def main(
     prompts: Path | None,
     chat: bool,
     lengths: list[int | str] | None,
+    ngram: bool,
     repeats: int,
     compare: Path | None,
     checkpoint: Path | None,
@@ -120,7 +123,7 @@ def main(
         if compare:
             name = f"{compare} again" if compare == artifact else str(compare)
             models[name] = stack.enter_context(load(compare, runtime, defer=True, cuda_graph=cuda_graph))
-        report = measured(models, prompts, options, chat, lengths, repeats, checkpoint)
+        report = measured(models, prompts, options, chat, lengths, repeats, checkpoint, ngram)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -150,6 +153,7 @@ def measured(
     lengths: list[int | str] | None,
     repeats: int,
     checkpoint: Path | None,
+    ngram: bool = False,
 ) -> dict[str, Any]:
     """Check all inputs, then measure. Returns the report."""
     from eagle3.runner.batch import progress
@@ -166,7 +170,7 @@ def measured(
     workload = make_workload(prompts, options, chat)
     if checkpoint:
         check_greedy(workload)
-    configurations = sum((configurations_of(name, model, lengths) for name, model in models.items()), [])
+    configurations = sum((configurations_of(name, model, lengths, ngram) for name, model in models.items()), [])
     if len(models) > 1:
         check_same_tokens(configurations[0], configurations[-1])
     check_configurations(configurations, workload)

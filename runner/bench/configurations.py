@@ -40,11 +40,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration: an artifact, under the name that the user gave, and the number of draft tokens per round."""
+    """A configuration: an artifact, under the name that the user gave, the number of draft tokens per round, and
+    whether the lookup proposes too."""
 
     artifact: str
     model: Model
     chain_len: int | str
+    ngram: bool = False
 
     def complete(self, workload: Workload, prompt: Prompt) -> list[Result]:
         """Run a prompt and return the result of each turn. Nothing of an earlier prompt is reused."""
@@ -52,7 +54,7 @@ class Configuration:
         return list(generate_turns(self.model, prompt, workload.chat, None, self.options(workload, prompt)))
 
     def options(self, workload: Workload, prompt: Prompt) -> dict[str, Any]:
-        return prompt.own_options(workload.options) | {"chain_len": self.chain_len}
+        return prompt.own_options(workload.options) | {"chain_len": self.chain_len, "ngram": self.ngram}
 
 
 def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
@@ -67,11 +69,16 @@ def make_workload(file: Path, options: dict[str, Any], chat: bool) -> Workload:
     return replace(workload, options={"seed": secrets.randbits(32)} | options)
 
 
-def configurations_of(artifact: str, model: Model, lengths: Sequence[int | str] | None) -> list[Configuration]:
+def configurations_of(
+    artifact: str, model: Model, lengths: Sequence[int | str] | None, ngram: bool = False
+) -> list[Configuration]:
     """Return the configurations of an artifact: without speculation first, then each chain length (None: the
-    artifact's own)."""
+    artifact's own); with ``ngram`` the same with the lookup."""
     lengths = [model.metadata.chain_len] if lengths is None else lengths
-    return [Configuration(artifact, model, length) for length in dict.fromkeys((0, *lengths))]
+    lookups = (False, True) if ngram else (False,)
+    return [
+        Configuration(artifact, model, length, lookup) for lookup in lookups for length in dict.fromkeys((0, *lengths))
+    ]
 
 
 def check_configurations(configurations: Sequence[Configuration], workload: Workload) -> None:

@@ -78,6 +78,7 @@ def configuration_figures(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "artifact": outcome.configuration.artifact,
         "chain_len": outcome.configuration.chain_len,
+        "ngram": outcome.configuration.ngram,
         **speeds(passes),
     }
     figures |= {"round": round_figures(summed), "stats": summed.as_json()}

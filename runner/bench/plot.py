@@ -39,14 +39,16 @@ def check_plot(file: Path) -> None:
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
-    """Write the plot in the format that the suffix of ``file`` names."""
+    """Write the plot in the format that the suffix of ``file`` names. Configurations with the lookup are in the tables
+    alone."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     acceptance, speed = figure.subplots(1, 2)
     several = len(report["artifacts"]) > 1  # then numbers beside the points would overlap
     for index, artifact in enumerate(report["artifacts"]):
-        configurations = [figures for figures in report["ways"] if figures["artifact"] == artifact["artifact"]]
+        of_artifact = [figures for figures in report["ways"] if figures["artifact"] == artifact["artifact"]]
+        configurations = [figures for figures in of_artifact if not figures.get("ngram")]
         label = f"{artifact['artifact']}, " if several else ""
         draw_acceptance(acceptance, configurations, label, f"C{index}")
         draw_speed(speed, configurations, label, f"C{index}")

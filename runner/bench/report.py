@@ -125,9 +125,12 @@ def category_cells(report: dict[str, Any]) -> Cells:
 
 
 def name_cells(report: dict[str, Any], figures: dict[str, Any]) -> dict[str, str]:
-    """Return the cells that name a configuration. The artifact is named only if there are two."""
+    """Return the cells that name a configuration. The artifact is named only if there are two, the lookup only if it
+    was measured."""
     artifact = {"artifact": figures["artifact"]} if len(report["artifacts"]) > 1 else {}
-    return artifact | {"chain length": str(figures["chain_len"])}
+    looked_up = any(each.get("ngram") for each in report["ways"])
+    lookup = {"lookup": "yes" if figures["ngram"] else "no"} if looked_up else {}
+    return artifact | {"chain length": str(figures["chain_len"])} | lookup
 
 
 def speculation_cells(figures: dict[str, Any]) -> dict[str, str]:
@@ -214,7 +217,7 @@ def result_lines(report: dict[str, Any]) -> list[str]:
     decoding, first = report["decoding"], report["artifacts"][0]["artifact"]
     lines = []
     for figures in report["ways"]:
-        if "divergence_from_first_artifact" in figures and figures["chain_len"] == 0:
+        if "divergence_from_first_artifact" in figures and figures["chain_len"] == 0 and not figures.get("ngram"):
             lines.append(f"{figures['artifact']}: {identity_text(figures['divergence_from_first_artifact'], first)}")
     if "transformers" in report:
         lines.append(f"transformers: {report['transformers']['tokens_per_second']:.0f} tokens/s")

@@ -126,9 +126,16 @@ class Metadata:
     has_logits: bool = _key("get_has_logits", default=False)
     draft_ids: "Tensor | None" = _key("get_draft_ids", default=None, compare=False)
     """int64 [draft_vocab_size]: the target's id of each draft id; None if they are the same, and without logits."""
+    verify_rows: int | None = _key("get_verify_rows", default=None)
+    """The longest verify window; None: the chain length and one more."""
     forward_len: int | None = _key("get_max_context_len", default=None)
     """The longest chunk of ``forward``, None without that method. With it, the constant methods have the meaning that
     ExecuTorch's runner expects: ``get_max_seq_len`` is this length, ``get_max_context_len`` the number of slots."""
+
+    @property
+    def window(self) -> int:
+        """The most rows of ``target_verify``."""
+        return self.chain_len + 1 if self.verify_rows is None else self.verify_rows
 
     def constant_methods(self) -> dict[str, Any]:
         """Map names to values, for ``to_edge_transform_and_lower(constant_methods=...)``. Defaults are left out."""
@@ -175,8 +182,8 @@ def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
     window = metadata.chain_len + 1
     return {
         PREFILL: (metadata.min_prefill, metadata.max_prefill),
-        TARGET_VERIFY: (2, window),
-        DRAFT_DECODE: (1, max(metadata.max_prefill, window) if metadata.has_draft_cache else 1),
+        TARGET_VERIFY: (2, metadata.window),
+        DRAFT_DECODE: (1, max(metadata.max_prefill, metadata.window) if metadata.has_draft_cache else 1),
         SPECULATE: (window, window),
         DECODE: (1, 1),
         **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),

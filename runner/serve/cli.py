@@ -16,7 +16,7 @@ from eagle3.runner.console.command import (
     tell,
     version_option,
 )
-from eagle3.runner.flags import chain_len_option
+from eagle3.runner.flags import chain_len_option, ngram_option
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 
 EPILOG = """
@@ -93,6 +93,7 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     help="The form of the model's tool calls; auto: by its chat template.",
 )
 @chain_len_option
+@ngram_option
 @runtime_option
 @cuda_graph_option
 @packed_weights_option
@@ -110,6 +111,7 @@ def main(
     given: dict[str, Any],
     tool_parser: str,
     chain_len: int | str | None,
+    ngram: bool | None,
     runtime: str,
     cuda_graph: str,
     packed_weights: Path | None,
@@ -137,7 +139,7 @@ def main(
         tell(f"Anyone who reaches {host} may use this model: give --api-key-file to change that.")
     try:
         serve(
-            artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len,
+            artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len, ngram,
             runtime=runtime, cuda_graph=cuda_graph, packed_weights=packed_weights, verify=verify,
         )  # fmt: skip
     finally:

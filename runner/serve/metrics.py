@@ -24,6 +24,10 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Chains of draft tokens that were verified.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self._lookup_tokens = self._counter("spec_decode_num_lookup_draft_tokens", "Draft tokens of the lookup.")
+        self._lookup_accepted = self._counter(
+            "spec_decode_num_lookup_accepted_tokens", "Draft tokens of the lookup that were accepted."
+        )
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the chain.",
             ["model_name", "position"], registry=self._registry,
@@ -71,6 +75,8 @@ class Metrics:
         self._drafts.inc(stats.num_drafts)
         self._draft_tokens.inc(stats.num_draft_tokens)
         self._accepted.inc(stats.num_accepted_tokens)
+        self._lookup_tokens.inc(stats.num_lookup_draft_tokens)
+        self._lookup_accepted.inc(stats.num_lookup_accepted_tokens)
         for position, count in enumerate(stats.accepted_at):
             self._accepted_at.labels(self._name, str(position)).inc(count)
         self._queued.observe(times.started - times.submitted)

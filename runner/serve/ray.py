@@ -55,6 +55,7 @@ class Settings(BaseModel):
     defaults: dict[str, Any] = {}
     tool_parser: str = "auto"
     chain_len: int | str | None = None
+    ngram: bool | None = None
     router: str | None = PREFIX_ROUTER
     """A class of Ray's request routers; None: its default, which knows nothing of prompts."""
 
@@ -72,7 +73,7 @@ class Replica:
         self._stack, given = ExitStack(), settings
         opening = opened(
             Path(given.artifact), given.model_id, given.parallel, given.max_queue, given.defaults, given.tool_parser,
-            given.chain_len,
+            given.chain_len, given.ngram,
         )  # fmt: skip
         service = self._stack.enter_context(opening)
         self._stack.callback(service.engine.close)  # before the models are closed

@@ -33,10 +33,11 @@ def serve(
     defaults: dict[str, Any],
     tool_parser: str,
     chain_len: int | str | None,
+    ngram: bool | None = None,
     **loading: Any,
 ) -> None:
     """Load and serve until SIGTERM or SIGINT; what runs then has ``grace`` seconds. Raises as ``opened``."""
-    opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, **loading)
+    opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, ngram, **loading)
     with opening as service:
         host, port = listening.getsockname()[:2]
         tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
@@ -52,6 +53,7 @@ def opened(
     defaults: dict[str, Any],
     tool_parser: str,
     chain_len: int | str | None,
+    ngram: bool | None = None,
     **loading: Any,
 ) -> Iterator[Service]:
     """Load an artifact ``parallel`` times, to be served; the engine must have ended when this does.
@@ -67,7 +69,10 @@ def opened(
             raise FileNotFoundError(f"{folder} has no tokenizer.json, which a server needs: copy or export it again")
         name = model_id or str(models[0].metadata.manifest.get("target") or folder.name)
         metrics = Metrics(name)
-        engine = Engine(models, max_queue, metrics.add, {} if chain_len is None else {"chain_len": chain_len})
+        given = {"chain_len": chain_len, "ngram": ngram}
+        engine = Engine(
+            models, max_queue, metrics.add, {name: each for name, each in given.items() if each is not None}
+        )
         metrics.watch(lambda: engine.running, lambda: engine.waiting)
         yield Service(engine, Dialogue(models[0], folder, tool_parser), name, metrics, defaults)
 
