@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from eagle3.runner.batch import Batch, Outcome
 from eagle3.runner.prompts import Prompt
 
@@ -52,6 +54,8 @@ def _outcomes(
 
     if not ray.is_initialized():
         ray.init(logging_level="warning", log_to_driver=False)
+    gpus = 1 if batch.model.metadata.manifest.get("backend") == "cuda" else 0
+    _check_room(ray.cluster_resources(), ray.available_resources(), replicas, "GPU" if gpus else "CPU")
     ray.data.DataContext.get_current().enable_progress_bars = False  # ``run_batch`` has its own
     asked = [{"asked": cloudpickle.dumps((prompt, replies.get(prompt.line, [])))} for prompt in prompts]
     blocks = max(math.ceil(len(asked) / AT_ONCE), min(len(asked), replicas))
@@ -59,7 +63,21 @@ def _outcomes(
         Worker,
         fn_constructor_args=(str(artifact), loading, batch.chat, batch.system, batch.options),
         compute=ray.data.ActorPoolStrategy(size=replicas),
-        num_gpus=1 if batch.model.metadata.manifest.get("backend") == "cuda" else 0,
+        num_gpus=gpus,
     )
     for row in answered.iter_rows():
         yield cloudpickle.loads(row["outcome"])
+
+
+def _check_room(cluster: Mapping[str, float], free: Mapping[str, float], replicas: int, of: str) -> None:
+    """Raise ValueError where a cluster never has a CPU, or a GPU, for each replica, and warn where it has none free:
+    Ray would wait for it without a word."""
+    if cluster.get(of, 0) < replicas:
+        raise ValueError(
+            f"--ray {replicas} takes {replicas} {of}s, one for each replica, but the Ray cluster has "
+            f"{cluster.get(of, 0):g}: type --ray {max(1, int(cluster.get(of, 0)))}, or add nodes"
+        )
+    if free.get(of, 0) < replicas:
+        click.echo(
+            f"Ray has {free.get(of, 0):g} of {cluster[of]:g} {of}s free: replicas wait until others end", err=True
+        )

@@ -23,7 +23,8 @@ FIRST, SECOND = "import os\nimport sys\n\n\ndef first(", "class Reader:\n    def
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+        # of the four, the replicas of Serve take one and those of a file of prompts two
         yield
         serve.shutdown()
         ray.shutdown()
@@ -144,3 +145,14 @@ def test_a_file_of_prompts_over_ray_data_is_that_of_one_model_and_goes_on_where_
     told = run_command(main, artifact, "--prompts", file, "--output", spread, "--seed", 5, "--ray", 2).stderr
     assert spread.read_text().startswith("".join(whole[:10])) and lines_of(spread) == lines_of(alone)
     assert "10 of them in" in told
+
+
+def test_replicas_that_the_cluster_has_no_room_for_are_refused_and_those_that_wait_are_told(capsys):
+    from eagle3.runner.batch_ray import _check_room
+
+    _check_room({"CPU": 4.0}, {"CPU": 2.0}, 2, "CPU")
+    assert not capsys.readouterr().err
+    _check_room({"CPU": 4.0}, {"CPU": 1.5}, 2, "CPU")
+    assert "Ray has 1.5 of 4 CPUs free" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--ray 8 takes 8 GPUs.*but the Ray cluster has 0: type --ray 1"):
+        _check_room({"CPU": 4.0}, {"CPU": 4.0}, 8, "GPU")
