@@ -46,9 +46,30 @@ class KVCacheShape:
         return (4 if self.sinks else 2) * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Block:
+    """What the rows of a draft block attend to, where that is not every position up to their own. The rows are at
+    consecutive positions, and each attends to a range of positions."""
+
+    before: int | None = None
+    """The range begins so many positions before a row; None: at position 0."""
+    from_first_row: bool = False
+    """``before`` counts from the first row of the block for all of its rows."""
+    causal: bool = False
+    """The range ends at the row itself, otherwise at the block's last row."""
+
+    def bounds(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first and the last position that rows at ``input_pos`` [T] attend to, [T] each."""
+        last = input_pos if self.causal else input_pos[-1:].expand_as(input_pos)
+        if self.before is None:
+            return torch.zeros_like(input_pos), last
+        row = input_pos[:1].expand_as(input_pos) if self.from_first_row else input_pos
+        return (row - self.before).clamp_min(0), last
+
+
 AttentionFactory = Callable[[KVCacheShape], nn.Module]
-"""Returns a module with the two methods of ``EagerAttention``: ``rows``, called once per forward, and ``forward``,
-called once per layer."""
+"""Returns a module with the methods of ``EagerAttention``: ``rows``, called once per forward, ``forward``, called once
+per layer, and ``write``."""
 
 
 class EagerAttention(nn.Module):
@@ -64,14 +85,15 @@ class EagerAttention(nn.Module):
                 1, shape.max_seq_len, shape.kv_heads, shape.head_dim, shape.dtype, use_index_copy=True
             )
 
-    def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values that the layers of one kind (sliding or full) share in a forward. Only ``forward`` reads
-        them.
+    def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor]:
+        """Return the values that the layers of one kind (sliding or full) share in a forward. Only ``forward`` and
+        ``write`` read them.
 
         Args:
             input_pos: int64 [T], consecutive. Each row attends to the positions up to its own, within its window
+            block: if given, says what the rows attend to instead; within two windows, for a sliding layer
         """
-        return input_pos, attention_mask(input_pos, self.shape)
+        return input_pos, attention_mask(input_pos, self.shape, block)
 
     def forward(
         self,
@@ -104,6 +126,10 @@ class EagerAttention(nn.Module):
         else:
             out = attend(query, keys, values, mask, scale, softcap, sinks)
         return out.transpose(1, 2)
+
+    def write(self, key: Tensor, value: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+        """Write ``key`` and ``value`` [1, T, kv_heads, head_dim] at the rows' positions."""
+        self.written(rows[0], key, value)
 
     def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return both caches [1, kv_heads, slots, head_dim], with ``key`` and ``value`` written into them."""
@@ -155,8 +181,10 @@ def ring_window(window: int, max_seq_len: int) -> int:
     return window if window < max_seq_len else 0
 
 
-def attention_mask(input_pos: Tensor, shape: KVCacheShape) -> Tensor:
+def attention_mask(input_pos: Tensor, shape: KVCacheShape, block: Block | None = None) -> Tensor:
     """Return the mask of rows at ``input_pos`` [T]: bool [1, 1, T, slots]."""
+    if block is not None:
+        return block_mask(input_pos, shape, block)
     if not shape.window:
         return causal_mask(input_pos, shape.slots)
     return ring_mask(input_pos, shape.window, shape.chunked)
@@ -175,12 +203,25 @@ def ring_mask(input_pos: Tensor, window: int, chunked: bool = False) -> Tensor:
     ``chunked``: they attend only to positions of their own chunk, which begins at a multiple of ``window``. Slot j of
     the ring holds the last written position that is j modulo its length, including the T positions of this forward.
     """
-    slots = 2 * window
-    columns, last = torch.arange(slots, device=input_pos.device), input_pos[-1]
-    positions = columns + (last - columns).div(slots, rounding_mode="floor") * slots
+    positions = ring_positions(input_pos, 2 * window)
     distance = input_pos[:, None] - positions[None, :]
     reach = input_pos[:, None] % window + 1 if chunked else window
     return ((positions >= 0) & (distance >= 0) & (distance < reach))[None, None]
+
+
+def block_mask(input_pos: Tensor, shape: KVCacheShape, block: Block) -> Tensor:
+    """Return a mask by which rows at ``input_pos`` [T] attend to what ``block`` says: bool [1, 1, T, slots]."""
+    first, last = block.bounds(input_pos)
+    whole = torch.arange(shape.slots, device=input_pos.device)
+    positions = ring_positions(input_pos, shape.slots) if shape.window else whole
+    return ((positions >= first[:, None]) & (positions <= last[:, None]))[None, None]
+
+
+def ring_positions(input_pos: Tensor, slots: int) -> Tensor:
+    """Return the last position written into each slot of a ring, once rows at ``input_pos`` are: int64 [slots].
+    Negative for a slot that is empty."""
+    columns, last = torch.arange(slots, device=input_pos.device), input_pos[-1]
+    return columns + (last - columns).div(slots, rounding_mode="floor") * slots
 
 
 _NEUTRAL = {

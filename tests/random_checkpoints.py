@@ -172,6 +172,61 @@ def save_random_draft(
     return folder
 
 
+def save_random_dflash(
+    folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: int = 48, block: int = 5, **keys
+) -> Path:
+    """A speculators folder of a random DFlash head of two layers that fits a target's text configuration. ``keys`` are
+    of its configuration; those of its layers are in ``layer``."""
+    torch.manual_seed(13)
+    hidden, heads, head_dim = config.hidden_size, 4, config.hidden_size // 4
+    shapes = {"fc.weight": (hidden, len(aux_layers) * hidden), "lm_head.weight": (draft_vocab, hidden)}
+    norms = ["hidden_norm", "norm"]
+    for at in ("layers.0", "layers.1"):
+        rows = {"q": hidden, "k": hidden // 2, "v": hidden // 2, "o": hidden}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (2 * hidden, hidden) for name in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": (hidden, 2 * hidden)}
+        norms += [f"{at}.input_layernorm", f"{at}.post_attention_layernorm"]
+    tensors = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(hidden) for name in norms}
+    for at in ("layers.0", "layers.1"):
+        tensors |= {f"{at}.self_attn.{name}_norm.weight": 2 + 0.3 * torch.randn(head_dim) for name in "qk"}
+    if draft_vocab != config.vocab_size:
+        ids = torch.randperm(config.vocab_size)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    else:
+        del tensors["lm_head.weight"]
+    layer = {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": head_dim,
+        "num_hidden_layers": 2,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    tokens = block if keys.get("sample_from_anchor") else block - 1
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    described = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": draft_vocab,
+        "block_size": block,
+        "mask_token_id": config.vocab_size - 1,
+        "aux_hidden_state_layer_ids": list(aux_layers),
+        "transformer_layer_config": layer | keys.pop("layer", {}),
+        "speculators_config": {"algorithm": "dflash", "proposal_methods": [proposal]},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described | keys))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def random_assistant(config, ordered: bool = False, **changes):
     """transformers' own assistant with random weights, for a target with transformers' text configuration ``config``.
     ``changes`` are of its text configuration."""

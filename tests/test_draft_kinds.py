@@ -114,8 +114,8 @@ def test_a_head_of_one_kind_that_says_another_is_refused_by_its_tensors(folder, 
 @pytest.mark.parametrize(
     ("changes", "names", "what"),
     [
-        ({"architectures": ["DFlashDraftModel"]}, [], "DFlash"),
-        ({"dflash_config": {}}, [], "DFlash"),
+        ({"architectures": ["DFlash2DraftModel"]}, [], "DFlash2"),
+        ({"dflash_config": {}}, [], "DFlash family"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, [], "MLA"),
         ({}, ["layers.0.self_attn.kv_a_proj_with_mqa.weight"], "MLA"),
         ({}, ["medusa_heads.0.linear.weight"], "Medusa"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checks.tensors import check_draft
-from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map, largest_id
 
@@ -28,7 +28,7 @@ def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps:
             f"likely not a matched pair{trained_for}"
         )
     check_draft(draft)
-    if isinstance(draft, EagleDescription) and draft.maps_vocabulary:
+    if draft.maps_vocabulary:
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
@@ -44,7 +44,7 @@ def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescript
     if vocabulary == draft.target_vocab_size:
         return draft
     most = draft.draft_vocab_size - 1
-    if isinstance(draft, EagleDescription) and draft.maps_vocabulary:
+    if draft.maps_vocabulary:
         most = largest_id(draft)
     if not draft.shares_lm_head and most >= vocabulary:
         raise ValueError(

@@ -46,7 +46,11 @@ class DraftDescription:
     """The head uses the target's lm_head."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer's own attention, in tokens; 0 for full attention. Empty for a head without KV
-    caches."""
+    caches. A cache is a ring of two such windows."""
+    block_rows: int = 0
+    """The rows of a block that every forward computes in linears of its own, beside the rows that it is given."""
+    selector: str | None = None
+    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
     chain_len: int = 3
     """Draft tokens per round that the checkpoint suggests."""
     verifier: str | None = None
@@ -100,6 +104,10 @@ class DraftDescription:
         """Return the tokens that one forward of the head proposes, of ``chain_len`` a round."""
         return 1
 
+    def fused_rows(self, chain_len: int) -> int:
+        """Return the most rows that a linear has in a fused round of ``chain_len`` tokens."""
+        return max(chain_len + 1, self.block_rows)
+
     def has(self, module: str) -> bool:
         """Return True if the checkpoint has a weight for a module."""
         return f"{module}.weight" in self.headers
@@ -122,8 +130,6 @@ class EagleDescription(DraftDescription):
     """The head uses its own embedding as lm_head."""
     mask_token_id: int | None = None
     """P-EAGLE: the token of the rows for proposals that are not made yet."""
-    selector: str | None = None
-    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
     windows: tuple[int, ...] = (0,)
 
     @property
@@ -142,3 +148,6 @@ class EagleDescription(DraftDescription):
 
     def proposals(self, chain_len: int) -> int:
         return chain_len if self.kind == P_EAGLE else 1
+
+    def fused_rows(self, chain_len: int) -> int:
+        return 2 * chain_len if self.kind == P_EAGLE else chain_len + 1

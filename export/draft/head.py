@@ -17,21 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
-from eagle3.export.draft.kinds.head import Head
+from eagle3.export.draft.kinds.head import CachedHead
 from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
 
 
-class DraftHead(Head):
+class DraftHead(CachedHead):
     """A draft head. Draft slot p pairs the target's feature at p with token p + 1.
 
     ``proposals`` is the number of tokens that one forward proposes: K for a P-EAGLE, otherwise 1.
     """
 
-    has_cache = True
-    d2t: Tensor | None
     mask_feature: Tensor
 
     def __init__(self, draft: EagleDescription, max_seq_len: int, proposals: int = 1):
@@ -64,7 +62,6 @@ class DraftHead(Head):
         if self.mask_token is not None:
             self.register_buffer(MASK, torch.empty(draft.headers[MASK].shape))
         self.windows = [ring_window(window, self.slots) for window in draft.windows]
-        self._slots_written = 0  # eager mode only: callers of exported programs check positions themselves
 
     def attach(
         self, draft: EagleDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget
@@ -132,7 +129,7 @@ class DraftHead(Head):
             ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``
         """
         if not torch.compiler.is_exporting():
-            self._check_positions(input_pos)
+            self.check_positions(input_pos)
         if self.proposals > 1:
             tokens, feature, input_pos = self._with_mask_rows(tokens, feature, input_pos)
             if accepted is not None:
@@ -176,22 +173,3 @@ class DraftHead(Head):
             rows = (accepted + torch.arange(self.proposals, device=accepted.device))[None, :, None]
             return lambda x: x.gather(1, rows.expand(-1, -1, x.shape[-1]))
         return (lambda x: x[:, -self.proposals :]) if last else None
-
-    def target_ids(self, logits: Tensor) -> Tensor:
-        """Return greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""
-        ids = logits.argmax(-1)
-        return ids if self.d2t is None else ids + self.d2t[ids]
-
-    def ids_in_target(self) -> Tensor | None:
-        """Return int64 [draft_vocab_size], the target's id of each draft id; None if they are the same."""
-        return None if self.d2t is None else torch.arange(len(self.d2t)) + self.d2t
-
-    def _check_positions(self, input_pos: Tensor) -> None:
-        first, count = int(input_pos[0]), input_pos.numel()
-        if not torch.equal(input_pos, torch.arange(first, first + count)):
-            raise ValueError(f"draft positions {input_pos.tolist()} are not consecutive")
-        if first > self._slots_written:
-            raise ValueError(f"draft position {first} leaves a gap: slots 0..{self._slots_written - 1} are written")
-        if first + count > self.max_seq_len:
-            raise ValueError(f"draft position {first + count - 1} is past max_seq_len {self.max_seq_len}")
-        self._slots_written = first + count

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 _BY_ARCHITECTURE = {
-    r"DFlash": "a DFlash head (a block of tokens by diffusion)",
-    r"DSpark|Domino|XPress": "a block-parallel head",
+    r"DFlash2": "a DFlash2 head (a block with convolutions and a selector)",
+    r"DSpark": "a DSpark head (a block with a Markov bias)",
+    r"XPress": "an xPress head (a block with a refiner)",
+    r"Domino": "a Domino head (a block-parallel head)",
+    r"MuseGlimmerAssistant": "a Muse Glimmer assistant",
     r"Medusa": "a Medusa head",
     r"MTP|NextN": "an MTP head (a layer of the target's own)",
     r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",
@@ -19,7 +22,7 @@ _BY_TENSOR = {
     r".*\.experts\..*": "a head with experts",
     r"(.*\.)?(eh_proj|enorm|hnorm)\..*": "an MTP head (a layer of the target's own)",
 }
-_BY_KEY = {"dflash_config": "a DFlash head (a block of tokens by diffusion)", "medusa_num_heads": "a Medusa head"}
+_BY_KEY = {"dflash_config": "a head of the DFlash family of a class of its own", "medusa_num_heads": "a Medusa head"}
 _SPECULATORS = ("eagle", "eagle3", "peagle")
 
 
@@ -34,9 +37,9 @@ def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[s
         *(what for pattern, what in _BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in tensors)),
     ]
     if isinstance(kind, str) and kind not in _SPECULATORS:
-        found.append(f"a speculator of the kind {kind}")
+        found.insert(0, f"a speculator of the kind {kind}")
     if found:
         raise ValueError(
-            f"{file.parent} is {found[0]} (architectures: {', '.join(architectures) or 'none'}): EAGLE-3, P-EAGLE and "
-            "EAGLE 1 and 2 heads are supported"
+            f"{file.parent} is {found[0]} (architectures: {', '.join(architectures) or 'none'}), which is not "
+            "supported: eagle3-export --list-drafts lists the kinds that are"
         )

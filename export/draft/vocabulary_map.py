@@ -3,22 +3,22 @@
 import torch
 from torch import Tensor
 
-from eagle3.export.draft.description import EagleDescription
+from eagle3.export.draft.description import DraftDescription
 
 
-def largest_id(draft: EagleDescription) -> int:
+def largest_id(draft: DraftDescription) -> int:
     """Return the largest target id that the head's ``d2t`` maps to."""
     return int(_ids(draft)[0].max())
 
 
-def _ids(draft: EagleDescription) -> tuple[Tensor, Tensor]:
+def _ids(draft: DraftDescription) -> tuple[Tensor, Tensor]:
     """Return the target's id of each draft id, and the offsets in the file."""
     (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
     offsets = draft.source.tensor(name).long()
     return offsets + torch.arange(len(offsets)), offsets
 
 
-def check_vocabulary_map(draft: EagleDescription, vocabulary: int) -> None:
+def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
     """Raise ValueError if ``d2t`` or ``t2d`` is wrong.
 
     ``d2t`` is an offset: target id = draft id + d2t[draft id], in range and unique. ``t2d``, if there is one, must be
@@ -41,7 +41,7 @@ def check_vocabulary_map(draft: EagleDescription, vocabulary: int) -> None:
         )
 
 
-def _check_selector(draft: EagleDescription, told: Tensor, ids: Tensor, offsets: Tensor, vocabulary: int) -> None:
+def _check_selector(draft: DraftDescription, told: Tensor, ids: Tensor, offsets: Tensor, vocabulary: int) -> None:
     if told.shape != (vocabulary,):
         raise ValueError(f"{draft.folder}: t2d is {list(told.shape)}, but the target has {vocabulary} tokens")
     named = told.bool().nonzero()[:, 0]

@@ -124,7 +124,7 @@ class Plan:
     @property
     def few_rows(self) -> int:
         """The most rows of a method other than prefill, by the backend."""
-        return BACKENDS[self.config.backend].few_rows(self.chain_len + 1)
+        return BACKENDS[self.config.backend].few_rows(max(self.chain_len + 1, self.draft.block_rows))
 
 
 def make_plan(config: ExportConfig) -> Plan:
@@ -207,7 +207,7 @@ def fused_rounds(
     Raises ValueError where it is impossible and ``--speculate`` asks for it.
     """
     backend = BACKENDS[config.backend]
-    rows, most = 2 * chain_len, backend.few_rows(chain_len + 1)
+    rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, draft.block_rows))
     wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
     quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
     masked = draft.has_cache and draft.proposals(chain_len) > 1
@@ -292,7 +292,13 @@ def plan_methods(
             f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and "
             f"--backend {config.backend} take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
         )
-    min_prefill = max(shortest, backend.few_rows(window) + 1)
+    block = draft.block_rows if draft else 0
+    if block > backend.window_rows[-1]:
+        raise ValueError(
+            f"the draft's block has {block} rows, but --backend {config.backend} takes {backend.window_rows[-1]}: type "
+            "--draft with a head of smaller blocks"
+        )
+    min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
     most = min(longest, max_seq_len - 1)
     if most < min_prefill:
         raise ValueError(
@@ -322,10 +328,13 @@ def plan_methods(
 def draft_rows(draft: DraftDescription, chain_len: int) -> int:
     """Return the longest forward that the draft's sliding window allows, 0 where it has none.
 
-    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Raises ValueError where they
-    fill it.
+    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Where a head drafts a block,
+    the rows that it is given attend to nothing, and as many as its ring has slots may be written at once. Raises
+    ValueError where mask rows fill the window, and for a chain that the head does not propose.
     """
     masks = draft.proposals(chain_len) - 1
+    if draft.block_rows:
+        return 2 * draft.window
     if draft.window and draft.window <= masks:
         raise ValueError(
             f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "

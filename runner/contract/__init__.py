@@ -18,7 +18,7 @@ method              inputs                                         outputs
 ``forward``         tokens [1,T], input_pos [T], T from 1          logits [1,1,V] of the last row, and nothing else
 ==================  =============================================  ================================================
 
-K is 1. If the draft head proposes all tokens of a round in one forward (P-EAGLE), K is ``chain_len``, and
+K is 1. If the draft head proposes all tokens of a round in one forward (P-EAGLE, DFlash), K is ``chain_len``, and
 ``get_proposals`` returns it. Logits are float32 and the last output; ``get_has_logits`` says if they are there. The
 draft's logits are over its own vocabulary. If its ids differ from the target's, ``get_draft_ids`` maps them. That
 method exists only with logits, because the proposals are mapped already. Each of these additions has a format version,

@@ -4,7 +4,7 @@ read, what is computed, which targets it fits and what it is compared with (``ki
 from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.kinds.kind import Kind, KindModule
 
-GEMMA4_ASSISTANT, MLP_SPECULATOR = "Gemma 4 assistant", "MLP speculator"
+GEMMA4_ASSISTANT, DFLASH, MLP_SPECULATOR = "Gemma 4 assistant", "DFlash", "MLP speculator"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
 KINDS: dict[str, Kind] = {
@@ -33,6 +33,13 @@ KINDS: dict[str, Kind] = {
         model_types=("mlp_speculator",),
         architectures="MLPSpeculator",
     ),
+    DFLASH: Kind(
+        "taps of the target; a KV cache of its own; a block of proposals in one step",
+        "eagle3.export.draft.kinds.dflash",
+        published=("RedHatAI/gemma-4-31B-it-speculator.dflash", "z-lab/Qwen3-8B-DFlash-b16"),
+        speculators_type="dflash",
+        architectures="^DFlash(Speculator|DraftModel)",
+    ),
 }
 
-__all__ = ["EAGLE", "EAGLE3", "GEMMA4_ASSISTANT", "KINDS", "MLP_SPECULATOR", "P_EAGLE", "Kind", "KindModule"]
+__all__ = ["DFLASH", "EAGLE", "EAGLE3", "GEMMA4_ASSISTANT", "KINDS", "MLP_SPECULATOR", "P_EAGLE", "Kind", "KindModule"]

@@ -60,3 +60,32 @@ class Head(nn.Module):
     def ids_in_target(self) -> Tensor | None:
         """Return int64 [draft_vocab_size], the target's id of each draft id; None if they are the same."""
         return None
+
+
+class CachedHead(Head):
+    """A head with KV caches of its own, and maybe with a reduced vocabulary, ``d2t``."""
+
+    has_cache = True
+    d2t: Tensor | None
+    max_seq_len: int
+    _slots_written = 0  # eager mode only: callers of exported programs check positions themselves
+
+    def target_ids(self, logits: Tensor) -> Tensor:
+        """Return greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""
+        ids = logits.argmax(-1)
+        return ids if self.d2t is None else ids + self.d2t[ids]
+
+    def ids_in_target(self) -> Tensor | None:
+        """Return int64 [draft_vocab_size], the target's id of each draft id; None if they are the same."""
+        return None if self.d2t is None else torch.arange(len(self.d2t)) + self.d2t
+
+    def check_positions(self, input_pos: Tensor) -> None:
+        """Raise ValueError for positions that leave a gap or pass ``max_seq_len``."""
+        first, count = int(input_pos[0]), input_pos.numel()
+        if not torch.equal(input_pos, torch.arange(first, first + count)):
+            raise ValueError(f"draft positions {input_pos.tolist()} are not consecutive")
+        if first > self._slots_written:
+            raise ValueError(f"draft position {first} leaves a gap: slots 0..{self._slots_written - 1} are written")
+        if first + count > self.max_seq_len:
+            raise ValueError(f"draft position {first + count - 1} is past max_seq_len {self.max_seq_len}")
+        self._slots_written = first + count

@@ -48,10 +48,14 @@ class Kind:
     published: tuple[str, ...] = ()
     """Heads of this kind on the Hugging Face hub."""
     model_types: tuple[str, ...] = ()
+    speculators_type: str = ""
+    """The ``speculators_model_type`` of a head that speculators trained."""
     architectures: str = ""
     """A pattern of the names in ``architectures``. Without it and ``model_types``, tensors tell the kind."""
 
     def recognizes(self, config: Mapping[str, Any]) -> bool:
+        if config.get("speculators_model_type") is not None:
+            return config["speculators_model_type"] == self.speculators_type
         named = config.get("architectures") or []
         by_name = bool(self.architectures) and any(re.search(self.architectures, each) for each in named)
         return by_name or config.get("model_type") in self.model_types

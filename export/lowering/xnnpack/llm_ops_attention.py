@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.targets.attention import KVCacheShape, attend, attention_mask
+from eagle3.targets.attention import Block, KVCacheShape, attend, attention_mask
 from eagle3.targets.sinks import (
     after_the_sink,
     mask_with_sink,
@@ -27,12 +27,14 @@ SINK_COLUMNS = 8  # beside a head's own, of which the sink takes one: what follo
 
 class Rows(NamedTuple):
     """``start``: the first slot of a layer that attends fully, 0 of others. ``slots`` [1, T] and ``additive``
-    [T, slots] where the op needs them, with the sink's; ``mask``: bool [1, 1, T, slots] without."""
+    [T, slots] where the op needs them, with the sink's; ``mask``: bool [1, 1, T, slots] without. ``alike``: every row
+    attends to all slots up to the last row's."""
 
     start: int
     slots: Tensor | None
     additive: Tensor | None
     mask: Tensor
+    alike: bool = False
 
 
 class LlmOpsAttention(nn.Module):
@@ -55,8 +57,8 @@ class LlmOpsAttention(nn.Module):
             self.register_buffer("sink_key", key, persistent=False)
             self.register_buffer("sink_value", value, persistent=False)
 
-    def rows(self, input_pos: Tensor) -> Rows:
-        mask = attention_mask(input_pos, self.shape)
+    def rows(self, input_pos: Tensor, block: Block | None = None) -> Rows:
+        mask = attention_mask(input_pos, self.shape, block)
         if self.shape.window:
             slots, seen = input_pos % self.shape.slots, mask
             if self.shape.sinks:
@@ -68,7 +70,8 @@ class LlmOpsAttention(nn.Module):
         torch._check(start + input_pos.shape[0] <= self.shape.slots)
         if self.shape.sinks:
             return Rows(start + 1, slots_after_the_sink(input_pos)[None], None, mask)
-        return Rows(start, None, None, mask)
+        assert block is None or block.before is None, "a layer without a ring attends from position 0 on"
+        return Rows(start, None, None, mask, alike=block is not None and not block.causal)
 
     def forward(
         self,
@@ -81,7 +84,7 @@ class LlmOpsAttention(nn.Module):
         sinks: Tensor | None = None,
     ) -> Tensor:
         if key is not None and value is not None:
-            self._write(key, value, rows)
+            self.write(key, value, rows)
         if softcap is not None:
             keys, values = (
                 cache[:, self.shape.sinks :, :, : self.shape.head_dim] for cache in (self.k_cache, self.v_cache)
@@ -93,7 +96,7 @@ class LlmOpsAttention(nn.Module):
         out = self._attended(query, rows, scale)
         return out[..., : self.shape.head_dim] if self.shape.sinks else out
 
-    def _write(self, key: Tensor, value: Tensor, rows: Rows) -> None:
+    def write(self, key: Tensor, value: Tensor, rows: Rows) -> None:
         if self.shape.sinks:
             key, value = after_the_sink(key, self.sink_key), after_the_sink(value, self.sink_value)
         for new, cache in ((key, self.k_cache), (value, self.v_cache)):
@@ -106,12 +109,13 @@ class LlmOpsAttention(nn.Module):
         """``query`` and what it gives: [1, T, heads, width of the caches]."""
         caches = self.k_cache, self.v_cache
         together = heads_together(query.shape[2], self.shape.kv_heads)
-        one_row = isinstance(query.shape[1], int) and query.shape[1] == 1
-        if together == 1 or (rows.additive is None and not one_row):
-            causal = rows.additive is None
+        length = query.shape[1]
+        alike = rows.alike or (isinstance(length, int) and length == 1)
+        if together == 1 or (rows.additive is None and not alike):
+            causal = rows.additive is None and not rows.alike
             return torch.ops.llama.custom_sdpa(query, *caches, rows.start, rows.additive, 0.0, causal, scale)
         if rows.additive is None:  # no mask: each row attends to as many keys as ``start`` and all rows are
-            start, mask = rows.start + 1 - together, None
+            start, mask = rows.start + length * (1 - together), None
         else:
             start, mask = 0, repeated_rows(rows.additive, together)
         stacked = heads_as_rows(query, together)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
 from eagle3.export.lowering.cuda.kernels.attention import FEW, attention
-from eagle3.targets.attention import EagerAttention, KVCacheShape
+from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 
 class CudaAttention(EagerAttention):
@@ -15,27 +15,32 @@ class CudaAttention(EagerAttention):
         super().__init__(shape)
         self.longest = shape.window or shape.slots
 
-    def rows(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first and the last position that each row attends to, [T] each."""
+    def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Return the positions of the rows, and the first and the last one that each attends to, [T] each."""
         window = self.shape.window
+        if block is not None:
+            return input_pos, *block.bounds(input_pos)
         if not window:
-            return torch.zeros_like(input_pos), input_pos
+            return input_pos, torch.zeros_like(input_pos), input_pos
         if self.shape.chunked:
-            return input_pos - input_pos % window, input_pos
-        return (input_pos - window + 1).clamp_min(0), input_pos
+            return input_pos, input_pos - input_pos % window, input_pos
+        return input_pos, (input_pos - window + 1).clamp_min(0), input_pos
 
-    def forward(
+    def write(self, key: Tensor, value: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> None:  # type: ignore[override]
+        self.written(rows[0], key, value)
+
+    def forward(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        rows: tuple[Tensor, Tensor],
+        rows: tuple[Tensor, Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        first, last = rows
-        keys, values = self.written(last, key, value)
+        input_pos, first, last = rows
+        keys, values = self.written(input_pos, key, value)
         length = query.shape[1]
         most = most_rows(length)
         few = min(most, FEW) if from_one_row(length) or most <= FEW else 0

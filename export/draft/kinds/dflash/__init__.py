@@ -1,0 +1,13 @@
+"""DFlash heads, which draft a block of tokens in one forward.
+
+A block is the newest token and mask tokens behind it. Its rows attend to each other, and to keys and values that every
+layer makes of the target's taps. Source: arXiv 2602.06036; speculators' ``DFlashDraftModel``, whose outputs are in
+tests/golden_dflash; z-lab's ``dflash/model.py`` for the files of its own form.
+"""
+
+from eagle3.export.draft.kinds.dflash.head import Head
+from eagle3.export.draft.kinds.dflash.reading import read
+from eagle3.export.draft.kinds.dflash.twin import compare
+from eagle3.export.draft.kinds.eagle import check_pair
+
+__all__ = ["Head", "check_pair", "compare", "read"]

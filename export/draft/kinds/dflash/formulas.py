@@ -1,0 +1,122 @@
+"""The reference for a DFlash head: its formulas in plain PyTorch, a row at a time, without modules or caches.
+
+It reads a checkpoint's own configuration and tensor names, so that a mistake in reading them shows as well. All
+features of the context are given at once; nothing is kept from one block to the next.
+
+Source: the paper (arXiv 2602.06036) and the code of speculators and z-lab.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Computes a head. ``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its layers.
+    ``tensors`` are float32, under the checkpoint's names. ``embedding`` and ``lm_head`` [V, H] are the target's."""
+
+    config: dict[str, Any]
+    layer: "LlamaConfig"
+    tensors: dict[str, Tensor]
+    embedding: Tensor
+    lm_head: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self._said("block_size")
+
+    @property
+    def first_row(self) -> int:
+        """The first row of a block that proposes a token."""
+        return 0 if self.config.get("sample_from_anchor") else 1
+
+    def fuse(self, taps: list[Tensor]) -> Tensor:
+        """Fuse the target's states, each [T, H_target], into features [T, H]."""
+        return self._norm(F.linear(torch.cat(taps, dim=-1), self._get("fc.weight"), self._bias("fc")), "hidden_norm")
+
+    def __call__(self, features: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+        """Draft the block behind features [P, H], whose first token is ``anchor``; return the logits [rows, V] and
+        states [rows, H] of the rows that propose."""
+        ids = torch.tensor([anchor] + [self._said("mask_token_id")] * (self.block_size - 1))
+        x = self.tensors.get("embed_tokens.weight", self.embedding)[ids] * (self._said("input_embedding_scale") or 1.0)
+        for index in range(self.layer.num_hidden_layers):
+            x = x + self._attention(index, features, self._norm(x, f"layers.{index}.input_layernorm"))
+            inner = self._norm(x, f"layers.{index}.post_attention_layernorm")
+            gate = self._activation(self._linear(inner, f"layers.{index}.mlp.gate_proj"))
+            gated = gate * self._linear(inner, f"layers.{index}.mlp.up_proj")
+            x = x + self._linear(gated, f"layers.{index}.mlp.down_proj")
+        state = self._norm(x, "norm")[self.first_row :]
+        logits = F.linear(state, self.tensors.get("lm_head.weight", self.lm_head), self._bias("lm_head"))
+        logits, cap = logits * (self._said("output_multiplier") or 1.0), self._said("final_logit_softcapping")
+        return (torch.tanh(logits / cap) * cap if cap else logits), state
+
+    def _attention(self, index: int, features: Tensor, x: Tensor) -> Tensor:
+        at, size, start = f"layers.{index}.self_attn", self.layer.head_dim, len(features)
+        both = torch.cat([features, x])  # keys and values are of the context and of the block
+        heads = {name: self._linear(rows, f"{at}.{name}_proj") for name, rows in (("q", x), ("k", both), ("v", both))}
+        query, key, value = (heads[name].unflatten(-1, (-1, size)) for name in "qkv")  # [rows, heads, size]
+        query, key = self._norm(query, f"{at}.q_norm"), self._norm(key, f"{at}.k_norm")
+        query, key = self._rotated(query, start), self._rotated(key, 0)
+        groups, out = query.shape[1] // key.shape[1], []
+        for row in range(len(x)):
+            seen = [place for place in range(len(both)) if self._sees(index, start, start + row, place)]
+            keys, values = (each[seen].repeat_interleave(groups, dim=1) for each in (key, value))
+            weights = (torch.einsum("hd,shd->hs", query[row], keys) / size**0.5).softmax(-1)
+            out.append(torch.einsum("hs,shd->hd", weights, values).flatten())
+        return self._linear(torch.stack(out), f"{at}.o_proj")
+
+    def _sees(self, index: int, start: int, at: int, place: int) -> bool:
+        """Return True if the row at position ``at`` of a block from ``start`` on attends to position ``place``."""
+        kinds, window = self.layer.layer_types, self.layer.sliding_window
+        slides = bool(kinds) and kinds[index] == "sliding_attention"
+        if "transformer_layer_config" in self.config:
+            if place >= start:
+                return place <= at or not slides or bool(self.config.get("sliding_window_non_causal"))
+            return not slides or start - place <= window
+        named = [self._said(key) for key in ("is_causal", "causal")]
+        causal = next((each for each in named if each is not None), slides)
+        return (place <= at or not causal) and (not slides or at - place < window)
+
+    def _rotated(self, heads: Tensor, start: int) -> Tensor:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        rope, scale, size = self.layer.rope_parameters, 1.0, heads.shape[-1]
+        if rope["rope_type"] == "default":
+            frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.layer, "cpu")
+        angles = torch.outer(torch.arange(start, start + len(heads)).float(), frequencies)[:, None]
+        left, right = heads.chunk(2, dim=-1)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+    def _activation(self, x: Tensor) -> Tensor:
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[self.layer.hidden_act](x)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(variance + self.layer.rms_norm_eps) * self._get(f"{name}.weight")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._get(f"{name}.weight"), self._bias(name))
+
+    def _said(self, key: str) -> Any:  # noqa: ANN401 - of whatever type the JSON has
+        return (self.config.get("dflash_config") or {}).get(key, self.config.get(key))
+
+    def _bias(self, name: str) -> Tensor | None:
+        return self.tensors.get(f"{name}.bias", self.tensors.get(f"model.{name}.bias"))
+
+    def _get(self, name: str) -> Tensor:
+        found = self.tensors.get(name, self.tensors.get(f"model.{name}"))
+        if found is None:
+            raise KeyError(name)
+        return found

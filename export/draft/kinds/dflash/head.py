@@ -1,0 +1,127 @@
+"""A DFlash head as a module: a block of tokens in one forward.
+
+    f_p = hidden_norm(fc(cat(taps at p)));  every layer keeps keys and values of f_p at position p
+    x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
+    x = x + attention(input_layernorm(x)), to the kept positions and to the block itself
+    x = x + mlp(post_attention_layernorm(x))
+    logits = lm_head(norm(x)) of the rows that propose
+
+The block's keys and values are written behind those of the context, where the next call writes its own. The block
+always has the size that the head was trained with, also where fewer of its tokens are verified.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+from eagle3.export.draft.kinds.dflash.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Place
+from eagle3.export.draft.kinds.head import CachedHead
+from eagle3.export.draft.layers import RMSNorm
+from eagle3.targets import TapTarget
+from eagle3.targets.attention import AttentionFactory, Block, KVCacheShape, ring_window
+
+
+class Head(CachedHead):
+    """A DFlash head. A call writes the keys and values of the rows that it is given, and proposes behind the last."""
+
+    takes_final_state = False
+
+    def __init__(self, draft: DFlashDescription, max_seq_len: int, proposals: int = 1):
+        super().__init__()
+        config, size = draft.layer, draft.hidden_size
+        self.max_seq_len, self.proposals = max_seq_len, proposals
+        self.block_rows, self.first_row, self.mask_token = draft.block_rows, draft.first_row, draft.mask_token_id
+        self.slots = max_seq_len + draft.block_rows  # the block behind the last position
+        self.embedding_scale, self.output_multiplier = draft.embedding_scale, draft.output_multiplier
+        self.softcap = draft.softcap
+        if draft.has_embedding:
+            tokens, width = draft.headers["embed_tokens.weight"].shape
+            self.embed_tokens = nn.Embedding(tokens, width)
+        self.fc = nn.Linear(draft.taps_width, size, bias="fc.bias" in draft.headers)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(draft, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        if not draft.shares_lm_head:
+            self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)
+        d2t = torch.empty(draft.draft_vocab_size, dtype=torch.long) if draft.maps_vocabulary else None
+        self.register_buffer("d2t", d2t)
+        rings = [ring_window(window, self.slots) for window in draft.windows]
+        self.kinds = [
+            (ring, each if ring else Block(causal=each.causal))  # without a ring the window holds every position
+            for ring, each in zip(rings, draft.attends, strict=True)
+        ]
+
+    def attach(
+        self, draft: DFlashDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget
+    ) -> Self:
+        """Add KV caches, the rotary table (float32), and the target's embedding and lm_head if the head has none."""
+        config = draft.layer
+        for attn, (ring, _) in zip(self._attentions(), self.kinds, strict=True):
+            shape = KVCacheShape(config.num_key_value_heads, config.head_dim, self.slots, ring, dtype)
+            attn.kv_attention = attention(shape)
+        if self.d2t is not None:
+            self.d2t = self.d2t.long()
+        self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
+        if not draft.has_embedding:
+            self.embed_tokens = target.embed_tokens
+        if draft.shares_lm_head:
+            self.lm_head = target.lm_head
+        return self
+
+    def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
+        """Return what every layer makes keys and values of: the states of the taps [1, T, H_target] -> [1, T, H]."""
+        return self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        feature: Tensor,
+        input_pos: Tensor,
+        last: bool = False,  # noqa: ARG002 - the block behind the last row is all that it computes
+        accepted: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of ``feature`` at ``input_pos``, and draft the block behind the last row, whose
+        anchor is that row's token; or behind row ``accepted``.
+
+        Returns:
+            draft logits [1, K, draft_vocab_size], and the states that they are made of
+
+        Raises:
+            ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``
+        """
+        if not torch.compiler.is_exporting():
+            self.check_positions(input_pos)
+        anchor = tokens[:, -1:] if accepted is None else tokens.gather(1, accepted[None])
+        start = (input_pos[-1:] if accepted is None else input_pos.gather(0, accepted)) + 1
+        masks = tokens.new_full((1, self.block_rows - 1), self.mask_token)
+        positions = start + torch.arange(self.block_rows, device=tokens.device)
+        x = self.embed_tokens(torch.cat((anchor, masks), dim=1)) * self.embedding_scale
+        context, block = self._places(feature, input_pos, positions)
+        for layer, attn, kind in zip(self.layers, self._attentions(), self.kinds, strict=True):
+            attn.write(feature, context[kind])
+            x = layer(x, block[kind])
+        state = self.norm(x[:, self.first_row : self.first_row + self.proposals])
+        return self._scores(state), state
+
+    def _places(
+        self, feature: Tensor, input_pos: Tensor, positions: Tensor
+    ) -> tuple[dict[tuple[int, Block], Place], dict[tuple[int, Block], Place]]:
+        """Return where the rows of the context are, and those of the block, for each kind of layer."""
+        context, block = self.rotary_emb(feature, input_pos[None]), self.rotary_emb(feature, positions[None])
+        places: dict[tuple[int, Block], Place] = {}
+        blocks: dict[tuple[int, Block], Place] = {}
+        for attn, kind in zip(self._attentions(), self.kinds, strict=True):
+            if kind not in places:
+                places[kind] = Place(attn.kv_attention.rows(input_pos), *context)
+                blocks[kind] = Place(attn.kv_attention.rows(positions, kind[1]), *block)
+        return places, blocks
+
+    def _attentions(self) -> list[Attention]:
+        return [layer.self_attn for layer in self.layers]  # type: ignore[misc]
+
+    def _scores(self, state: Tensor) -> Tensor:
+        logits = self.lm_head(state) * self.output_multiplier
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

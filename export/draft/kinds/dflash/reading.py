@@ -1,0 +1,171 @@
+"""Reads a DFlash checkpoint: as speculators saves it, or in the form of z-lab's own files.
+
+The two differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding layers: in
+speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
+``sliding_window`` positions up to itself.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number
+from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.export.draft.dialects import DIALECTS, Proposal
+from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.kinds.dflash.description import DFlashDescription
+from eagle3.export.draft.layer_config import layer_config, windows
+from eagle3.export.draft.tensor_names import SELECTOR
+from eagle3.targets.attention import Block
+
+SPECULATORS, Z_LAB = "speculators", "z-lab"
+KEYS, OWN = "transformer_layer_config", "dflash_config"
+_UNREAD = r"verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
+_KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
+_OF_OTHERS = {
+    "use_swa": False,
+    "swa_window_size": None,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "is_neox_style": True,
+    "logit_scale": 1.0,
+    "use_aux_hidden_state": True,
+    "use_qk_norm": True,
+}
+"""Keys of heads by other trainers, with the value that changes nothing."""
+_HEEDED = ("block_size", "mask_token_id", "target_layer_ids", "causal")
+_FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
+def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescription:
+    """Describe the head in ``folder``. Raises ValueError, one line, for a configuration that contradicts itself, and
+    for what neither speculators' nor z-lab's code computes."""
+    file, headers = folder / "config.json", source.headers()
+    speculators = KEYS in config
+    said = config if speculators else _of_z_lab(config, file)
+    fields = nested(config, KEYS, file) if speculators else config
+    names = {name: own for name in headers if (own := own_name(name)) is not None}
+    plain = {name.removeprefix("model."): header for name, header in headers.items()}
+    for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"):
+        if name not in plain:
+            raise ValueError(f"{folder} has no {name}: this is no {DFLASH} head")
+    layer = layer_config(file, fields, plain)
+    if layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{file}: partial_rotary_factor, but a {DFLASH} head's code rotates whole heads: correct it")
+    rows = _required(said, "block_size", file, least=2)
+    first = 0 if speculators and boolean(said, "sample_from_anchor", False, file) else 1
+    sliding = windows(file, layer, layer.num_hidden_layers)
+    attends = tuple(_attends(file, config, said, window, rows) for window in sliding)
+    found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
+    proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=rows - 1)
+    if proposal.chain_len > rows - first:
+        raise ValueError(
+            f"{file}: speculative_tokens is {proposal.chain_len}, but a block of block_size {rows} proposes "
+            f"{rows - first}: correct one of them"
+        )
+    return DFlashDescription(
+        kind=DFLASH,
+        dialect=SPECULATORS if speculators else Z_LAB,
+        source=source,
+        layer=layer,
+        tensor_names={name: own for name, own in names.items() if own != SELECTOR},
+        headers=found,
+        target_vocab_size=layer.vocab_size,
+        aux_layers=_taps(said, file, speculators),
+        aux_convention="input" if speculators else "output",
+        shares_lm_head=_shares_lm_head(folder, config, found, layer.vocab_size),
+        selector=next((name for name, own in names.items() if own == SELECTOR), None),
+        windows=tuple(
+            each.before + 1 + rows if window and each.before is not None else 0
+            for each, window in zip(attends, sliding, strict=True)
+        ),
+        block_rows=rows,
+        attends=attends,
+        mask_token_id=_mask_token(said, found, layer.vocab_size, file),
+        first_row=first,
+        chain_len=proposal.chain_len,
+        verifier=proposal.verifier,
+        verifier_architectures=proposal.verifier_architectures,
+        embedding_scale=number(said, "input_embedding_scale", 1.0, file),
+        output_multiplier=number(said, "output_multiplier", 1.0, file),
+        softcap=number(said, "final_logit_softcapping", None, file),
+    )
+
+
+def own_name(name: str) -> str | None:
+    """Return the module's name of a tensor, None for one that is not read. Keys and values are in a module of their
+    own, because they are made of taps as well."""
+    name = name.removeprefix("model.")
+    if re.fullmatch(_UNREAD, name):
+        return None
+    return re.sub(_KEYS_AND_VALUES, r"\1kept.\2", name)
+
+
+def _of_z_lab(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the keys of z-lab's files, which are at the top or in ``dflash_config``. Raises ValueError for a key with
+    two values, and for one of another trainer's heads."""
+    own = nested(config, OWN, file)
+    for key, harmless in _OF_OTHERS.items():
+        value = own.get(key, config.get(key))
+        if value not in (None, harmless):
+            raise ValueError(f"{file}: {key} is {value}, which z-lab's code does not know: this {DFLASH} is not read")
+    for key, value in own.items():
+        if key not in (*_HEEDED, *_FACTORS, *_OF_OTHERS):
+            raise ValueError(f"{file}: {OWN} has {key}, which z-lab's code of a {DFLASH} does not know: take it out")
+        if key in config and config[key] != value and key in (*_HEEDED, *_FACTORS):
+            raise ValueError(f"{file}: {key} is {config[key]}, but {value} in {OWN}: correct one of them")
+    if any((file.parent / name).exists() for name in ("mask_embedding.pt", "mask_embedding.safetensors")):
+        raise ValueError(f"{file.parent} has an embedding of its mask token in a file of its own, which is not read")
+    return {key: config[key] for key in (*_HEEDED, *_FACTORS, "is_causal") if key in config} | own
+
+
+def _attends(file: Path, config: Mapping[str, Any], said: Mapping[str, Any], window: int, rows: int) -> Block:
+    """Return what the rows of a block attend to in a layer with a sliding window, 0 for none."""
+    if KEYS in config:
+        causal = bool(window) and not boolean(said, "sliding_window_non_causal", False, file)
+        return Block(window or None, from_first_row=bool(window), causal=causal)
+    if window and window < rows:
+        raise ValueError(f"{file}: sliding_window is {window}, less than a block of block_size {rows}: correct it")
+    named = (boolean(said, key, None, file) for key in ("is_causal", "causal"))
+    causal = next((each for each in named if each is not None), bool(window))
+    return Block(window - 1 if window else None, causal=causal)
+
+
+def _taps(said: Mapping[str, Any], file: Path, speculators: bool) -> tuple[int, ...]:
+    key = "aux_hidden_state_layer_ids" if speculators else "target_layer_ids"
+    ids = layer_ids(said, key, file)
+    if ids is None:
+        raise ValueError(f"{file} has no {key}, the layers of the target that the head takes: add it")
+    return ids
+
+
+def _required(said: Mapping[str, Any], key: str, file: Path, least: int) -> int:
+    value = count(said, key, None, file, least=least)
+    if value is None:
+        raise ValueError(f"{file} has no {key}, which a {DFLASH} head has: add it")
+    return value
+
+
+def _mask_token(said: Mapping[str, Any], own: Mapping[str, TensorHeader], vocabulary: int, file: Path) -> int:
+    token = _required(said, "mask_token_id", file, least=0)
+    rows = own["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in own else vocabulary
+    if token >= rows:
+        raise ValueError(f"{file}: mask_token_id is {token}, but the embedding has {rows} rows: correct it")
+    return token
+
+
+def _shares_lm_head(folder: Path, config: Mapping[str, Any], own: Mapping[str, TensorHeader], vocabulary: int) -> bool:
+    spoken = count(config, "draft_vocab_size", None, folder / "config.json")
+    head = own.get("lm_head.weight")
+    if head is None and spoken not in (None, vocabulary):
+        raise ValueError(
+            f"{folder}: no lm_head.weight, and draft_vocab_size {spoken} is not the target's vocabulary of "
+            f"{vocabulary}, so that the target's cannot stand in for it: is a shard missing?"
+        )
+    if head is not None and spoken is not None and head.shape[:1] != (spoken,):
+        raise ValueError(
+            f"{folder}: draft_vocab_size is {spoken} in config.json, but lm_head.weight has {head.shape[0]} rows: the "
+            "two are of different heads, or one is damaged"
+        )
+    return head is None

@@ -1,0 +1,104 @@
+"""Make the golden fixtures under tests/golden_dflash/: tiny random DFlash heads and the outputs of speculators.
+
+The numbers are those of speculators 0.9.0's `DFlashDraftModel`. Its forward is for training only: it drafts a block
+behind each of several anchors, drawn at random, and returns a loss. Here the loss mask leaves the anchors ANCHORS
+alone, and the result of `_backbone_forward`, which it makes its loss of, is read. A case is a folder as in
+make_draft_golden.py, whose environment this needs too:
+
+    export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
+    golden-env/bin/python scripts/make_dflash_golden.py --out tests/golden_dflash
+
+    tokens     [1, T]               target-vocabulary ids; the block behind position p begins with tokens[p]
+    taps       [1, T, 3H]           the target's hidden states at the three aux layers, concatenated
+    anchors    [A]                  the positions of the blocks' first rows; a block sees the taps before it
+    logits     [A, B, V_draft]      of every row of each block
+    states     [A, B, H]            the states after the last norm
+    proposals  [A, B - 1 or B]      the greedy tokens, as target-vocabulary ids
+    embedding, lm_head [V, H]       the target's, of which the checkpoint has none or a part
+"""
+
+from functools import partial
+
+import torch
+from make_draft_golden import AUX_IDS, DRAFT_VOCAB, HIDDEN, LAYER, VOCAB, write_cases
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from transformers import Qwen3Config
+
+SLOTS, BLOCK, MASK_TOKEN, WINDOW = 32, 5, 95, 6
+ANCHORS = [2, 5, 6, 9, 14, 21, 26]  # within the window, at its ends and past two of them
+LAYERS = partial(Qwen3Config, num_hidden_layers=2)
+SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
+MIXED = partial(LAYERS, **SLIDING, layer_types=["sliding_attention", "full_attention"])
+REDUCED, WHOLE = {"draft_vocab_size": DRAFT_VOCAB}, {"draft_vocab_size": VOCAB}
+CASES = {  # the seeds are the first from 704 on without a near-tie
+    "dflash_full": (LAYERS, REDUCED, 946),
+    "dflash_causal_window": (MIXED, REDUCED | {"sample_from_anchor": True}, 709),
+    "dflash_window": (partial(MIXED, attention_bias=True), WHOLE | {"sliding_window_non_causal": True}, 1428),
+}
+
+
+def build_model(layer_class: type, options: dict, generator: torch.Generator) -> DFlashDraftModel:
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer_class(**LAYER),
+        block_size=BLOCK,
+        aux_hidden_state_layer_ids=AUX_IDS,
+        mask_token_id=MASK_TOKEN,
+        speculators_config=SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[
+                GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1 + options.get("sample_from_anchor", False))
+            ],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
+        ),
+        **options,
+    )
+    model = DFlashDraftModel(config).eval()
+    if model.use_draft_vocab:
+        counts = torch.randperm(VOCAB, generator=generator).tolist()
+        d2t, t2d = build_vocab_mappings_from_distribution(dict(enumerate(counts)), DRAFT_VOCAB, VOCAB)
+        model.load_vocab_mappings(t2d, d2t)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        scale = 1.0 if name == "embed_tokens.weight" else weight.shape[-1] ** -0.5
+        if weight.dim() == 1:
+            weight.copy_(0.3 * noise + (0 if name.endswith("bias") else 1))
+        else:
+            weight.copy_(noise * scale)
+    model.embed_tokens.weight[MASK_TOKEN] *= 0.05  # so that what a row of the block attends to decides its token
+    for layer in model.layers:
+        layer.self_attn.q_norm.weight *= 2
+    return model
+
+
+def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCAB - 1, (1, SLOTS), generator=generator)
+    taps = torch.randn(1, SLOTS, len(AUX_IDS) * HIDDEN, generator=generator)
+    mask = torch.zeros(1, SLOTS, dtype=torch.bool)
+    mask[0, ANCHORS] = True
+    final = torch.zeros(1, SLOTS, HIDDEN)  # of its loss alone
+    documents = torch.zeros_like(tokens)
+    hidden, logits, *_ = model._backbone_forward(taps, tokens, mask, final, documents, max_anchors=len(ANCHORS))
+    logits, states = logits.unflatten(1, (-1, BLOCK))[0], hidden.unflatten(1, (-1, BLOCK))[0]
+    proposing = logits[:, 0 if model.config.sample_from_anchor else 1 :]
+    best = proposing.topk(2).values
+    assert (best[..., 0] - best[..., 1]).min() > 0.003, "too close to a tie to be compared"
+    ids = proposing.argmax(-1)
+    assert all(len(set(block)) > 2 for block in ids.tolist()), "blocks of one token would hide mistakes"
+    return {
+        "tokens": tokens,
+        "taps": taps,
+        "anchors": torch.tensor(ANCHORS),
+        "logits": logits,
+        "states": states,
+        "proposals": ids if model.d2t is None else ids + model.d2t[ids],
+        "embedding": model.embed_tokens.weight.detach(),
+        "lm_head": model.lm_head.weight.detach(),
+    }
+
+
+if __name__ == "__main__":
+    write_cases(CASES, build_model, golden, "proposals", "DFlashDraftModel")

@@ -1,0 +1,154 @@
+"""DFlash heads: speculators' own code made the numbers (scripts/make_dflash_golden.py)."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dflash_heads import GOLDEN, SLIDING, TARGET, z_lab
+from safetensors.torch import load_file
+from torch import nn
+
+from eagle3.export.checks.pairing import check_pair
+from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.kinds.dflash.formulas import Drafter
+from eagle3.export.draft.loading import load_draft
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.taps import choose_taps
+from eagle3.export.twin.draft import check_draft
+from eagle3.targets.attention import EagerAttention
+
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+class Case:
+    """A golden head over its target's embedding and lm_head, and its numbers."""
+
+    def __init__(self, name: str, chain_len: int | None = None):
+        self.draft, self.golden = read_draft(GOLDEN / name), load_file(GOLDEN / name / "golden.safetensors")
+        embedding, lm_head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
+        embedding.weight = nn.Parameter(self.golden["embedding"])
+        if self.draft.shares_lm_head:
+            lm_head.weight = nn.Parameter(self.golden["lm_head"])
+        target = SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+        self.chain_len = chain_len or self.draft.longest_chain
+        self.head = load_draft(self.draft, 40, torch.float32, EagerAttention, target, self.chain_len)
+        self.features = self.head.fuse(self.golden["taps"].chunk(3, dim=-1))
+
+    def draft_behind(self, start: int, anchor: int, features=None):
+        """Write the slots from ``start`` on and draft the block of an anchor."""
+        rows = slice(start, anchor)
+        tokens = self.golden["tokens"][:, start + 1 : anchor + 1]
+        given = self.features if features is None else features
+        with torch.no_grad():
+            return self.head(tokens, given[:, rows], torch.arange(start, anchor))
+
+    def check(self, number: int, logits, state) -> None:
+        """Compare with the golden block of anchor ``number``."""
+        rows = slice(self.draft.first_row, self.draft.first_row + self.chain_len)
+        torch.testing.assert_close(logits[0], self.golden["logits"][number, rows], **CLOSE)
+        torch.testing.assert_close(state[0], self.golden["states"][number, rows], **CLOSE)
+        proposed = self.head.target_ids(logits)[0].tolist()
+        assert proposed == self.golden["proposals"][number, : self.chain_len].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_is_speculators_own_seeded_and_chained(name):
+    """Behind a chunk, then behind each accepted window, within a sliding window and past it."""
+    case, start = Case(name), 0
+    check_pair(case.draft, TARGET, (1, 3, 4))
+    assert (case.draft.kind, case.draft.dialect) == (DFLASH, "speculators")
+    assert case.draft.chain_len == case.draft.longest_chain
+    for number, anchor in enumerate(case.golden["anchors"].tolist()):
+        case.check(number, *case.draft_behind(start, anchor))
+        start = anchor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_is_the_same_after_a_rollback(name):
+    """Rows of rejected tokens, and the block that was drafted behind them, leave nothing."""
+    case, start = Case(name), 0
+    wrong = torch.randn(case.features.shape, generator=torch.Generator().manual_seed(1))
+    for number, anchor in enumerate(case.golden["anchors"].tolist()):
+        case.draft_behind(start, min(anchor + 3, 32), wrong)
+        case.check(number, *case.draft_behind(start, anchor))
+        start = anchor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rows_of_a_rejected_window_are_not_seen_in_a_fused_round(name):
+    """``accepted`` says which row is the last; those behind it are of rejected tokens."""
+    case, start = Case(name), 0
+    for number, anchor in enumerate(case.golden["anchors"].tolist()):
+        end = min(anchor + case.chain_len, 32)
+        tokens = case.golden["tokens"][:, start + 1 : end + 1]
+        tokens = torch.nn.functional.pad(tokens, (0, end - start - tokens.shape[1]))
+        features = case.features[:, start:end].clone()
+        features[:, anchor - start :] = 7.0
+        accepted = torch.tensor([anchor - start - 1])
+        with torch.no_grad():
+            found = case.head(tokens, features, torch.arange(start, end), accepted=accepted)
+        case.check(number, *found)
+        start = anchor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fewer_proposals_are_the_first_of_a_whole_block(name):
+    case = Case(name, chain_len=2)
+    case.check(4, *case.draft_behind(0, case.golden["anchors"][4]))
+    assert case.draft_behind(0, 14)[0].shape[1] == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_head_holds_to_its_formulas(name):
+    compared = check_draft(read_draft(GOLDEN / name), 3)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 20
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formulas_are_speculators(name):
+    golden, tensors = load_file(GOLDEN / name / "golden.safetensors"), load_file(GOLDEN / name / "model.safetensors")
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    drafter = Drafter(config, read_draft(GOLDEN / name).layer, tensors, golden["embedding"], golden["lm_head"])
+    features = drafter.fuse(list(golden["taps"][0].chunk(3, dim=-1)))
+    for number, anchor in enumerate(golden["anchors"].tolist()):
+        logits, states = drafter(features[:anchor], int(golden["tokens"][0, anchor]))
+        torch.testing.assert_close(logits, golden["logits"][number, drafter.first_row :], **CLOSE)
+        torch.testing.assert_close(states, golden["states"][number, drafter.first_row :], **CLOSE)
+
+
+# --- z-lab's own files
+
+
+def test_a_head_in_z_labs_form_gives_the_same_states(tmp_path):
+    golden = load_file(GOLDEN / "dflash_full" / "golden.safetensors")
+    draft = read_draft(z_lab(tmp_path / "head", own={"output_multiplier": 0.5, "final_logit_softcapping": 2.0}))
+    assert (draft.kind, draft.dialect, draft.chain_len, draft.shares_lm_head) == (DFLASH, "z-lab", 4, True)
+    assert choose_taps(draft, TARGET, None, None).layers == (1, 3, 4)  # an id means the output of its layer
+    embedding, lm_head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
+    embedding.weight = nn.Parameter(golden["embedding"])
+    target = SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+    head = load_draft(draft, 40, torch.float32, EagerAttention, target, 4)
+    features = head.fuse(golden["taps"].chunk(3, dim=-1))
+    with torch.no_grad():
+        logits, states = head(golden["tokens"][:, 1:7], features[:, :6], torch.arange(6))
+    torch.testing.assert_close(states[0], golden["states"][2, 1:], **CLOSE)
+    capped = 2 * torch.tanh(golden["states"][2, 1:] @ lm_head.weight.T * 0.5 / 2)
+    torch.testing.assert_close(logits[0], capped, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("keys", "causal"),
+    [
+        ({}, (True, False)),  # sliding layers see backwards
+        ({"is_causal": False}, (False, False)),
+        ({"is_causal": True}, (True, True)),
+        ({"own": {"causal": False, "input_embedding_scale": 3.0, "block_size": 5}}, (False, False)),
+    ],
+)
+def test_sliding_layers_of_z_labs_heads_hold_to_their_formulas(keys, causal, tmp_path):
+    draft = read_draft(z_lab(tmp_path / "head", **SLIDING | keys))
+    assert tuple(each.causal for each in draft.attends) == causal
+    compared = check_draft(draft, 3)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 14

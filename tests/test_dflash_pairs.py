@@ -1,0 +1,136 @@
+"""A target with a DFlash head: every block of a generation is its formulas, whatever runs the rounds."""
+
+import json
+
+import pytest
+import torch
+from dflash_heads import KINDS, SLIDING, WINDOW, plan_of, save_pair
+from eager import eager_session
+from random_checkpoints import random_model, save_random_dflash
+from safetensors.torch import load_file
+from scripted import ThreeMethods
+
+from eagle3.export.draft.kinds.dflash.formulas import Drafter
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.pipeline import load_speculator, trace
+from eagle3.runner.cache import CachedTokens
+from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
+from eagle3.runner.loop import complete
+from eagle3.runner.sampling.options import Sampling
+from eagle3.runner.sampling.sampler import Sampler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("dflash"))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def session(request, folder):
+    session = eager_session(plan_of(folder, request.param))
+    session.folder = folder / request.param
+    return session
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+class ByFormulas(ThreeMethods):
+    """Compares every block with the formulas, over the features that were written last at each position."""
+
+    def __init__(self, session):
+        super().__init__(session)
+        draft, weights = read_draft(session.folder), session._speculator.target
+        config, tensors = (
+            json.loads((session.folder / "config.json").read_text()),
+            load_file(session.folder / "model.safetensors"),
+        )
+        self.drafter = Drafter(config, draft.layer, tensors, weights.embed_tokens.weight, weights.lm_head.weight)
+        self.d2t, self.features, self.blocks = tensors.get("d2t"), torch.zeros(0, 64), 0
+
+    def draft_decode(self, tokens, feature, input_pos):
+        step = self._session.draft_decode(tokens, feature, input_pos)
+        self.features = torch.cat([self.features[: int(input_pos[0])], feature[0]])
+        logits, _ = self.drafter(self.features, int(tokens[0, -1]))
+        torch.testing.assert_close(step.logits[0], logits, atol=1e-4, rtol=1e-4)
+        ids = logits.argmax(-1)
+        assert step.ids[0].tolist() == (ids if self.d2t is None else ids + self.d2t[ids]).tolist()
+        self.blocks += 1
+        return step
+
+
+@pytest.mark.parametrize("length", [3, 12, 40])  # within the windows, and past them
+def test_every_block_of_a_generation_is_its_formulas(length, session):
+    """Seeded in chunks, chained, and rolled back by accepted windows of several lengths: a bias leaves the target four
+    tokens, so that many are accepted."""
+    checked, prompt = ByFormulas(session), prompt_of(length)
+    plain = complete(checked, prompt, chain=0, max_new_tokens=20, stop_ids=[]).token_ids
+    assert complete(checked, prompt, max_new_tokens=20, stop_ids=[]).token_ids == plain
+    sampling = Sampling(temperature=1.0, seed=2, logit_bias={token: 50.0 for token in (10, 12, 13, 14)})
+    biased = [
+        complete(
+            checked,
+            prompt,
+            chain=chain,
+            max_new_tokens=40,
+            stop_ids=[],
+            choice=Sampler(sampling, session.metadata, prompt),
+        )
+        for chain in (0, None)
+    ]
+    assert biased[0].token_ids == biased[1].token_ids and biased[1].stats.num_accepted_tokens > 5
+    assert checked.blocks > 30
+
+
+def test_it_drafts_a_round_in_one_call_and_keeps_a_cache(session):
+    metadata = session.metadata
+    assert metadata.has_draft_cache and metadata.proposals == metadata.chain_len == read_draft(session.folder).chain_len
+    run = complete(ThreeMethods(session), prompt_of(12), max_new_tokens=20, stop_ids=[])
+    assert run.stats.method_calls[DRAFT_DECODE] == run.stats.num_drafts + 1  # the last round drafts for the next
+
+
+def test_every_way_to_generate_says_the_same(session):
+    """Fused rounds, three methods, other chain lengths, and a prompt whose prefix the caches hold."""
+    prompt, options = prompt_of(30), {"max_new_tokens": 30, "stop_ids": []}
+    plain = complete(session, prompt, chain=0, **options).token_ids
+    fused, three = complete(session, prompt, **options), complete(ThreeMethods(session), prompt, **options)
+    assert fused.token_ids == three.token_ids == plain == complete(session, prompt, chain=2, **options).token_ids
+    assert fused.stats.counts() == three.stats.counts() and fused.stats.method_calls[SPECULATE] > 10
+    cached = CachedTokens()
+    complete(session, prompt, cached=cached, **options | {"max_new_tokens": 8})
+    longer = prompt + plain[:4] + [5, 6]
+    again = complete(session, longer, cached=cached, **options)
+    assert again.stats.reused_prompt_tokens >= len(prompt) - 2
+    fresh = complete(session, longer, **options)
+    assert again.token_ids == fresh.token_ids and again.stats.num_accepted_tokens == fresh.stats.num_accepted_tokens
+
+
+def test_a_generation_goes_on_to_the_last_position(folder):
+    """The block behind it has no place in the context, but one in the caches."""
+    session = eager_session(plan_of(folder, "full", max_seq_len=24))
+    tokens = complete(session, prompt_of(9), max_new_tokens=99, stop_ids=[]).token_ids
+    assert len(tokens) == 24 - 9
+
+
+def test_on_the_way_to_cuda_a_block_of_16_rows_takes_the_small_m_kernels(tmp_path):
+    """Also where fewer of its tokens are verified: the block's rows, not the window's, decide."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    model = random_model("llama3.1-8B", num_hidden_layers=3, **wide)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    save_random_dflash(
+        tmp_path / "head", model.config, (0, 2, 3), block=16, **WINDOW | {"layer": SLIDING | {"sliding_window": 20}}
+    )
+    for chain_len, methods in ((3, (DRAFT_DECODE,)), (15, (DRAFT_DECODE, SPECULATE))):
+        flags = {"draft_qlinear": "default", "speculate": True, "chain_len": chain_len, "max_prefill": None}
+        plan = plan_of(tmp_path, "head", **flags)
+        speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
+        cuda.prepare(speculator, plan)
+        for name in methods:
+            with cuda.tracing(speculator, plan):
+                program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
+            counted = check_linears(name, program)
+            assert not counted["large_m"] and not counted["dequantize"]
+            assert name == SPECULATE or counted["small_m"] == 2 * 7 + 1

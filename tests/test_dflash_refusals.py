@@ -1,0 +1,162 @@
+"""What is refused of a DFlash head: another target's, another kind's, and what no trainer's code computes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from commands import run_command
+from dflash_heads import SLIDING, changed, plan_of, random_target, refusal, save_pair, z_lab
+from random_checkpoints import random_model, save_random_assistant, save_random_dflash, save_random_draft
+from transformers import LlamaConfig
+
+from eagle3.export.checks.pairing import check_pair
+from eagle3.export.cli import main as export_main
+from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.reading import read_draft
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("dflash"))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 80, "head_dim": 20}, "192 features, no multiple of the target's hidden size 80"),
+        ({"hidden_size": 32, "head_dim": 8}, "192 features = 6 taps of 32, but 3 aux layers"),
+        ({"vocab_size": 128}, "vocabulary of 96, the target has 128"),
+    ],
+)
+def test_a_head_of_another_target_is_refused_with_both_values(changes, says, folder, target):
+    config = LlamaConfig(**target.config.to_dict() | changes)
+    assert says in refusal(check_pair, read_draft(folder / "full"), config, (0, 2, 3))
+
+
+def test_a_head_for_another_family_is_refused(folder, tmp_path):
+    verifier = {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]}
+    changed(folder / "full", tmp_path / "full", {"speculators_config": {"verifier": verifier}})
+    shutil.copytree(folder / "target", tmp_path / "target")
+    assert "trained for Qwen/Qwen3-8B (Qwen3ForCausalLM)" in refusal(plan_of, tmp_path, "full")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"fc.weight": None}, "has no fc.weight: this is no DFlash head"),
+        ({"norm.weight": None}, "lacks norm.weight"),
+        ({"layers.1.self_attn.k_norm.weight": None}, "lacks layers.1.self_attn.k_norm.weight"),
+        ({"layers.2.input_layernorm.weight": torch.ones(64)}, "has no place for"),
+        ({"markov_head.markov_w1.weight": torch.ones(96, 8)}, "a DFlash with its config.json has no place for"),
+        ({"layers.0.self_attn.q_proj.weight": torch.zeros(64, 128)}, "is [64, 128], but config.json implies [64, 64]"),
+        ({"d2t": torch.zeros(48).long() + 70}, "d2t maps draft ids"),
+    ],
+)
+def test_tensors_that_a_head_does_not_have_are_refused(tensors, says, folder, target, tmp_path):
+    head = changed(folder / "full", tmp_path / "head", tensors=tensors)
+
+    def whole() -> None:
+        check_pair(read_draft(head), target.config, (0, 2, 3))
+
+    assert says in refusal(whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "layer", "says"),
+    [
+        ({"mask_token_id": None}, None, "has no mask_token_id"),
+        ({"mask_token_id": 96}, None, "mask_token_id is 96, but the embedding has 96 rows"),
+        ({"block_size": 1}, None, "block_size is 1, but must be a whole number from 2 on"),
+        ({"block_size": 4}, None, "speculative_tokens is 4, but a block of block_size 4 proposes 3"),
+        ({"aux_hidden_state_layer_ids": None}, None, "has no aux_hidden_state_layer_ids"),
+        ({"draft_vocab_size": 40}, None, "draft_vocab_size is 40 in config.json, but lm_head.weight has 48 rows"),
+        ({"sample_from_anchor": 1}, None, "sample_from_anchor is 1, but must be true or false"),
+        ({}, {"partial_rotary_factor": 0.5}, "rotates whole heads"),
+        ({}, {"layer_types": ["sliding_attention"] * 2}, "sliding_window None"),
+        ({}, {"num_hidden_layers": 3}, "lacks layers.2"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys, layer, says, folder, target, tmp_path):
+    head = changed(folder / "full", tmp_path / "head", keys, layer=layer)
+
+    def whole() -> None:
+        check_pair(read_draft(head), target.config, (0, 2, 3))
+
+    assert says in refusal(whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"own": {"use_swa": True}}, "use_swa is True, which z-lab's code does not know"),
+        ({"own": {"attention_sink_bias": True}}, "attention_sink_bias"),
+        ({"own": {"selector_rank": 256}}, "selector_rank"),
+        ({"own": {"block_size": 8}}, "block_size is 5, but 8 in dflash_config"),
+        ({"own": {"mask_token_id": None}}, "has no mask_token_id"),
+        ({"is_neox_style": False}, "is_neox_style"),
+        (SLIDING | {"sliding_window": 4}, "sliding_window is 4, less than a block of block_size 5"),
+    ],
+)
+def test_keys_of_other_trainers_are_refused_in_z_labs_form(keys, says, tmp_path):
+    assert says in refusal(read_draft, z_lab(tmp_path / "head", **keys))
+
+
+def test_a_longer_chain_than_a_block_is_refused(folder):
+    assert "--chain-len 5, but a block of 5 rows of this DFlash proposes 4 tokens" in refusal(
+        plan_of, folder, "full", chain_len=5
+    )
+    assert plan_of(folder, "causal").chain_len == 5 and plan_of(folder, "full", chain_len=2).proposals == 2
+
+
+def test_a_block_of_more_rows_than_kernels_take_is_refused(folder, target, tmp_path):
+    shutil.copytree(folder / "target", tmp_path / "target")
+    save_random_dflash(tmp_path / "head", target.config, (0, 2, 3), block=17)
+    assert "the draft's block has 17 rows, but --backend cuda takes 16" in refusal(
+        plan_of, tmp_path, "head", chain_len=3
+    )
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "xpress"])
+def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
+    assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
+
+
+@pytest.mark.parametrize("named", ["DFlash2DraftModel", "DSparkSpeculator", "XPressDraftModel", "DominoDraftModel"])
+def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
+    assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
+
+
+def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, tmp_path):
+    eagle = save_random_draft(tmp_path / "eagle", target.config, (0, 2, 3))
+    assistant = save_random_assistant(tmp_path / "assistant", random_model("gemma4-31B").config)
+    for source, other, says in (
+        (eagle, folder / "full", "has no hidden_norm.weight: this is no DFlash head"),
+        (assistant, folder / "full", "has no fc.weight: this is no DFlash head"),
+        (folder / "full", eagle, "says EAGLE-3"),
+        (folder / "full", assistant, "lacks pre_projection.weight"),
+    ):
+        mixed = tmp_path / f"{source.name} as {other.name}"
+        shutil.copytree(source, mixed)
+        shutil.copy(other / "config.json", mixed)
+        config = random_model("gemma4-31B").config if other is assistant else target.config
+
+        def whole(mixed=mixed, config=config) -> None:
+            check_pair(read_draft(mixed), config, (0, 2, 3))
+
+        assert says in refusal(whole)
+    assert "--draft-dialect is for EAGLE heads" in refusal(read_draft, folder / "full", "sglang")
+
+
+def test_it_is_listed_and_the_dry_run_says_what_it_takes(folder):
+    listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
+    assert "RedHatAI/gemma-4-31B-it-speculator.dflash" in listed[DFLASH]["heads"]
+    flags = ("--target-model", "llama3.1-8B", "--checkpoint", folder / "target", "--max-seq-len", 64, "--dry-run")
+    said = run_command(export_main, *flags, "--backend", "xnnpack", "--draft", folder / "window").stdout
+    assert "DFlash head of speculators" in said and "the target's lm_head" in said
+    assert "hidden_states 0, 2, 3" in said
