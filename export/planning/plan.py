@@ -210,8 +210,7 @@ def fused_rounds(
     rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, draft.block_rows))
     wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
     quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
-    masked = draft.has_cache and draft.proposals(chain_len) > 1
-    if not (wanted and quantized and masked and rows > most):
+    if not (wanted and quantized and rows > most):
         return wanted, ()
     reason = f"a {draft.kind} of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
     if config.speculate:
