@@ -126,6 +126,11 @@ HEADINGS = {
 )
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
 @click.option(
+    "--draft-window",
+    type=click.IntRange(2),
+    help="Let an EAGLE head attend to this many tokens alone, where it was trained on shorter texts than the context.",
+)
+@click.option(
     "--qlinear",
     type=click.Choice(RECIPES),
     help="ExecuTorch's recipe for the target's weights: "

@@ -35,6 +35,7 @@ class ExportConfig:
     aux_convention: str | None = None
     draft_dialect: str | None = None
     norm_before_residual: bool | None = None
+    draft_window: int | None = None
     with_decode: bool = False
     with_forward: bool = False
     speculate: bool | None = None

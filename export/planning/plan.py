@@ -15,8 +15,9 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.checks.tensors import check_target
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.description import DraftDescription, EagleDescription
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.windowed import windowed
 from eagle3.export.planning.config import GROUPED, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
 from eagle3.export.planning.taps import Taps, choose_taps
@@ -150,6 +151,8 @@ def make_plan(config: ExportConfig) -> Plan:
     skeleton = spec.module().skeleton(target_config, max_seq_len)
     target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
     draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual)
+    if config.draft_window is not None:
+        draft = windowed(draft, config.draft_window)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
     check_trained_for(draft, checkpoint)
     check_pair(draft, whole_config, taps.layers)
@@ -220,10 +223,13 @@ def fused_rounds(
 
 def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
     trained = getattr(draft.layer, "max_position_embeddings", max_seq_len)
-    if trained < max_seq_len:
+    full = isinstance(draft, EagleDescription) and not any(draft.windows)
+    within = bool(draft.windows) and all(0 < window <= trained for window in draft.windows)
+    if trained < max_seq_len and not within:
+        window = f": type --draft-window {trained} to let it attend to the last {trained} tokens alone" if full else ""
         yield (
             f"the draft head knows {trained} positions, the context has {max_seq_len}: past {trained} it may accept "
-            "less, though the tokens stay greedy decoding's"
+            f"less, though the tokens stay greedy decoding's{window}"
         )
 
 
