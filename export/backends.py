@@ -105,6 +105,8 @@ class BackendEntry:
     """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
     draft_recipe: str = "none"
     """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
+    small_recipe: str | None = None
+    """The recipe to propose for a large target that no recipe quantizes by default."""
     fuses_below: float = 0
     """A greedy round is one method by default where the target's checkpoint has fewer bytes than this. That saves what
     each call costs beside its work, and takes the time and the room of another method."""
@@ -149,6 +151,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
+        small_recipe="8da8w",
         draft_recipe="8da8w",
         fuses_below=1e8,  # where a round takes a millisecond it gains a twelfth; at the widths of a 4B model nothing
         fast_rows={"none": 7, "8da8w": 5, "8da4w": 4},  # measured with AVX-512 (scripts/bench_cpu_kernels.py)

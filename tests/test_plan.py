@@ -142,3 +142,20 @@ def test_stop_tokens_come_from_the_generation_config_then_the_top_of_a_multimoda
     assert special_ids(tmp_path, text) == (-1, (1, 106))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106, 50]}')
     assert special_ids(tmp_path, text) == (-1, (1, 106, 50))
+
+
+@pytest.mark.parametrize(
+    ("flags", "proposed"),
+    [
+        ({"backend": "xnnpack"}, True),
+        ({"backend": "xnnpack", "qlinear": "none"}, False),
+        ({"backend": "xnnpack", "qlinear": "8da4w"}, False),
+        ({"backend": "cuda", "cuda_arch": "sm_90"}, False),
+    ],
+)
+def test_a_recipe_is_proposed_where_a_large_target_would_keep_float32_by_default(flags, proposed, monkeypatch):
+    config = ExportConfig("gemma4-tiny", output_dir=None, **flags)
+    assert not [line for line in make_plan(config).warnings if "keeps float32" in line]
+    monkeypatch.setattr("eagle3.export.planning.plan.LARGE", 1_000_000)
+    found = [line for line in make_plan(config).warnings if "keeps float32" in line]
+    assert len(found) == proposed and all("type --qlinear 8da8w for 0.0 GB" in line for line in found)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
 FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
+LARGE = 100_000_000
+"""Weights of a target whose steps take as long as reading them does."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ def make_plan(config: ExportConfig) -> Plan:
             *draft.warnings,
             *(template_note(target_source, checkpoint) if isinstance(target_source, GGUFFile) else ()),
             *_length_warnings(draft, max_seq_len),
+            *_recipe_notes(config, target_headers),
             *left_out,
             *([taps.doubt] if taps.doubt else []),
         ),
@@ -200,6 +203,17 @@ def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str
         if config.qlinear in (None, "none"):
             return "checkpoint"
     return config.qlinear or ("default" if keeps_codes else "none")
+
+
+def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Iterator[str]:
+    """Propose a recipe where a large target would keep float32 because nobody chose one."""
+    backend, elements = BACKENDS[config.backend], sum(header.elements for header in headers.values())
+    quantized = any(header.quantized for header in headers.values())
+    if config.qlinear is None and backend.small_recipe and not quantized and elements > LARGE:
+        yield (
+            f"the target keeps float32, {4 * elements / 1e9:.1f} GB of weights that each step reads: type --qlinear "
+            f"{backend.small_recipe} for {elements / 1e9:.1f} GB, or --qlinear none to keep float32"
+        )
 
 
 def fused_rounds(
