@@ -98,7 +98,8 @@ HEADINGS = {
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),
-    help="The draft head: a folder, ORG/NAME[@REVISION], a number or a name of --list-targets. Default: 1, the first.",
+    help="The draft head: a folder, ORG/NAME[@REVISION], or a number or a name of --list-targets. none exports the "
+    "target alone, for eagle3-run's lookup in the text. Default: 1.",
 )
 @click.option(
     "--download",
@@ -121,6 +122,12 @@ HEADINGS = {
 )
 @click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
 @click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
+@click.option(
+    "--verify-rows",
+    type=click.IntRange(2, 16),
+    help="Rows of the verify window, one more than the tokens that it checks. Rows beyond the chain are for the "
+    "proposals of eagle3-run --ngram. Default: the chain length and one more.",
+)
 @click.option(
     "--max-seq-len", type=click.IntRange(16), help="The longest context in tokens: the slots of the KV caches."
 )

@@ -31,7 +31,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
     backend = BACKENDS[plan.config.backend].load()
     check_export_memory(plan, backend)
     output = plan.config.folder
-    progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}")
+    progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}" if plan.has_draft else draft_text(plan))
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
         with progress.stage("checksums"):
             manifest = make_manifest(plan) | {"twin": twin}
@@ -124,15 +124,19 @@ def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, d
 def make_manifest(plan: Plan) -> dict[str, Any]:
     """Return what the artifact says of its own making."""
     config = plan.config
-    draft = config.repositories.get("draft")
     return {
         "format_version": format_version(
-            plan.proposals, config.logits, config.with_forward, plan.speculates, plan.draft.has_cache
+            plan.proposals,
+            config.logits,
+            config.with_forward,
+            plan.speculates,
+            plan.draft.has_cache,
+            plan.has_draft,
         ),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
         "target_sha256": sha256_by_name(plan.target_source.files()),
-        "draft": draft.repository if draft else "/".join(plan.draft.folder.resolve().parts[-2:]),
+        "draft": draft_name(plan),
         "draft_verifier": plan.draft.verifier,
         "draft_kind": plan.draft.kind,
         "draft_dialect": plan.draft.dialect,
@@ -148,6 +152,14 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
             name: {"id": found.repository, "commit": found.revision} for name, found in config.repositories.items()
         },
     }
+
+
+def draft_name(plan: Plan) -> str | None:
+    """Return the head's repository, or the last two parts of its folder; None without a head."""
+    if not plan.has_draft:
+        return None
+    named = plan.config.repositories.get("draft")
+    return named.repository if named else "/".join(plan.draft.folder.resolve().parts[-2:])
 
 
 def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None = None) -> Metadata:
@@ -170,7 +182,9 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         enable_dynamic_shape=True,
         proposals=plan.proposals,
         draft_sliding_window=max(plan.draft.windows, default=0),
+        has_draft=plan.has_draft,
         has_draft_cache=plan.draft.has_cache,
+        verify_rows=None if plan.verify_rows == plan.chain_len + 1 else plan.verify_rows,
         has_logits=plan.config.logits,
         draft_ids=draft_ids if plan.config.logits else None,
         forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,

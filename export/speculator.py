@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.kinds.head import Head
+from eagle3.export.draft.no_head import NoHead
 from eagle3.targets import TapTarget
 
 
 class Eagle3Speculator(nn.Module):
     """Runs the methods. ``taps``: the target's layers whose inputs the draft head fuses, ascending. ``gives_logits``:
-    the last output of a method is logits in float32."""
+    the last output of a method is logits in float32. Without a head, ``draft`` is a ``NoHead`` and no method returns a
+    feature."""
 
     def __init__(self, target: TapTarget, draft: Head, taps: tuple[int, ...], gives_logits: bool = True):
         super().__init__()
@@ -22,13 +24,13 @@ class Eagle3Speculator(nn.Module):
         """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H], logits [1,1,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state[:, -1:])
-        return scores.argmax(-1), self._feature(state, taps), *self._given_target(scores)
+        return scores.argmax(-1), *self._features(state, taps), *self._given_target(scores)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H], logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state)
-        return scores.argmax(-1), self._feature(state, taps), *self._given_target(scores)
+        return scores.argmax(-1), *self._features(state, taps), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], the
@@ -66,6 +68,10 @@ class Eagle3Speculator(nn.Module):
 
     def _given(self, logits: Tensor) -> tuple[Tensor, ...]:
         return (logits.float(),) if self.gives_logits else ()
+
+    def _features(self, state: Tensor, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the feature as an output; none without a head."""
+        return () if isinstance(self.draft, NoHead) else (self._feature(state, taps),)
 
     def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
         return self.draft.fuse((state,) if self.draft.takes_final_state else taps)

@@ -21,21 +21,26 @@ class AcceptanceRates:
 
     def forget_text(self) -> None:
         """Forget this text's rates: another text may follow."""
+        self._tokens: list[float] = []
         self._now: Counts = [(0.0, 0.0)] * len(self._usual)
 
     def record(self, proposed: int, accepted: int) -> None:
         """Count a round. One that proposed nothing says nothing."""
         if proposed:
+            self._tokens = []
             self._usual = counted(self._usual, proposed, accepted, 1 - 1 / USUAL_MEMORY)
             self._now = counted(self._now, proposed, accepted, 1 - 1 / MEMORY)
 
     def tokens(self) -> list[float]:
         """Return the tokens that a round of each length is expected to yield, from length 0 on."""
+        if self._tokens:
+            return self._tokens
         tokens, reached, usual = [1.0], 1.0, self._prior
         for usual_counts, counts in zip(self._usual, self._now, strict=True):
             usual = rate(usual_counts, usual)
             reached *= rate(counts, usual)
             tokens.append(tokens[-1] + reached)
+        self._tokens = tokens
         return tokens
 
 

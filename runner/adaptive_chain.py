@@ -63,7 +63,7 @@ class AdaptiveChain:
     @property
     def note(self) -> str | None:
         """A line for the user where speculation is off."""
-        if self.length:
+        if self.length or len(self._lengths) == 1:
             return None
         length = self._best(self._lengths[1:])
         return (
@@ -97,6 +97,8 @@ class AdaptiveChain:
         if best not in self._compared:
             return best
         near = {0, self.length - 1, self.length + 1}.intersection(self._lengths) - {self.length}
+        if not near:
+            return None
         other = min(near, key=self._due.__getitem__)
         return other if self._due[other] <= self._rounds else None
 

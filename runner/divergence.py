@@ -144,7 +144,7 @@ class Place:
         if (logits := self._logits) is not None:
             margin, moved = _margin(logits), self._smallest_move(said, logits)
             relative = margin / float(logits.std())
-            threshold = rounding(logits, self.step.own_feature().dtype, self.near_tie)
+            threshold = rounding(logits, self._dtype, self.near_tie)
             is_tie = moved <= threshold
         index = len(self.token_ids) - 1
         return Divergence(
@@ -160,6 +160,13 @@ class Place:
             reproduced=speculated is not None,
             said=tuple(said),
         )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The activations' dtype. Without a draft no method returns any, but CUDA's are bfloat16."""
+        if self.step.feature is not None:
+            return self.step.feature.dtype
+        return torch.bfloat16 if self.session.metadata.manifest.get("backend") == "cuda" else torch.float32
 
     @property
     def _logits(self) -> Tensor | None:
@@ -196,7 +203,7 @@ class Place:
         assert step is not None  # there was a token
         rows = step.ids.shape[1]
         one = Probe(DECODE, 1, 0) if self.session.has_decode else Probe(TARGET_VERIFY, 2, 0)
-        if step.feature is None:  # of a fused round, with the next verify window
+        if step.ids.shape[0] == 2:  # of a fused round, with the next verify window
             return self._read(step._replace(ids=step.ids[:1]), Probe(SPECULATE, rows, row), row, speculated=True)
         probe = Probe(TARGET_VERIFY, rows, row) if rows > 1 else one
         return self._read(step, probe, row, speculated=True)

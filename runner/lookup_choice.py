@@ -9,7 +9,6 @@ Costs are learned as ratios: a round's seconds beside those of the rounds before
 
 from collections.abc import Sequence
 from math import exp, log
-from statistics import median
 
 from eagle3.runner.acceptance_rates import AcceptanceRates
 from eagle3.runner.cache import common_prefix
@@ -56,7 +55,7 @@ class RoundCosts:
 
     def record(self, kind: Kind, seconds: float) -> None:
         cost = self[kind]
-        pace = median(self._paces) if self._paces else seconds / cost
+        pace = sorted(self._paces)[len(self._paces) // 2] if self._paces else seconds / cost
         timed = self._timed[kind] = self._timed.get(kind, 0) + 1
         apart = min(max(log(seconds / (pace * cost)), -log(FURTHEST)), log(FURTHEST))
         self._costs[kind] = cost * exp(apart * max(1 / (timed + 1), LEAST_WEIGHT))
@@ -70,7 +69,7 @@ def guess(kind: Kind) -> float:
 
 def pays(metadata: Metadata) -> bool:
     """Return whether the lookup is on for an artifact where nothing else is said."""
-    return metadata.manifest.get("backend") in DEFAULT_BACKENDS
+    return not metadata.has_draft or metadata.manifest.get("backend") in DEFAULT_BACKENDS
 
 
 class LookupChoice:
@@ -139,12 +138,13 @@ class LookupChoice:
     def record(self, ids: Sequence[int], proposed: int, by_lookup: bool, seconds: float) -> None:
         """Take in a round: the tokens that it said, which are in ``text`` already, and the seconds that it took, 0 if
         they are not to count."""
-        if self._offered:
-            right = common_prefix(self._offered, ids)
-            self._lookup[self._class].record(min(len(ids), len(self._offered)), right)
-            if not by_lookup and proposed:
-                self._head[self._class].record(proposed, len(ids) - 1)
-            self._offered = []
+        if not self._offered:
+            return  # a round without a choice: nothing is learned of it, which costs nothing
+        right = common_prefix(self._offered, ids)
+        self._lookup[self._class].record(min(len(ids), len(self._offered)), right)
+        if not by_lookup and proposed:
+            self._head[self._class].record(proposed, len(ids) - 1)
+        self._offered = []
         if seconds > 0:
             if by_lookup:
                 seconds += self._seed_seconds * len(ids)

@@ -71,6 +71,8 @@ def generate(
     """
     metadata = session.metadata
     check_request(metadata, prompt, max_new_tokens, chain if isinstance(chain, int) else None)
+    if not metadata.has_draft:
+        chain = 0
     if chain is None or isinstance(chain, int):
         chain = FixedChain(metadata.chain_len if chain is None else chain)
     rounds = Rounds(session, chain, choice or Greedy(), CachedTokens() if cached is None else cached, lookup)
@@ -184,7 +186,7 @@ class Rounds:
         ids = chosen.tolist()[0]
         rows = common_prefix(proposed, ids) + 1  # the corrected token is the target's own, as the accepted ones are
         self._accept(ids := ids[:rows])
-        self._keep(chosen[:, :rows], step.own_feature()[:, :rows])
+        self._keep(chosen[:, :rows], None if step.feature is None else step.feature[:, :rows])
         return ids, len(proposed)
 
     def _record(self, ids: list[int], proposed: int, seconds: float) -> None:
@@ -197,10 +199,12 @@ class Rounds:
             self._lookup.record(ids, proposed, self._by_lookup, seconds)
         self._behind_lookup = self._by_lookup
 
-    def _keep(self, tokens: Tensor, feature: Tensor) -> None:
-        """Add draft slots up to the anchor's to the seed. A draft without a cache needs the last one alone."""
+    def _keep(self, tokens: Tensor, feature: Tensor | None) -> None:
+        """Add draft slots up to the anchor's to the seed. A draft without a cache needs the last one alone, and without
+        a draft the anchor's token is all that is kept."""
         if not self._has_draft_cache:
-            self._seed, tokens, feature = Seed(self._anchor_pos - 1), tokens[:, -1:], feature[:, -1:]
+            self._seed, tokens = Seed(self._anchor_pos - 1), tokens[:, -1:]
+            feature = None if feature is None else feature[:, -1:]
         self._seed.add(tokens, feature)
 
     def _fits_whole(self, rows: int) -> bool:
@@ -269,7 +273,7 @@ class Rounds:
         cached.tokens = list(prompt)
         self._accept(ids := anchor[0].tolist())
         self._seed = Seed(start)
-        self._keep(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.own_feature())
+        self._keep(torch.cat((tokens[:, start + 1 :], anchor), dim=1), step.feature)
         return ids[0]
 
     def _verify(self, tokens: Tensor, start: int) -> Step:
@@ -379,11 +383,12 @@ class Seed:
         self.tokens: list[Tensor] = []
         self._features: list[Tensor] = []
 
-    def add(self, tokens: Tensor, feature: Tensor) -> None:
-        """tokens [1, T], feature [1, T, H]"""
+    def add(self, tokens: Tensor, feature: Tensor | None) -> None:
+        """tokens [1, T], feature [1, T, H], or None where no draft reads it"""
         self.rows += tokens.shape[1]
         self.tokens.append(tokens)
-        self._features.append(feature)
+        if feature is not None:
+            self._features.append(feature)
 
     def all(self) -> tuple[Tensor, Tensor]:
         if len(self.tokens) == 1:
@@ -404,7 +409,9 @@ def timed(call: Callable[..., Result], *args: Any, **options: Any) -> tuple[Resu
 
 
 def first_row(step: Step) -> Step:
-    return Step(step.ids[:, :1], step.own_feature()[:, :1], None if step.logits is None else step.logits[:, :1])
+    ids, *others = (None if each is None else each[:, :1] for each in step)
+    assert ids is not None
+    return Step(ids, *others)
 
 
 def chunks(start: int, end: int, metadata: Metadata) -> list[tuple[int, int]]:
@@ -433,6 +440,11 @@ def check_request(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int
             raise ValueError(f"token id {token} is outside the vocabulary 0..{metadata.vocab_size - 1}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 1 or more")
+    if chain_len is not None and chain_len > 0 and not metadata.has_draft:
+        raise ValueError(
+            f"chain length {chain_len}, but the artifact has no draft head (--draft none): leave it out, or give "
+            "--ngram for proposals from the text"
+        )
     if chain_len is not None and not 0 <= chain_len <= metadata.chain_len:
         raise ValueError(
             f"chain length {chain_len}, but the artifact verifies at most {metadata.chain_len} draft tokens a round: "

@@ -31,6 +31,8 @@ def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
     """Return a call of each method to time: ``target_verify`` of a whole verify window, and ``decode`` and
     ``speculate`` if the artifact has them."""
     position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
+    if not session.metadata.has_draft:
+        rows = session.metadata.window
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
     steps: dict[str, Callable[[], Any]] = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
@@ -45,6 +47,8 @@ def round_steps(session: Session) -> dict[str, Callable[[], Any]]:
     """Return ``session_steps`` with a verify of two rows and a draft step of one: what rounds of any chain length are
     made of."""
     position = step_position(session.metadata.max_seq_len)
+    if not session.metadata.has_draft:
+        return session_steps(session)
     tokens, input_pos = torch.arange(1, 3)[None], session.positions[position : position + 2]
     feature = session.target_verify(tokens, input_pos).own_feature()[:, :1].clone()
     token = tokens[:, :1].contiguous()

@@ -87,7 +87,9 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
             with calm_stderr():  # ExecuTorch's ops log when they are called eagerly
-                generated = [generation[name] for name in ("token_ids", "by_fused_rounds") if name in generation]
+                generated = [
+                    generation[name] for name in ("token_ids", "by_fused_rounds", "by_lookup") if name in generation
+                ]
                 for fresh in {tuple(tokens): tokens for tokens in generated}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)
                 same += compare_proposals(speculator, plan, prompt, generation["window"], draft_tie) or 0

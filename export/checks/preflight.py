@@ -24,7 +24,9 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     with progress.stage("twin check"), _one_thread():
         return {
             "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
-            "draft": check_draft(plan.draft, len(plan.taps), plan.config.norm_before_residual),
+            "draft": check_draft(plan.draft, len(plan.taps), plan.config.norm_before_residual)
+            if plan.has_draft
+            else None,
         }
 
 

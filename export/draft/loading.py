@@ -6,6 +6,8 @@ from transformers.initialization import no_init_weights
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.head import Head
+from eagle3.export.draft.no_head import NoHead
+from eagle3.export.planning.config import NO_HEAD
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.loading import load_tensors
@@ -14,6 +16,8 @@ from eagle3.targets.loading import load_tensors
 def unfilled(draft: DraftDescription, max_seq_len: int = 1, proposals: int = 1) -> Head:
     """Return the head on the meta device, without the parts that no checkpoint holds. Initial values that nobody reads
     would be computed there, by way of SymPy."""
+    if draft.kind == NO_HEAD:
+        return NoHead()
     with no_init_weights(), torch.device("meta"):
         return KINDS[draft.kind].load().Head(draft, max_seq_len, proposals)
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from eagle3.export.hub.names import HubName, hub_name
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.config import NO_HEAD, ExportConfig
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -171,7 +171,9 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
     if config.checkpoint is None and spec.repository is not None:
         named["checkpoint"] = HubName(spec.repository)
     heads = spec.heads or _heads_for(named.get("checkpoint"))
-    if config.draft is not None and not os.path.exists(config.draft):
+    if config.draft == Path(NO_HEAD):
+        named.pop("draft", None)
+    elif config.draft is not None and not os.path.exists(config.draft):
         head = _head(str(config.draft), heads, config.target_model)
         named |= {"draft": head} if head else {}
     elif config.draft is None and spec.draft is None:

@@ -18,6 +18,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "taps": list(plan.taps),
         "taps_are": str(plan.chosen_taps),
         "chain_len": plan.chain_len,
+        "verify_rows": plan.verify_rows,
         "max_seq_len": plan.max_seq_len,
         "target_parameters": sum(header.elements for header in target.values()),
         "target_bytes": sum(header.bytes for header in target.values()),
@@ -36,15 +37,19 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
     """Return the plan as a dry run prints it. ``sources`` are lines on where the checkpoints come from."""
     facts = plan_json(plan)
-    lines = [
-        f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
+    of_head = [
         f"draft    {draft_text(plan)}: {_millions(facts['draft_parameters'])}, "
         f"{_mb(facts['draft_bytes'])} on disk, {facts['draft_vocab_size']} draft tokens"
         + (", the target's embedding" if facts["shares_embedding"] else "")
         + (", the target's lm_head" if plan.draft.shares_lm_head else "")
         + (f", trained for {plan.draft.verifier}" if plan.draft.verifier else ""),
         f"taps     {plan.chosen_taps}",
-        f"backend  {facts['backend']}, chain length {plan.chain_len}, max_seq_len {plan.max_seq_len}",
+    ]
+    lines = [
+        f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
+        *(of_head if plan.has_draft else [f"draft    {draft_text(plan)}"]),
+        f"backend  {facts['backend']}, chain length {plan.chain_len}, verify window {plan.verify_rows} rows, "
+        f"max_seq_len {plan.max_seq_len}",
     ]
     if memory := plan.footprint:
         lines.append(f"memory   a run takes {memory}")
@@ -75,6 +80,8 @@ def _gpus_text(fits: Mapping[str, bool]) -> str:
 
 def draft_text(plan: Plan) -> str:
     """Return the kind and dialect of the head."""
+    if not plan.has_draft:
+        return "no draft head: eagle3-run's lookup proposes from the text"
     return f"{plan.draft.kind} head of {plan.draft.dialect}"
 
 

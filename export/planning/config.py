@@ -7,6 +7,8 @@ from typing import Any
 
 from eagle3.export.hub.names import HubName
 
+NO_HEAD = "none"
+"""The value of ``--draft`` for a target without a draft head."""
 CUDA_RECIPES = ("none", "default", "sensitive")
 XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 """Dynamic activations in 8 bits, weights in 4 or 8: ExecuTorch's names (``extension/llm/export/quantize.py``)."""
@@ -25,6 +27,7 @@ class ExportConfig:
     backend: str = "cuda"
     cuda_arch: str | None = None
     chain_len: int | None = None
+    verify_rows: int | None = None
     max_seq_len: int | None = None
     max_prefill: int | None = None
     qlinear: str | None = None

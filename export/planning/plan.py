@@ -16,9 +16,10 @@ from eagle3.export.checkpoints.target_config import read_target_config, special_
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.checks.tensors import check_target
 from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.no_head import no_head
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.windowed import windowed
-from eagle3.export.planning.config import GROUPED, ExportConfig
+from eagle3.export.planning.config import GROUPED, NO_HEAD, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
 from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
+HEAD_FLAGS = (
+    "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
+)  # fmt: skip
 FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
 LARGE = 100_000_000
 """Weights of a target whose steps take as long as reading them does."""
@@ -64,6 +68,8 @@ class Plan:
     draft: DraftDescription
     chosen_taps: Taps
     chain_len: int
+    verify_rows: int
+    """The longest verify window: the anchor, and a proposal for each other row."""
     max_seq_len: int
     methods: tuple[MethodPlan, ...]
     qlinear: str
@@ -127,7 +133,12 @@ class Plan:
     @property
     def few_rows(self) -> int:
         """The most rows of a method other than prefill, by the backend."""
-        return BACKENDS[self.config.backend].few_rows(max(self.chain_len + 1, self.draft.block_rows))
+        return BACKENDS[self.config.backend].few_rows(max(self.verify_rows, self.draft.block_rows))
+
+    @property
+    def has_draft(self) -> bool:
+        """False with ``--draft none``."""
+        return self.draft.kind != NO_HEAD
 
 
 def make_plan(config: ExportConfig) -> Plan:
@@ -152,12 +163,17 @@ def make_plan(config: ExportConfig) -> Plan:
     check_context(spec, target_config, max_seq_len)
     skeleton = spec.module().skeleton(target_config, max_seq_len)
     target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
-    draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual)
+    has_draft = config.draft != Path(NO_HEAD)
+    if has_draft:
+        draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual)
+    else:
+        draft = no_head(checkpoint, whole_config)
     if config.draft_window is not None:
         draft = windowed(draft, config.draft_window)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
-    check_trained_for(draft, checkpoint)
-    check_pair(draft, whole_config, taps.layers)
+    if has_draft:
+        check_trained_for(draft, checkpoint)
+        check_pair(draft, whole_config, taps.layers)
     draft = within_vocabulary(draft, target_config.vocab_size)
     chain_len = config.chain_len or draft.chain_len
     if draft.longest_chain and chain_len > draft.longest_chain:
@@ -166,7 +182,9 @@ def make_plan(config: ExportConfig) -> Plan:
             f"type --chain-len {draft.longest_chain} or less"
         )
     target_bytes = sum(header.bytes for header in target_headers.values())
-    fused, left_out = fused_rounds(config, draft, chain_len, target_bytes)
+    qlinear = choose_recipe(config, target_headers)
+    verify_rows = config.verify_rows or (chain_len + 1 if has_draft else own_verify_rows(config, qlinear))
+    fused, left_out = fused_rounds(config, draft, chain_len, target_bytes) if has_draft else (False, ())
     return Plan(
         config=config,
         spec=spec,
@@ -177,10 +195,11 @@ def make_plan(config: ExportConfig) -> Plan:
         draft=draft,
         chosen_taps=taps,
         chain_len=chain_len,
+        verify_rows=verify_rows,
         max_seq_len=max_seq_len,
-        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft, fused),
-        qlinear=choose_recipe(config, target_headers),
-        draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe,
+        methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft, fused, verify_rows),
+        qlinear=qlinear,
+        draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe if has_draft else "none",
         bos_id=bos_id,
         eos_ids=eos_ids,
         warnings=(
@@ -192,6 +211,12 @@ def make_plan(config: ExportConfig) -> Plan:
             *([taps.doubt] if taps.doubt else []),
         ),
     )
+
+
+def own_verify_rows(config: ExportConfig, qlinear: str) -> int:
+    """Return the rows of a verify window where no head says how many: as many as the kernels take at once."""
+    backend = BACKENDS[config.backend]
+    return backend.fast_rows.get(qlinear, backend.window_rows[0])
 
 
 def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
@@ -254,6 +279,16 @@ def check_flags(config: ExportConfig) -> None:
             "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
             "end the process, since that gives more than logits: leave one of the two out"
         )
+    if config.draft == Path(NO_HEAD):
+        for flag in HEAD_FLAGS:
+            if getattr(config, flag) not in (None, False):
+                name = f"--{flag.replace('_', '-')}"
+                raise ValueError(f"{name} is for a draft head, and --draft none exports none: leave one of the two out")
+    if config.verify_rows is not None and config.chain_len is not None and config.verify_rows <= config.chain_len:
+        raise ValueError(
+            f"--verify-rows {config.verify_rows} is too short for --chain-len {config.chain_len}, which verifies "
+            f"{config.chain_len + 1} rows: type --verify-rows {config.chain_len + 1} or more"
+        )
     backend = BACKENDS[config.backend]
     for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
         if getattr(config, flag) is not None:
@@ -294,19 +329,31 @@ def plan_methods(
     max_seq_len: int,
     draft: DraftDescription | None = None,
     fused: bool = False,
+    verify_rows: int | None = None,
 ) -> tuple[MethodPlan, ...]:
     """Return the lengths of every method, within the bounds of the target and of the draft.
 
-    Without ``draft`` the draft has no bound; with ``fused`` there is a method ``speculate``. Raises ValueError with the
-    flag to change.
+    Without ``draft`` the draft has no bound; with ``fused`` there is a method ``speculate``; without ``verify_rows``
+    the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
     longest = min(longest, (draft_rows(draft, chain_len) if draft else 0) or longest)
     seeds = draft is None or draft.has_cache
-    window = chain_len + 1
+    chain_rows = chain_len + 1
+    window = verify_rows or chain_rows
     backend = BACKENDS[config.backend]
     fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
-    if not fewest_rows <= window <= most_rows:
+    if window > chain_rows and not fewest_rows <= window <= most_rows:
+        raise ValueError(
+            f"a verify window of {window} rows, but the target, its head and --backend {config.backend} take "
+            f"{fewest_rows} to {most_rows}: type --verify-rows {most_rows} or less"
+        )
+    if window < chain_rows:
+        raise ValueError(
+            f"--verify-rows {window} is too short for the head's {chain_len} draft tokens a round, which take "
+            f"{chain_rows} rows: type --verify-rows {chain_rows} or more, or --chain-len {window - 1}"
+        )
+    if window == chain_rows and not fewest_rows <= window <= most_rows:
         raise ValueError(
             f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and "
             f"--backend {config.backend} take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
@@ -330,14 +377,13 @@ def plan_methods(
             f"prefill chunks of {min_prefill} to {max_prefill} tokens: --max-prefill must be {min_prefill} to {most} "
             f"(the sliding window and --max-seq-len {max_seq_len} bound it)"
         )
-    methods = [
-        MethodPlan(PREFILL, min_prefill, max_prefill),
-        MethodPlan(TARGET_VERIFY, 2, window),
-        MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window) if seeds else 1),
-    ]
+    methods = [MethodPlan(PREFILL, min_prefill, max_prefill), MethodPlan(TARGET_VERIFY, 2, window)]
+    has_draft = draft is None or draft.kind != NO_HEAD
+    if has_draft:
+        methods.append(MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window) if seeds else 1))
     if fused:
-        methods.append(MethodPlan(SPECULATE, window, window))
-    if config.with_decode:
+        methods.append(MethodPlan(SPECULATE, chain_rows, chain_rows))
+    if config.with_decode or not (has_draft or config.with_forward):
         methods.append(MethodPlan(DECODE, 1, 1))
     if config.with_forward:
         methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))

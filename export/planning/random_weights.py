@@ -11,7 +11,7 @@ from eagle3.export.checkpoints.random_folder import random_folder
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.hub.sources import named_as_typed
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.config import NO_HEAD, ExportConfig
 from eagle3.export.planning.plan import draft_folder, target_paths
 from eagle3.export.planning.taps import spread_taps
 from eagle3.export.twin.layers import fewer_layers
@@ -28,15 +28,18 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
     Raises ValueError or FileNotFoundError where a checkpoint has no shapes to take, or not every kind of layer is kept.
     """
     checkpoint, _ = target_paths(config, TARGETS[config.target_model])
-    draft = draft_folder(config)
+    draft = None if config.draft == Path(NO_HEAD) else draft_folder(config)
     with TemporaryDirectory(prefix="eagle3-random-") as folder, named_as_typed(folder):
-        target, head = (_within(Path(folder, part), of) for part, of in (("target", checkpoint), ("draft", draft)))
-        random_folder(draft, head)
+        target, head = _within(Path(folder, "target"), checkpoint), config.draft
+        if draft is not None:
+            random_folder(draft, head := _within(Path(folder, "draft"), draft))
         if config.layers is None:
             taps = config.aux_layers
             random_folder(checkpoint, target)
         else:
-            taps = config.aux_layers or spread_taps(read_draft(draft, config.draft_dialect), config.layers)
+            taps = config.aux_layers
+            if draft is not None and not taps:
+                taps = spread_taps(read_draft(draft, config.draft_dialect), config.layers)
             _save_fewer_layers(checkpoint, config, target)
         yield replace(config, checkpoint=target, draft=head, aux_layers=taps)
 

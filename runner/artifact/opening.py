@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3.runner.artifact.pte import read_constants
 from eagle3.runner.artifact.record import compare, silent
-from eagle3.runner.contract import METHODS, MODEL_FILE, Metadata
+from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, Metadata
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def load_artifact(model: Path, checked: bool) -> Artifact:
         metadata = Metadata.read(set(constants), constants.__getitem__)
     except json.JSONDecodeError as error:
         raise ValueError(f"{model} is damaged (its manifest is no JSON: {error}): export it again") from error
-    missing = [name for name in METHODS if name not in methods]
+    needed = [name for name in METHODS if metadata.has_draft or name != DRAFT_DECODE]
+    missing = [name for name in needed if name not in methods]
     if missing:
         raise ValueError(f"{model} has no method {missing[0]}: export it again")
     return Artifact(model.parent, model, metadata, checked)

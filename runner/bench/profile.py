@@ -76,16 +76,19 @@ def calls(session: Session) -> dict[str, Call]:
     """Return a call of each method as generation makes it: the longest prefill chunk, a verify window, a token. The
     chunk begins earlier if it would exceed the context."""
     metadata = session.metadata
-    at, window, chunk = step_position(metadata.max_seq_len), metadata.chain_len + 1, metadata.max_prefill
+    at, chunk = step_position(metadata.max_seq_len), metadata.max_prefill
+    window = metadata.chain_len + 1 if metadata.has_draft else metadata.window
     first = min(at, metadata.max_seq_len - chunk)
     tokens, positions = torch.arange(1, chunk + 1)[None] % metadata.vocab_size, session.positions
     rows, token = tokens[:, :window].contiguous(), tokens[:, :1].contiguous()
-    feature = session.target_verify(rows, positions[at : at + window]).own_feature()[:, :1].contiguous()
+    verified = session.target_verify(rows, positions[at : at + window])
     found = {
         PREFILL: Call(chunk, lambda session: session.prefill(tokens, positions[first : first + chunk])),
         TARGET_VERIFY: Call(window, lambda session: session.target_verify(rows, positions[at : at + window])),
-        DRAFT_DECODE: Call(1, lambda session: session.draft_decode(token, feature, positions[at : at + 1])),
     }
+    if metadata.has_draft:
+        feature = verified.own_feature()[:, :1].contiguous()
+        found[DRAFT_DECODE] = Call(1, lambda session: session.draft_decode(token, feature, positions[at : at + 1]))
     if session.has_decode:
         found[DECODE] = Call(1, lambda session: session.decode(token, positions[at : at + 1]))
     if session.has_speculate and at + 2 * window <= metadata.max_seq_len:

@@ -184,7 +184,7 @@ def machine_line(report: dict[str, Any]) -> str:
 
 
 def step_lines(report: dict[str, Any]) -> list[str]:
-    rows = dict.fromkeys((TARGET_VERIFY, SPECULATE), f" of {report['artifacts'][0]['chain_len'] + 1} rows")
+    rows = dict.fromkeys((TARGET_VERIFY, SPECULATE), f" of {report['artifacts'][0]['window']} rows")
     times = [f"{name}{rows.get(name, '')}: {spread_text(ms, 3)} ms" for name, ms in report["step_ms"].items()]
     return times + [f"{name}: {spread_text(ratio, 2)}" for name, ratio in report["step_ratios"].items()]
 

@@ -28,6 +28,11 @@ A draft head may attend to the target's caches and have none of its own (``get_h
 seeding: ``draft_decode`` takes one row, and only the row before the newest token. All steps of a round have that row's
 position, because nothing is written behind it.
 
+There may be no draft head (``get_has_draft`` is False, ``--draft none``). Then there is no ``draft_decode``, the
+target's methods return no feature, and the runner's lookup in the text is all that proposes.
+
+``target_verify`` takes up to ``get_verify_rows`` rows, ``chain_len`` + 1 where there is no such key.
+
 ``speculate`` is a fused round: a whole greedy round at the artifact's own chain length, with a verify window of C
 tokens. It verifies ``tokens``, seeds the draft with the accepted ones, and drafts the next window. It returns that
 window twice: beside the ids, so that the host reads both in one copy, and as its own next inputs, which can stay on the
@@ -50,7 +55,7 @@ if TYPE_CHECKING:
 
 PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode"
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
-"""Every artifact has these."""
+"""Every artifact with a draft head has these; without one, the first two."""
 DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
 """Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA, and on
 the CPU for small models)."""
@@ -66,13 +71,21 @@ WORKSPACE = "workspace_bytes"
 LACKING = "lacking"
 """Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION, NO_DRAFT_CACHE_VERSION = 1, 2, 3, 4, 5
+NO_DRAFT_VERSION = 6
 
 
 def format_version(
-    proposals: int, has_logits: bool, has_forward: bool, has_speculate: bool, has_draft_cache: bool = True
+    proposals: int,
+    has_logits: bool,
+    has_forward: bool,
+    has_speculate: bool,
+    has_draft_cache: bool = True,
+    has_draft: bool = True,
 ) -> int:
     """Return the lowest version whose runners can read such an artifact. Runners that know logits know
     ``get_max_context_len`` too."""
+    if not has_draft:
+        return NO_DRAFT_VERSION
     if not has_draft_cache:
         return NO_DRAFT_CACHE_VERSION
     if has_speculate:
@@ -121,6 +134,8 @@ class Metadata:
     """Tokens that one call of ``draft_decode`` proposes."""
     draft_sliding_window: int | None = _key("get_draft_sliding_window", default=None)
     """The longest of the draft's sliding windows, 0 if it has none; None if an earlier exporter did not record it."""
+    has_draft: bool = _key("get_has_draft", default=True)
+    """False if there is no draft head: no ``draft_decode``, no features, a chain length of 0."""
     has_draft_cache: bool = _key("get_has_draft_cache", default=True)
     """False if the draft attends to the target's caches alone."""
     has_logits: bool = _key("get_has_logits", default=False)
@@ -169,10 +184,10 @@ class Metadata:
             values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version not in range(FORMAT_VERSION, NO_DRAFT_CACHE_VERSION + 1):
+        if version not in range(FORMAT_VERSION, NO_DRAFT_VERSION + 1):
             raise ValueError(
                 f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} to "
-                f"{NO_DRAFT_CACHE_VERSION}: export it again, or install the eagle3-export that made it"
+                f"{NO_DRAFT_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)
 

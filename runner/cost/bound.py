@@ -90,7 +90,7 @@ def cost(
 def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
     """Return the calls, launches and bounds of a round. Its memory limit counts the target's weights once and the
     draft's once per step, whichever methods it calls."""
-    apart = {TARGET_VERIFY: 1, DRAFT_DECODE: steps}
+    apart = {TARGET_VERIFY: 1} | ({DRAFT_DECODE: steps} if DRAFT_DECODE in methods else {})
     calls = {SPECULATE: 1} if SPECULATE in methods else apart
 
     def added(key: str, of: dict[str, int], gpu: Gpu) -> float:

@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
     ids: Tensor
     feature: Tensor | None
-    """It is None for a fused round, which does not return it."""
+    """It is None for a fused round, and for an artifact without a draft head, which do not return it."""
     logits: Tensor | None = None
     """They are None if the artifact has no logits, and for a fused round."""
 
@@ -102,17 +102,22 @@ class TimedSession:
         self.calls[name] += 1
         return outputs
 
+    def _step(self, name: str, tokens: Tensor, input_pos: Tensor) -> Step:
+        """Run a method of the target."""
+        ids, *others = self._timed(name, tokens, input_pos)
+        return Step(ids, *others) if self.metadata.has_draft else Step(ids, None, *others)
+
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> Step:
-        return Step(*self._timed(PREFILL, tokens, input_pos))
+        return self._step(PREFILL, tokens, input_pos)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step:
-        return Step(*self._timed(TARGET_VERIFY, tokens, input_pos))
+        return self._step(TARGET_VERIFY, tokens, input_pos)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> Step:
         return Step(*self._timed(DRAFT_DECODE, tokens, feature, input_pos))
 
     def decode(self, tokens: Tensor, input_pos: Tensor) -> Step:
-        return Step(*self._timed(DECODE, tokens, input_pos))
+        return self._step(DECODE, tokens, input_pos)
 
     def speculate(self, tokens: Tensor, input_pos: Tensor) -> FusedRound:
         return FusedRound(*self._timed(SPECULATE, tokens, input_pos))

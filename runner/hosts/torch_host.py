@@ -306,7 +306,11 @@ class TorchSession(TimedSession):
         wanted = (
             {(SPECULATE, window): fused} if self.has_speculate else {(TARGET_VERIFY, window): {}, (DRAFT_DECODE, 1): {}}
         )
+        if not self.metadata.has_draft:
+            wanted = {(TARGET_VERIFY, self.metadata.window): {}, (DECODE, 1): {}}
         for (name, rows), fed_back in wanted.items():
+            if name not in self._methods:
+                continue
             method = self._methods[name]
             self._graphs[name, rows] = Graphed(name, method, method.capturable, fed_back, capture)
 

@@ -1,10 +1,11 @@
 """Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "window", "by_fused_rounds"}, ...], "step_ms": {...}}``. ``window`` is the first verify window after the
-prompt, a token and the proposals behind it; ``by_fused_rounds`` has the token ids of fused rounds (``speculate``), if
-the artifact has that method; ``step_ms`` the milliseconds of single calls. Errors are reported as by every command. A
-crash of this process does not end the caller.
+"stats", "window", "by_fused_rounds", "by_lookup"}, ...], "step_ms": {...}}``. ``window`` is the first verify window
+after the prompt, a token and the proposals behind it; ``by_fused_rounds`` has the token ids of fused rounds
+(``speculate``), if the artifact has that method; ``by_lookup`` those of rounds that verify what a lookup proposes, if it
+has no draft head; ``step_ms`` the milliseconds of single calls. Errors are reported as by every command. A crash of this
+process does not end the caller.
 """
 
 import json
@@ -35,6 +36,7 @@ def main(artifact: Path) -> None:
 
     from eagle3.runner.artifact.opening import open_artifact
     from eagle3.runner.hosts.opening import open_session
+    from eagle3.runner.lookup_choice import LookupChoice
     from eagle3.runner.loop import complete
     from eagle3.runner.step_times import round_steps, step_milliseconds
 
@@ -48,6 +50,10 @@ def main(artifact: Path) -> None:
         if session.has_speculate:
             fused = complete(session, prompt, max_new_tokens=asked["max_new_tokens"])
             generations[-1]["by_fused_rounds"] = fused.token_ids
+        if not session.metadata.has_draft:
+            lookup = LookupChoice(0, session.metadata.window - 1)
+            proposed = complete(session, prompt, max_new_tokens=asked["max_new_tokens"], lookup=lookup)
+            generations[-1]["by_lookup"] = proposed.token_ids
     steps = round_steps(session)
     step_milliseconds(steps, repeats=WARMUP)
     click.echo(json.dumps({"generations": generations, "step_ms": step_milliseconds(steps, repeats=CALLS)}))
@@ -69,8 +75,10 @@ class WatchedSession:
     def _checked(self, name: str, method: "Callable[..., Step]") -> "Callable[..., Step]":
         def call(*inputs: "Tensor") -> "Step":
             step = method(*inputs)
-            if not step.own_feature().isfinite().all():
-                raise ValueError(f"{name} returns NaN or infinite features")
+            given = "logits" if step.feature is None else "features"
+            values = step.logits if step.feature is None else step.feature
+            if values is not None and not values.isfinite().all():
+                raise ValueError(f"{name} returns NaN or infinite {given}")
             if name == "target_verify":
                 tokens, input_pos = inputs
                 self.windows[int(input_pos[0])] = tokens[0].tolist()

@@ -92,6 +92,8 @@ def _bytes_each(config: QuantConfig | None) -> float:
 def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
     layers = _layer_linears(skeleton.model)
     prefill = plan.method(PREFILL).max_len * _row_bytes(layers)
+    if not plan.has_draft:
+        return prefill
     own = _layer_linears(draft)
     reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
     return max(prefill, reseed)
@@ -146,6 +148,6 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _with_lengths(plan: Plan, max_seq_len: int, max_prefill: int) -> Plan:
     config = replace(plan.config, max_prefill=max_prefill)
-    lengths = plan.chain_len, max_seq_len, plan.draft, plan.speculates
+    lengths = plan.chain_len, max_seq_len, plan.draft, plan.speculates, plan.verify_rows
     methods = plan_methods(config, plan.spec, plan.target_config, *lengths)
     return replace(plan, config=config, max_seq_len=max_seq_len, methods=methods)

@@ -95,7 +95,7 @@ class XnnpackBackend:
     def tracing(self, speculator: "Eagle3Speculator", plan: Plan) -> AbstractContextManager[None]:
         from eagle3.export.lowering.xnnpack.lowering import tracing
 
-        return tracing(speculator, plan.chain_len + 1)
+        return tracing(speculator, plan.verify_rows)
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan

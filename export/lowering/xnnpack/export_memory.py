@@ -25,7 +25,8 @@ def _copies(model: nn.Module, recipe: Recipe) -> int:
     over, codes a third time with their scales' hash behind them; codes of 4 bits were 8 before."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     codes = 2 if recipe.group else 3
-    return max(module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)
+    sizes = (module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)
+    return max(sizes, default=0)
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> float:

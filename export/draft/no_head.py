@@ -1,0 +1,59 @@
+"""A target without a draft head (``--draft none``): a description with no tensors, and a module that computes nothing.
+
+The artifact then has ``prefill``, ``target_verify`` and ``decode``, which return no features; the runner's lookup in
+the text proposes. With this description the plan, the lowering and the report need no branch of their own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.kinds.head import Head
+from eagle3.export.planning.config import NO_HEAD
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class NoFiles(Source):
+    """A source without files; ``path`` is the target's."""
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:  # noqa: ARG004 - as every source's
+        return False
+
+    def files(self) -> list[Path]:
+        return []
+
+    def headers(self) -> dict[str, TensorHeader]:
+        return {}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+
+def no_head(checkpoint: Path, target_config: "PreTrainedConfig") -> DraftDescription:
+    """Return the description for a target with transformers' text configuration ``target_config``."""
+    return DraftDescription(
+        kind=NO_HEAD,
+        dialect=NO_HEAD,
+        source=NoFiles(checkpoint),
+        layer=target_config,
+        tensor_names={},
+        headers={},
+        target_vocab_size=target_config.vocab_size,
+        takes_final_state=True,
+        shares_lm_head=True,
+        chain_len=0,
+    )
+
+
+class NoHead(Head):
+    """Has no parameters and is never called."""
+
+    def attach(self, *_: Any) -> Self:  # noqa: ANN401 - it needs none of what heads are attached to
+        return self
