@@ -87,12 +87,11 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
             with calm_stderr():  # ExecuTorch's ops log when they are called eagerly
-                generated = [
-                    generation[name] for name in ("token_ids", "by_fused_rounds", "by_lookup") if name in generation
-                ]
-                for fresh in {tuple(tokens): tokens for tokens in generated}.values():
+                said = (generation.get(name) for name in ("token_ids", "by_fused_rounds", "by_lookup"))
+                for fresh in {tuple(tokens): tokens for tokens in said if tokens is not None}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)
-                same += compare_proposals(speculator, plan, prompt, generation["window"], draft_tie) or 0
+                if plan.has_draft:
+                    same += compare_proposals(speculator, plan, prompt, generation["window"], draft_tie) or 0
     stats = [generation["stats"] for generation in generations]
     drafts = sum(each["num_drafts"] for each in stats)
     accepted = sum(each["num_accepted_tokens"] for each in stats)

@@ -18,12 +18,14 @@ def compare_proposals(
     """Compare a round's first verify window, the token after ``prompt`` and the proposals behind it, with the eager
     head's.
 
-    Returns how many proposals are the same, up to the first near-tie; None for a prompt of several chunks. Raises
-    ValueError for a proposal whose logit lies further than ``tie`` behind the best one, in standard deviations of the
-    logits.
+    Returns how many proposals are the same, up to the first near-tie; None for a prompt of several chunks, and where
+    nothing was proposed. Raises ValueError for a proposal whose logit lies further than ``tie`` behind the best one, in
+    standard deviations of the logits.
     """
     draft, rows = plan.draft, len(prompt)
-    if rows > min(plan.method(PREFILL).max_len, plan.method(DRAFT_DECODE).max_len if draft.has_cache else rows):
+    if len(window) < 2 or rows > min(
+        plan.method(PREFILL).max_len, plan.method(DRAFT_DECODE).max_len if draft.has_cache else rows
+    ):
         return None
     positions = torch.arange(rows)
     state, taps = speculator.target(torch.tensor([prompt]), positions, speculator.taps)

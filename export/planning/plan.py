@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
 HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
+    "draft_window",
 )  # fmt: skip
 FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
 LARGE = 100_000_000
