@@ -17,6 +17,7 @@ from eagle3.runner import lookup as lookup_module
 from eagle3.runner.acceptance_rates import AcceptanceRates
 from eagle3.runner.adaptive_chain import AdaptiveChain
 from eagle3.runner.cache import CachedTokens
+from eagle3.runner.choice import Greedy
 from eagle3.runner.lookup import SHORTEST, TextIndex
 from eagle3.runner.lookup_choice import HEAD, LOOKUP, LookupChoice, RoundCosts
 from eagle3.runner.loop import complete, generate
@@ -424,6 +425,36 @@ def test_a_lookup_that_is_never_right_changes_no_token():
 class Wrong(LookupChoice):
     def offer(self, chain_len, room, drafted):
         return [(greedy(tuple(self.text.tokens)) + 1) % VOCABULARY] * min(self._longest, room)
+
+
+class Forcing(Greedy):
+    """A grammar that leaves one way on for two tokens: the target's own."""
+
+    greedy = False
+
+    def __init__(self, prompt):
+        self._tokens = list(prompt)
+
+    def forced(self, _proposed, count):
+        tokens = list(self._tokens)
+        for _ in range(min(count, 2)):
+            tokens.append(greedy(tuple(tokens)))
+        return tokens[len(self._tokens) :]
+
+    def accept(self, tokens):
+        self._tokens += tokens
+
+
+def test_what_a_grammar_forces_goes_before_what_the_lookup_finds():
+    """Proposals that begin otherwise are wrong for sure; where all is forced the lookup is not asked."""
+    for chain in (3, 2):
+        session = ScriptedSession(scripted_metadata(), greedy, wrong)
+        options = {"chain": chain, "choice": Forcing(PROMPT), "lookup": Wrong(3, 3)}
+        result = complete(session, PROMPT, max_new_tokens=30, **options)
+        assert result.token_ids == greedy_sequence(greedy, PROMPT, 30)
+        assert not result.stats.num_lookup_drafts
+        if chain == 2:
+            assert result.stats.num_accepted_tokens > result.stats.num_drafts
 
 
 def test_chain_lengths_in_turn_go_with_the_lookup():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from commands import run_command
 from eager import eager_session, eager_speculator
 from hypothesis import given, settings
@@ -139,6 +140,8 @@ def eager():
 
 def test_the_methods_without_a_head_say_what_they_say_with_one(eager):
     headed = eager_session(make_plan(replace(NONE, draft=None, verify_rows=7)))
+    step = eager.prefill(*[torch.arange(5, 25)[None], eager.positions[:20]])
+    assert step.feature is None and step.logits.shape == (1, 1, eager.metadata.vocab_size)
     assert not list(eager_speculator(make_plan(NONE)).draft.parameters())
     for prompt in ([2, 17], [(7 * at + 3) % 2000 + 5 for at in range(80)]):
         plain = complete(headed, prompt, max_new_tokens=24, chain=0, stop_ids=[])

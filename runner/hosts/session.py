@@ -129,10 +129,11 @@ class TimedSession:
 class EagerSession(TimedSession):
     """Runs the same methods on a PyTorch module, as the reference for an artifact."""
 
-    has_decode = has_speculate = True
+    has_decode = True
 
     def __init__(self, speculator: torch.nn.Module, metadata: Metadata):
         super().__init__(metadata)
+        self.has_speculate = metadata.has_draft
         self._speculator = speculator
 
     def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
