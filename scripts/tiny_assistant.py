@@ -5,14 +5,12 @@ p + 1, and attends to the target's keys up to p: all slots of a piece at once. I
 The modules are transformers' own, and so is the folder that is written. Pieces are those of ``tiny_draft.py``.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_draft import PEAK_RATE, STEP_WEIGHT, greedy_continuations
-from tiny_target import crops, optimizers, schedule
+from tiny_draft import STEP_WEIGHT, Pieces, greedy_continuations, train
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
@@ -106,33 +104,16 @@ def train_assistant(
         assistant = initial_assistant(target.requires_grad_(False), seed)
     assistant.set_attn_implementation("eager")
     written = greedy_continuations(target, stream, continuations, generator, log)
-    steppers = optimizers(assistant, PEAK_RATE)
-    start, average = time.monotonic(), 0.0
-    for step in range(steps):
-        own = written[torch.randint(0, len(written), (12,), generator=generator)]
-        piece = torch.cat((crops(stream, 256, 4, generator), own))
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = PEAK_RATE * schedule(step / steps)
-        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
-            loss = unrolled_loss(assistant, target, piece)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(assistant.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
-        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
-        if step % 25 == 24:
-            pace = (time.monotonic() - start) / (step + 1)
-            log(f"assistant step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
-        if step % 100 == 99 or step == steps - 1:
-            save_assistant(assistant, folder)
-    return {
-        "steps": steps,
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "loss": round(average, 3),
-        "continuations": continuations,
-    }
+    pieces = Pieces(stream, written, generator)
+    return train(
+        "assistant",
+        assistant,
+        lambda piece: unrolled_loss(assistant, target, piece),
+        pieces,
+        steps,
+        lambda: save_assistant(assistant, folder),
+        log,
+    )
 
 
 def save_assistant(assistant: Gemma4AssistantForCausalLM, folder: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +183,53 @@ def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tenso
     return total / sum(STEP_WEIGHT**step for step in range(UNROLLED))
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """The batches of a training: 12 of the target's own completions and 4 crops of text."""
+
+    stream: np.ndarray
+    written: torch.Tensor
+    generator: torch.Generator
+
+    def batch(self) -> torch.Tensor:
+        own = self.written[torch.randint(0, len(self.written), (12,), generator=self.generator)]
+        return torch.cat((crops(self.stream, 256, 4, self.generator), own))
+
+
+def train(
+    name: str,
+    module: torch.nn.Module,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    pieces: Pieces,
+    steps: int,
+    save: Callable[[], None],
+    log: Callable[[str], None],
+) -> dict:
+    """Train a draft module, saving it at intervals. Returns the figures that ``training.json`` keeps."""
+    steppers = optimizers(module, PEAK_RATE)
+    start, average = time.monotonic(), 0.0
+    for step in range(steps):
+        piece = pieces.batch()
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = PEAK_RATE * schedule(step / steps)
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
+            loss = loss_of(piece)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        if step % 25 == 24:
+            pace = (time.monotonic() - start) / (step + 1)
+            log(f"{name} step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
+        if step % 100 == 99 or step == steps - 1:
+            save()
+    minutes = round((time.monotonic() - start) / 60, 1)
+    return {"steps": steps, "minutes": minutes, "loss": round(average, 3), "continuations": len(pieces.written)}
+
+
 def train_draft(
     folder: Path, target_folder: Path, stream: np.ndarray, steps: int, continuations: int, seed: int, log: Callable
 ) -> dict:
@@ -195,39 +243,18 @@ def train_draft(
     draft = read_draft(folder)
     shared = SimpleNamespace(embed_tokens=target.model.embed_tokens, lm_head=target.lm_head)
     head = load_draft(draft, 1024, torch.float32, EagerAttention, shared).requires_grad_(True)
-    steppers = optimizers(head, PEAK_RATE)
-    start, average = time.monotonic(), 0.0
-    for step in range(steps):
-        own = written[torch.randint(0, len(written), (12,), generator=generator)]
-        piece = torch.cat((crops(stream, 256, 4, generator), own))
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = PEAK_RATE * schedule(step / steps)
-        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
-            loss = unrolled_loss(head, target, piece)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
-        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
-        if step % 25 == 24:
-            pace = (time.monotonic() - start) / (step + 1)
-            log(f"draft step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
-        if step % 100 == 99 or step == steps - 1:
-            names = {own: name for name, own in draft.tensor_names.items()}
-            tensors = {names[own]: value for own, value in head.state_dict().items() if own in names}
-            t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
-            t2d[torch.arange(DRAFT_VOCABULARY) + head.d2t] = True
-            save_tensors(folder, {**tensors, "t2d": t2d})
+
+    def save() -> None:
+        names = {own: name for name, own in draft.tensor_names.items()}
+        tensors = {names[own]: value for own, value in head.state_dict().items() if own in names}
+        t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+        t2d[torch.arange(DRAFT_VOCABULARY) + head.d2t] = True
+        save_tensors(folder, {**tensors, "t2d": t2d})
+
+    pieces = Pieces(stream, written, generator)
+    figures = train("draft", head, lambda piece: unrolled_loss(head, target, piece), pieces, steps, save, log)
     covered = sum(counts[int(i + o)] for i, o in enumerate(head.d2t)) / sum(counts.values())
-    return {
-        "steps": steps,
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "loss": round(average, 3),
-        "continuations": continuations,
-        "draft_vocabulary_covers": round(covered, 4),
-    }
+    return figures | {"draft_vocabulary_covers": round(covered, 4)}
 
 
 def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[list[int]], new_tokens: int) -> dict:

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,32 @@ def family_exports(request):
 @pytest.fixture(scope="session")
 def session(artifact):
     return open_session(open_artifact(artifact))
+
+
+@pytest.fixture(scope="module")
+def model(session, artifact):
+    from eagle3.runner.model import Model
+
+    return Model(session.metadata, lambda: session, artifact)
+
+
+@pytest.fixture(scope="module")
+def server(model, artifact):
+    """A server over the model, where a file of tests has none of its own."""
+    from served import served
+
+    with served([model], artifact) as running:
+        yield running
+
+
+@pytest.fixture
+def held(session, monkeypatch):
+    """The target waits for as long as this is clear."""
+    event, verify = threading.Event(), session.target_verify
+    event.set()
+    monkeypatch.setattr(session, "target_verify", lambda *given: verify(*given) if event.wait(60) else None)
+    yield event
+    event.set()
 
 
 @pytest.fixture(scope="session")

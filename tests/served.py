@@ -19,6 +19,8 @@ from eagle3.runner.serve.metrics import Metrics
 from eagle3.runner.serve.service import Service
 from eagle3.targets import TARGETS
 
+ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
+
 
 class Served:
     def __init__(self, service: Service, url: str, lines: list[str]):

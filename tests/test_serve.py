@@ -14,7 +14,7 @@ import openai
 import pytest
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from pydantic import BaseModel, create_model
-from served import served
+from served import ASKED, served
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.answer import Answer
@@ -22,7 +22,6 @@ from eagle3.runner.serve.dialogue import moved
 from eagle3.runner.serve.markup import CONTENT
 from eagle3.runner.serve.requests import with_own_seeds
 
-ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
 TOOL = {
     "type": "function",
     "function": {
@@ -41,17 +40,6 @@ TOOL = {
 class Person(BaseModel):
     name: str
     age: int
-
-
-@pytest.fixture(scope="module")
-def model(session, artifact):
-    return Model(session.metadata, lambda: session, artifact)
-
-
-@pytest.fixture(scope="module")
-def server(model, artifact):
-    with served([model], artifact) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -52,16 +52,6 @@ def until(condition, seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture
-def held(session, monkeypatch):
-    """The target waits for as long as this is clear."""
-    event, verify = threading.Event(), session.target_verify
-    event.set()
-    monkeypatch.setattr(session, "target_verify", lambda *given: verify(*given) if event.wait(60) else None)
-    yield event
-    event.set()
-
-
 def begun(server, given: dict) -> tuple[httpx.Client, Iterator[str]]:
     """A streamed completion whose first chunk has come."""
     client = httpx.Client(timeout=60)

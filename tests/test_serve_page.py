@@ -3,7 +3,6 @@
 import json
 import re
 import tempfile
-import threading
 import tomllib
 from pathlib import Path
 
@@ -12,28 +11,15 @@ import pytest
 from browser import ENTER, ESCAPE, MISSING, SHIFT, TAB, browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import served
+from served import ASKED, served
 
-from eagle3.runner.model import Model
 from eagle3.runner.serve.authors import Authors
 from eagle3.runner.serve.engine import Delta
 from eagle3.runner.serve.markup import CHANNEL, Splitter
 from eagle3.runner.serve.page import FOLDER
 
-ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
 FILES = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript", "api.js": "text/javascript"}
 FILES |= {"reply.js": "text/javascript"}
-
-
-@pytest.fixture(scope="module")
-def model(session, artifact):
-    return Model(session.metadata, lambda: session, artifact)
-
-
-@pytest.fixture(scope="module")
-def server(model, artifact):
-    with served([model], artifact) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -228,16 +214,6 @@ def test_escape_ends_an_answer_and_frees_the_model(chromium, server, page, held)
     assert chromium.text(".answer .words") and server.engine.running in (0, 1)
     chromium.until("return document.activeElement.id == 'words'")
     assert server.post("/completions", {"prompt": "x", "max_tokens": 4}).status_code == 200
-
-
-@pytest.fixture
-def held(session, monkeypatch):
-    """The target waits for as long as this is clear."""
-    event, verify = threading.Event(), session.target_verify
-    event.set()
-    monkeypatch.setattr(session, "target_verify", lambda *given: verify(*given) if event.wait(60) else None)
-    yield event
-    event.set()
 
 
 @needs_browser
