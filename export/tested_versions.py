@@ -15,7 +15,7 @@ TESTED_WITH_GPU = TESTED | {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7")}
 """The same for lowering on a machine with a GPU, which needs fewer of them."""
 FOR_CPU = ("torch", "executorch", "torchao", "transformers")
 FOR_CUDA = ("torch", "triton", "executorch", "torchao")
-"""Whose parts an export to either backend replaces."""
+"""The packages whose parts an export replaces, for either backend."""
 
 
 def check_versions(packages: tuple[str, ...], tested: Mapping[str, tuple[str, ...]], what: str, advice: str) -> None:

@@ -73,7 +73,7 @@ class Outcome:
 
 
 Compute = Callable[[Batch, Sequence[Prompt], Mapping[int, Sequence[str | None]]], Iterator[Outcome]]
-"""As ``Batch.run``, anywhere and in any order."""
+"""A function like ``Batch.run`` that computes anywhere and in any order."""
 
 
 def run_batch(

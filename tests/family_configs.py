@@ -74,7 +74,7 @@ FAMILIES = {
     "llama with yarn": {"rope_parameters": YARN_ROPE},
     "qwen3 with a window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
 }
-"""By name, whose first word is transformers' ``model_type``."""
+"""The changed fields by name, whose first word is transformers' ``model_type``."""
 
 
 def family_config(name: str):

@@ -114,7 +114,7 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
         for bits in K_QUANTS
     },
 }
-"""By what they compute: the kernel, and what launches it."""
+"""The kernels, and what launches each, by what they compute."""
 
 
 class Recorded:

@@ -18,7 +18,7 @@ import numpy as np
 EVERYWHERE = ("gpu", "sys")
 """Scopes that hold for programs on other multiprocessors."""
 Clock = dict[int, int]
-"""By program: how many of its intervals are known to be over."""
+"""The intervals that are known to be over, by program."""
 
 
 def _merge(into: Clock, other: Mapping[int, int]) -> None:
@@ -29,7 +29,7 @@ def _merge(into: Clock, other: Mapping[int, int]) -> None:
 class Clocks:
     def __init__(self):
         self.interval: dict[int, int] = {}
-        """By program: barriers that it has passed."""
+        """The barriers that each program has passed."""
         self._known: dict[int, Clock] = {}
         self._acquired: dict[int, Clock] = {}
         self._published: dict[int, Clock] = {}

@@ -52,9 +52,9 @@ class Launch:
         self.changes, self.clocks = Changes(reach), Clocks()
         self.program, self._mark, self._revealed = 0, 0, set()
         self.counting: dict[int, Site] = {}
-        """By address of an atomic whose result is used: where it is."""
+        """The place of each atomic whose result is used, by address."""
         self.replaced: dict[int, np.ndarray] = {}
-        """By number of a load: cells, of ``width`` bytes, in which it is to find another value than memory holds."""
+        """The cells, of ``width`` bytes, in which a load (by its number) is to find another value than memory holds."""
         self.width = 1
 
     def begin(self, program: int) -> None:
@@ -131,7 +131,7 @@ class Detector:
         self.memory: Memory | None = None
         self.findings: Counter[Finding] = Counter()
         self.by_design: Counter[str] = Counter()
-        """How many pairs of accesses were allowed, by the reason."""
+        """The number of pairs of accesses that were allowed, by the reason."""
         self.launches: Counter[str] = Counter()
         self.launch: Launch | None = None
         self._random, self._watches_memory = random.Random(seed), False

@@ -63,7 +63,7 @@ class Access:
     interval: int
     """Barriers that the program had passed."""
     seen: Mapping[int, int]
-    """By program: its intervals below this number happened before this access."""
+    """The number by program: its intervals below this number happened before this access."""
     kind: str
     """load, store or atomic"""
     addresses: np.ndarray
@@ -72,9 +72,9 @@ class Access:
     """Bytes of an element."""
     site: Site
     values: np.ndarray | None = None
-    """Of a store: unsigned integers [n] of ``size`` bytes."""
+    """The stored values: unsigned integers [n] of ``size`` bytes."""
     scope: str = ""
-    """Of an atomic: cta, gpu or sys."""
+    """The scope of an atomic: cta, gpu or sys."""
 
     @property
     def writes(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_stand_in"
-"""Whose requests may have what is gated."""
+"""The token whose requests may have what is gated."""
 LARGE = (".safetensors", ".bin", ".gguf", "tokenizer.json")
 HASHED = 1 << 28
 """Bytes: what is longer is sparse, and its name stands for its contents."""
@@ -28,7 +28,7 @@ class Request:
     path: str
     range: str | None
     bytes: int = 0
-    """Of the answer's body, as they were sent."""
+    """The bytes of the response's body, as they were sent."""
 
 
 @dataclass

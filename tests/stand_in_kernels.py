@@ -129,7 +129,7 @@ class Kernels:
         self.device, self.kernels = device, [Kernel(file) for file in files]
         self.launches: Counter[str] = Counter()
         self.computes = True
-        """Without it launches are checked, and leave memory as it is."""
+        """False: launches are checked, and leave memory as it is."""
         self.running: Launch | None = None
         device.start(self._found, self._launched)
 

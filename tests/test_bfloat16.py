@@ -16,7 +16,7 @@ from eagle3.targets.attention import EagerAttention
 GOLDEN = Path(__file__).parent / "golden"
 ROUTED = ("qwen3-30B-A3B",)  # rounding chooses other experts here and there, also in transformers' own
 REGRET, LARGEST = 0.02, 0.15
-"""Of the spread of the logits: what the chosen token falls short of the best one by, and how far any logit is off."""
+"""The shares of the spread of the logits that the chosen token may fall short by, and that any logit may be off."""
 
 
 def assert_close(logits, expected):

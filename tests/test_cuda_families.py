@@ -27,7 +27,7 @@ DRAFTS = {
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(256), draft_vocab_size=None),
     "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(256), **PEAGLE, **{IDS: [1, 2, 3]}),
 }
-"""Where the head is no EAGLE-3 of one layer: an EAGLE that shares embedding and lm_head, a P-EAGLE of two layers."""
+"""The heads that are no EAGLE-3 of one layer: an EAGLE that shares embedding and lm_head, a P-EAGLE of two layers."""
 
 
 @pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "llama4-scout"])  # Maverick has its kinds

@@ -63,10 +63,10 @@ ARRIVING = {
     "without acquire": ('sem="acq_rel"', 'sem="release"'),
     "without release": ('sem="acq_rel"', 'sem="acquire"'),
 }
-"""How the counter of a tile may be taken wrongly."""
+"""The ways to take the counter of a tile wrongly."""
 DIVIDED = [name for name in SMALL if name not in ("attention in one part",)]
 READS = r"tl\.load\((PARTS|STATS|sums) "
-"""Of what other programs have left."""
+"""The loads of what other programs have left."""
 
 
 @pytest.mark.parametrize("name", DIVIDED)
@@ -175,7 +175,8 @@ FAULTS = {
     ),
     "keys of other rows attended to": ("attention of a product, a ring", attention, SEEN, "", LOADED, "[kv] = tl.load"),
 }  # fmt: skip
-"""By name: the launch, the module, what stands there and what is put in its place; what is found, and at which line."""
+"""The faults by name: the launch, the module, what stands there and what is put in its place; what is found, and at
+which line."""
 
 
 @pytest.mark.parametrize("name", FAULTS)

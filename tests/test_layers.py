@@ -24,7 +24,7 @@ RUNNER = {  # a room imports rooms of a lower number, and its own files
 COMMANDS = {"run", "inspect", "bench", "serve"}
 OPEN_TO_THE_EXPORTER = {"contract", "artifact", "console", "hardware"}
 LOW = {("console", "hardware"), ("hardware", "console")}
-"""What commands check before they start, and what a check is told by."""
+"""The rooms for what commands check before they start, and what a check is told by."""
 
 
 def imports_of(file: Path) -> set[str]:

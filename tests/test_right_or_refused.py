@@ -145,4 +145,4 @@ KNOWN = [
     ("rope_parameters", ROPES[5], (REFUSED,)),
     ("rope_parameters", YARN_ROPE, (RIGHT,)),
 ]
-"""What some values must come to: a check that refused everything would pass the rest."""
+"""The outcomes that some values must have: a check that refused everything would pass the rest."""

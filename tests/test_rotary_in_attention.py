@@ -72,7 +72,7 @@ ROTARY = {
     "neighbours of a half": lambda width: ([width // 2, 1, 2], width // 2),
     "none": lambda width: ([], 0),
 }
-"""From a head's width to the kernel's ``rotary`` and the columns of the tables of angles."""
+"""Functions of a head's width, which return the kernel's ``rotary`` and the columns of the tables of angles."""
 
 
 def made(

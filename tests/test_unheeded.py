@@ -54,7 +54,7 @@ NOT_SAFEAILAB = [
     (random_eagle() | norms("norm"), {}, "has norm.weight"),
     (random_eagle() | biases("layers.0.self_attn.o_proj", size=HIDDEN), {}, "has layers.0.self_attn.o_proj.bias"),
 ]
-"""What SafeAILab's modules have no place for: tensors, keys, and how the refusal begins."""
+"""The settings that SafeAILab's modules have no place for: tensors, keys, and how the refusal begins."""
 
 
 @pytest.mark.parametrize(("tensors", "keys", "says"), NOT_SAFEAILAB, ids=[each[2] for each in NOT_SAFEAILAB])

@@ -33,7 +33,7 @@ LONGEST_PROMPT = 1100  # tokens: past a chunk of prefill, and no minutes of a la
 TIE_ROWS = 64
 """Tokens of a prompt by which the tolerance of quantized activations is measured."""
 WIDEST_TIE = 0.5
-"""In standard deviations of the logits. A wrong token lies further behind the best one."""
+"""The largest tolerance, in standard deviations of the logits. A wrong token lies further behind the best one."""
 COPIES = 2
 """The most copies of its weights that an artifact has in memory: mapped, and packed by XNNPACK."""
 HOPELESS = 0.05

@@ -21,7 +21,7 @@ CUDA_NEEDS = (
     "it needs an NVIDIA GPU with memory free and an ExecuTorch that reads its weight tables; --verbose shows its own "
     "reason, --runtime torch runs it without ExecuTorch"
 )
-"""Its errors are bare codes, and a CUDA build of another version fails as a GPU without memory does."""
+"""ExecuTorch's errors are bare codes, and a CUDA build of another version fails as a GPU without memory does."""
 
 
 def open_session(

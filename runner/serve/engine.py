@@ -28,7 +28,7 @@ class Delta:
     """One per token of ``token_ids``; empty unless they were asked for."""
     proposed: int = 0
     accepted: int = 0
-    """As ``Piece`` has them."""
+    """The round's counts, as ``Piece`` has them."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from eagle3.runner.statistics import GenerationStats
 
 MOST_BODY = 16 << 20
 MOST_DISCARDED = 1 << 28
-"""Of a body that is too large, bytes that are read and thrown away, so that its sender gets to read the answer."""
+"""The bytes of a too large body that are read and thrown away, so that its sender gets to read the response."""
 
 QUIET = frozenset(("/health", "/metrics"))
 """Places that are asked again and again: no line is logged of them."""

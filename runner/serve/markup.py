@@ -48,11 +48,11 @@ TOOL_MARKS = {
     "hermes": ("<tool_call>",),
     "llama": (PYTHON_TAG, '{"name":', '{"type": "function",'),
 }
-"""What a tool call's text begins with."""
+"""The beginnings of a tool call's text."""
 
 REASONING, CONTENT, TOOLS = "reasoning", "content", "tools"
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
-"""Of a message, by the kind of a part."""
+"""The field of a message, by the kind of a part."""
 
 
 class ReasoningMarks(NamedTuple):

@@ -14,7 +14,7 @@ POLICY = (
 """A browser that heeds it loads nothing from elsewhere, and runs nothing that a model wrote."""
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 FILES = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(FOLDER.iterdir())}
-"""By the path that each is served at. They bear no secret, so that no key is asked for them."""
+"""The files by the path that each is served at. They bear no secret, so that no key is asked for them."""
 
 
 def add_page(app: FastAPI) -> None:

@@ -48,10 +48,10 @@ class Settings(BaseModel):
     cpus: float = 1
     model_id: str | None = None
     api_key_file: str | None = None
-    """Of the node that answers HTTP."""
+    """A file on the node that answers HTTP."""
     parallel: int = 1
     max_queue: int = 64
-    """Of a replica."""
+    """Requests that may wait at each replica."""
     defaults: dict[str, Any] = {}
     tool_parser: str = "auto"
     chain_len: int | str | None = None

@@ -18,7 +18,7 @@ IGNORED = frozenset(
         "safety_identifier", "service_tier", "session_id", "store", "truncation", "user", "verbosity",
     )
 )  # fmt: skip
-"""Of OpenAI's, without a bearing on the text here."""
+"""OpenAI's fields that have no bearing on the text here."""
 REFUSED = {
     "audio": "this server gives text alone",
     "modalities": "this server gives text alone",
@@ -95,7 +95,7 @@ class ChatBody(Asked, ChatCompletionRequest):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_speculation: bool | None = None
-    """Of this server alone: each chunk of a stream says what was proposed and accepted (``authors.py``)."""
+    """A field of this server alone: each chunk of a stream says what was proposed and accepted (``authors.py``)."""
 
 
 class CompletionBody(Asked):

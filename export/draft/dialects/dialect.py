@@ -74,4 +74,4 @@ class Dialect:
     refuse: Callable[[dict[str, Any], Path], None] = nothing
     """Raises ValueError for a setting that the dialect's trainer computes differently."""
     warns_of_residual: bool = False
-    """Its systems disagree on what an absent ``norm_before_residual`` means."""
+    """The dialect's systems disagree on what an absent ``norm_before_residual`` means."""

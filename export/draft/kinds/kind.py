@@ -43,7 +43,7 @@ class Kind:
     ``KindModule``."""
 
     takes: str
-    """What it takes of the target, and what it keeps: a line for ``--list-drafts``."""
+    """The states that it takes of the target, and what it keeps: a line for ``--list-drafts``."""
     module: str
     published: tuple[str, ...] = ()
     """Heads of this kind on the Hugging Face hub."""

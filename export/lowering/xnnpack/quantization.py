@@ -24,7 +24,8 @@ from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 ELEMENTS = 1 << 18
-"""Of a weight, quantized at once: what a core has in its cache. Forty passes over more took 3 to 5 times as long."""
+"""The elements of a weight that are quantized at once: what a core has in its cache. Forty passes over more took 3 to 5
+times as long."""
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ BASES = (
     "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
 )
 CALL = "computed by"
-"""In a node's ``meta``: the call whose value is its ``val``. A pass that edits a graph in place leaves both."""
+"""The key in a node's ``meta`` of a call whose value is its ``val``. Passes that edit a graph in place leave both."""
 DECOMPOSE = "torch.export.ExportedProgram.run_decompositions"
 BY_NODE = (
     NormalizeTransposePass,

@@ -49,7 +49,7 @@ _LOOKS_FOR = {
     ),
     passes.RemoveRedundantCopyPass: (_EDGE._to_copy.default,),
 }
-"""By pass, the operators of which it changes some."""
+"""The operators of which a pass changes some, by pass."""
 
 
 class _SharedBytes(NamedDataStore):

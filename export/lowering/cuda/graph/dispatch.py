@@ -137,7 +137,7 @@ KERNELS: dict[type[TorchAOBaseTensor], tuple[Product, Product]] = {
     IntxUnpackedToInt8Tensor: (_int8, _int8_many),
     KQuantTensor: (_k_quant, _k_quant_many),
 }
-"""By the class of a weight, its kernels for few rows and for many rows."""
+"""The kernels for few rows and for many rows, by the class of the weight."""
 
 
 @contextmanager

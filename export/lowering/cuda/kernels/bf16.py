@@ -25,7 +25,7 @@ from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, stor
 ALIGNED = 8
 """K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
 STAGES = {16: 5, 32: 4}
-"""By the rows of a tile: the blocks in flight in shared memory, plus one."""
+"""The blocks in flight in shared memory plus one, by the rows of a tile."""
 BLOCK_N, BLOCK_K = 64, 128
 WARPS = 4
 

@@ -51,7 +51,7 @@ from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
 OF_WORD = {5: 4, 6: 2}
 """Outputs whose high bits share a word, by the bits of a code."""
 CHOICES = {4: Blocks(n=128, stages=4), 5: Blocks(n=64, stages=5), 6: Blocks(n=64, stages=5)}
-"""By the bits of a code: a tile of outputs, or half a tile if two programs would not have enough registers."""
+"""The blocks by the bits of a code: a tile of outputs, or half a tile if registers would not do for two programs."""
 
 
 @triton.jit
