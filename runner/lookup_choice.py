@@ -19,7 +19,7 @@ PRIORS = (0.4, 0.6, 0.8, 0.9)
 """The rates of the lookup before any outcome, where the place has 3 and 4, 5 to 8, 9 to 16, or more tokens in common
 with the end of the text."""
 ROW, DRAFT = 0.02, 0.08
-"""What a row of a verify window and a draft token cost beside a step of the target, before any is timed."""
+"""The costs of a row of a verify window and of a draft token, in steps of the target, before any is timed."""
 PACE, LEAST_WEIGHT, FURTHEST = 9, 0.1, 2.0
 """Rounds whose median is the machine's pace; the least weight of a new cost; the most that one round changes a cost."""
 TRIAL = 32
@@ -34,7 +34,7 @@ Kind = tuple[bool, int]
 
 
 class RoundCosts:
-    """What rounds cost beside each other. The unit is a step of the target, as far as one is known."""
+    """The costs of rounds beside each other. The unit is a step of the target, as far as one is known."""
 
     def __init__(self) -> None:
         self._costs: dict[Kind, float] = {}

@@ -22,7 +22,7 @@ class GenerationStats:
     accepted_at: list[int] = field(default_factory=list)
     """Drafts whose proposal at each position was accepted."""
     num_lookup_drafts: int = 0
-    """Of ``num_drafts``, those that a lookup in the text proposed; likewise the next two."""
+    """Those of ``num_drafts`` that a lookup in the text proposed; likewise the next two."""
     num_lookup_draft_tokens: int = 0
     num_lookup_accepted_tokens: int = 0
     num_undrafted: int = 0

@@ -48,8 +48,8 @@ class KVCacheShape:
 
 @dataclass(frozen=True)
 class Block:
-    """What the rows of a draft block attend to, where that is not every position up to their own. The rows are at
-    consecutive positions, and each attends to a range of positions."""
+    """The positions that the rows of a draft block attend to, where that is not every position up to their own. The
+    rows are at consecutive positions, and each attends to a range of positions."""
 
     before: int | None = None
     """The range begins so many positions before a row; None: at position 0."""

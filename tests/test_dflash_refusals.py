@@ -1,4 +1,4 @@
-"""What is refused of a DFlash head: another target's, another kind's, and what no trainer's code computes."""
+"""DFlash heads that are refused: another target's, another kind's, and what no trainer's code computes."""
 
 import json
 import shutil

@@ -186,7 +186,7 @@ class Always(LookupChoice):
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("kind", ["new", "repeats", "misleads"])
 def test_both_are_hardly_slower_than_the_better_of_the_two(kind, rate, longest):
-    """Within 3% in each text, over several seeds, with a draft that costs little."""
+    """It is within 3% in each text, over several seeds, with a draft that costs little."""
     ratios = []
     for seed in range(3):
         text = text_of(kind, seed)

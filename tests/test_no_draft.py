@@ -153,7 +153,7 @@ def test_the_methods_without_a_head_say_what_they_say_with_one(eager):
 
 
 def test_a_small_one_is_exported_checked_and_run(tmp_path):
-    """Of two layers with random weights: repeats what it says, so that the lookup's windows are verified."""
+    """A target of two layers with random weights: what it says repeats, and the lookup's windows are verified."""
     out = tmp_path / "out"
     small = ("--draft", "none", "--random-weights", "--layers", "2", "--max-seq-len", "128", "--verify-rows", "6")
     run_command(export_main, "--target-model", "gemma4-tiny", "--backend", "xnnpack", *small, "--output-dir", out)

@@ -17,7 +17,7 @@ class DFlashDescription(DraftDescription):
 
     layer: "LlamaConfig"
     attends: tuple[Block, ...]
-    """What the rows of a block attend to in each layer."""
+    """The ranges that the rows of a block attend to, by layer."""
     mask_token_id: int
     first_row: int
     """The first row of a block that proposes a token: 0, or 1 if the anchor's row does not."""

@@ -10,7 +10,7 @@ from eagle3.export.draft.layers import RMSNorm
 
 
 class Place(NamedTuple):
-    """Where rows are: what the attention's ``rows`` returned for them, and the rotary tables [1, T, head_dim]."""
+    """The places of rows: what the attention's ``rows`` returned for them, and the rotary tables [1, T, head_dim]."""
 
     rows: Any
     cos: Tensor
