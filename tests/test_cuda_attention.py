@@ -23,7 +23,7 @@ from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.runner.machine_code.barriers import faults
-from eagle3.targets.attention import EagerAttention, KVCacheShape
+from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 SLOTS, WINDOW, DIM = 300, 100, 16
 
@@ -92,6 +92,38 @@ def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with
             given_now = inputs(first, rows, 2 * groups, width)
             assert_equal(ours(*given_now), eager(*given_now))
             first = max(first + rows - again, 0) if not window else first + rows - min(again, rows)
+
+
+class Drafting(Attend):
+    """Writes rows, and lets a block behind them attend to what is written and to itself."""
+
+    def __init__(self, kind, window, block):
+        super().__init__(kind, window)
+        self.block = block
+
+    def forward(self, key, value, input_pos, query, block_key, block_value):
+        self.attention.write(key, value, self.attention.rows(input_pos))
+        positions = input_pos[-1:] + torch.arange(1, query.shape[1] + 1)
+        return self.attention(query, block_key, block_value, self.attention.rows(positions, self.block), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("window", "block"),
+    [
+        (0, Block()),
+        (60, Block(30, from_first_row=True)),
+        (60, Block(30, from_first_row=True, causal=True)),
+        (60, Block(30)),
+        (60, Block(30, causal=True)),
+    ],
+)
+def test_a_block_attends_as_the_eager_reference_does(window, block):
+    eager, ours = (Drafting(kind, window, block) for kind in (EagerAttention, CudaAttention))
+    with patch("eagle3.export.lowering.cuda.graph.attention.attention", by_interpreter):
+        for start, length in ((0, 20), (20, 60), (80, 1), (81, 16), (90, 5)):  # the last over the block before
+            _, key, value, positions = inputs(start, length)
+            given_now = key, value, positions, *inputs(start + length, 16)[:3]
+            assert_equal(ours(*given_now), eager(*given_now))
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])

@@ -11,7 +11,7 @@ from torch.export import Dim
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.targets.attention import EagerAttention, KVCacheShape
+from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 KV_HEADS, DIM, SLOTS = 2, 16, 48
 SCALE = 0.3
@@ -70,6 +70,62 @@ def test_a_row_at_a_time_from_the_first_position_on(kind, heads, tmp_path):
     for position in range(SLOTS):
         given = inputs(heads, position, 1, position)
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+BLOCKS = [
+    (0, Block()),
+    (0, Block(causal=True)),
+    (12, Block(6, from_first_row=True)),
+    (12, Block(6, from_first_row=True, causal=True)),
+    (12, Block(7)),
+    (12, Block(7, causal=True)),
+]
+"""The window of a ring that holds what a block of 5 rows attends to, and the block."""
+
+
+class Drafting(nn.Module):
+    """Writes rows, and lets a block behind them attend to what is written and to itself."""
+
+    def __init__(self, kind, window: int, block: Block):
+        super().__init__()
+        self.attention, self.block = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window)), block
+
+    def forward(self, key, value, input_pos, query, block_key, block_value):
+        self.attention.write(key, value, self.attention.rows(input_pos))
+        positions = input_pos[-1:] + torch.arange(1, query.shape[1] + 1)
+        return self.attention(query, block_key, block_value, self.attention.rows(positions, self.block), SCALE)
+
+
+def drafted(heads: int, start: int, length: int, seed: int):
+    _, key, value, positions = inputs(heads, start, length, seed)
+    return key, value, positions, *inputs(heads, 0, 5, seed + 99)[:3]
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+@pytest.mark.parametrize(("window", "block"), BLOCKS)
+def test_a_block_attends_as_the_eager_reference_does(window, block, heads, tmp_path):
+    """Behind rows that were written, and written again where the block before was."""
+    rows = Dim("rows", min=1, max=8)
+    dynamic = ({1: rows}, {1: rows}, {0: rows}, None, None, None)
+    method = lowered(Drafting(LlmOpsAttention, window, block), drafted(heads, 0, 3, 0), dynamic, tmp_path / "layer.pte")
+    eager, written = Drafting(EagerAttention, window, block), {}
+    for seed, (start, length) in enumerate([(0, 8), (8, 1), (9, 5), (11, 8), (19, 7), (24, 2), (26, 8), (34, 8)]):
+        given = drafted(heads, start, length, seed)
+        found = method.execute(given)[0]
+        torch.testing.assert_close(found, eager(*given), atol=1e-5, rtol=1e-5)
+        key, value, positions, query, block_key, block_value = (each.squeeze(0) for each in given)
+        written |= {int(at): (key[row], value[row]) for row, at in enumerate(positions)}
+        here = written | {start + length + row: (block_key[row], block_value[row]) for row in range(5)}
+        for row in range(5):
+            at, first_row = start + length + row, start + length
+            low = 0 if block.before is None else (first_row if block.from_first_row else at) - block.before
+            seen = [p for p in here if low <= p <= (at if block.causal else first_row + 4)]
+            keys, values = (
+                torch.stack([here[p][part] for p in seen]).repeat_interleave(heads // 2, 1) for part in (0, 1)
+            )
+            weights = (torch.einsum("hd,shd->hs", query[row], keys) * SCALE).softmax(-1)
+            expected = torch.einsum("hs,shd->hd", weights, values)
+            torch.testing.assert_close(found[0, row], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_heads_that_become_rows_are_those_that_share_keys():
