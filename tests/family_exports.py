@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
-from random_checkpoints import random_model, save_random_assistant, save_random_draft, save_random_mlp
+from random_checkpoints import (
+    random_model,
+    save_random_assistant,
+    save_random_dflash,
+    save_random_draft,
+    save_random_mlp,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +26,7 @@ def taps(config) -> tuple[int, ...]:
     return 0, config.num_hidden_layers - 1, config.num_hidden_layers
 
 
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 DRAFTS = {
     "gemma4-31B": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
@@ -29,22 +36,25 @@ DRAFTS = {
     "llama4-maverick": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "assistant": lambda folder, config: save_random_assistant(folder, config, ordered=True),
     "mlp": lambda folder, config: save_random_mlp(folder, config),
+    "dflash": lambda folder, config: save_random_dflash(folder, config, taps(config), layer=MIXED),
 }
 """An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
 with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers; an
-assistant with centroids and an MLP speculator for ``TARGET_OF`` each."""
-TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B"}
+assistant with centroids, an MLP speculator and a DFlash for ``TARGET_OF`` each."""
+TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B", "dflash": "llama3.1-8B"}
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp")
-"""An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator."""
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp", "dflash")
+"""An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator, a DFlash."""
 
 
 def family_model(name: str):
     """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
     layers."""
+    if name == "dflash":
+        return random_model(TARGET_OF[name], num_hidden_layers=3)
     if name in TARGET_OF:
         return random_model(TARGET_OF[name])  # all six layers: the last is the one that attends to everything
     if name != "auto":
