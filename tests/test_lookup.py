@@ -331,6 +331,28 @@ class InTurns(LookupChoice):
         return self._offered[: min(3, room)] if by_lookup else []
 
 
+def test_never_more_slots_wait_than_a_call_of_the_draft_takes():
+    """A short proposal, whose slots wait, then one as long as the window."""
+    metadata = scripted_metadata(max_seq_len=200, max_prefill=7, verify_rows=16)
+    session = ScriptedSession(metadata, repeating, repeating)
+    result = complete(session, REPEATED, max_new_tokens=150, lookup=Counts([2, 15, 1, 14]))
+    assert result.token_ids == [repeating(range(at)) for at in range(25, 175)]
+    assert set(session.windows) >= {2, 3, 15, 16}
+
+
+class Counts(LookupChoice):
+    """So many tokens in turn."""
+
+    def __init__(self, counts):
+        super().__init__(3, 15)
+        self._script, self._asked = counts, 0
+
+    def offer(self, chain_len, room, drafted):
+        super().offer(chain_len, room, drafted)
+        self._asked += 1
+        return self._offered[: min(self._script[self._asked % len(self._script)], room)]
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "fused rounds"])
 def test_the_next_turn_reuses_a_reply_that_the_lookup_proposed(whole):
     metadata = scripted_metadata(max_seq_len=200, max_prefill=60, min_prefill=4)
