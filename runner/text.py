@@ -66,10 +66,6 @@ class Text:
         the model has no template, for what is no conversation, and for what the template does not take."""
         return self._chat_template.encode(messages)
 
-    def encode_chat(self, prompt: str) -> list[int]:
-        """Return one user turn, as ``encode_messages``."""
-        return self.encode_messages([{"role": "user", "content": prompt}])
-
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.folder)

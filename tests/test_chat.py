@@ -54,13 +54,9 @@ def test_what_was_answered_is_where_the_next_turn_goes_on(text):
 
 def test_an_answer_of_the_shipped_model_ends_by_itself(artifact, session):
     text = Text(artifact)  # the template is one of the artifact's files
-    answered = complete(session, text.encode_chat("Open a file and read its lines."))
+    answered = complete(session, text.encode_messages([{"role": "user", "content": "Open a file and read its lines."}]))
     assert answered.finish_reason == STOP
     assert text.decode(answered.token_ids).startswith('("Can\'t read from a file")')
-
-
-def test_a_prompt_is_one_user_turn(text):
-    assert text.encode_chat("Open a file.") == text.encode_messages([{"role": "user", "content": "Open a file."}])
 
 
 def test_the_tokenizer_is_loaded_once(text, monkeypatch):
@@ -103,7 +99,7 @@ def test_what_is_no_conversation(text, messages, words):
 )
 def test_a_template_that_is_missing_or_fails(with_template, template, words):
     with pytest.raises(ValueError, match=words) as failure:
-        with_template(template).encode_chat("x")
+        with_template(template).encode_messages([{"role": "user", "content": "x"}])
     assert "\n" not in str(failure.value)
 
 
@@ -111,5 +107,5 @@ def test_a_tokenizer_that_transformers_does_not_load(with_template):
     text = with_template("{{ bos_token }}")
     (text.folder / "tokenizer_config.json").write_text("not json")
     with pytest.raises(ValueError, match="does not load for its chat template") as failure:
-        text.encode_chat("x")
+        text.encode_messages([{"role": "user", "content": "x"}])
     assert "\n" not in str(failure.value)

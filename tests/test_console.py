@@ -135,8 +135,9 @@ def test_a_prompt_in_utf8_is_itself_in_every_locale():
 
 def test_half_a_surrogate_pair_is_refused_wherever_a_prompt_comes_from():
     text = Text(TARGETS["gemma4-tiny"].checkpoint)
-    for encode in (text.encode, text.encode_chat):
+    half = "ab\ud800c"
+    for encode, prompt in ((text.encode, half), (text.encode_messages, [{"role": "user", "content": half}])):
         with pytest.raises(ValueError, match=r"is not Unicode text .*position 2"):
-            encode("ab\ud800c")
+            encode(prompt)
     with pytest.raises(ValueError, match="position 2"):
-        argument_text("ab\ud800c")
+        argument_text(half)
