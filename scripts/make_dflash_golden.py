@@ -1,9 +1,12 @@
-"""Make the golden fixtures under tests/golden_dflash/: tiny random DFlash heads and the outputs of speculators.
+"""Make the golden fixtures under tests/golden_dflash/: tiny random heads of the DFlash family and the outputs of
+speculators.
 
-The numbers are those of speculators 0.9.0's `DFlashDraftModel`. Its forward is for training only: it drafts a block
-behind each of several anchors, drawn at random, and returns a loss. Here the loss mask leaves the anchors ANCHORS
-alone, and the result of `_backbone_forward`, which it makes its loss of, is read. A case is a folder as in
-make_draft_golden.py, whose environment this needs too:
+The numbers are those of speculators 0.9.0's `DFlashDraftModel`, `DFlash2DraftModel` and `DSparkDraftModel`. Their
+forward is for training only: it drafts a block behind each of several anchors, drawn at random, and returns a loss.
+Here the loss mask leaves the anchors ANCHORS alone, and the result of `_backbone_forward`, which the loss is made of,
+is read. The last two score a row by the token before it, which is the text's own in training; here the model's head or
+selector is asked row by row for the best token. A case is a folder as in make_draft_golden.py, whose environment this
+needs too:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
     golden-env/bin/python scripts/make_dflash_golden.py --out tests/golden_dflash
@@ -23,6 +26,8 @@ import torch
 from make_draft_golden import AUX_IDS, DRAFT_VOCAB, HIDDEN, LAYER, VOCAB, write_cases
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from transformers import Qwen3Config
@@ -33,45 +38,79 @@ LAYERS = partial(Qwen3Config, num_hidden_layers=2)
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
 MIXED = partial(LAYERS, **SLIDING, layer_types=["sliding_attention", "full_attention"])
 REDUCED, WHOLE = {"draft_vocab_size": DRAFT_VOCAB}, {"draft_vocab_size": VOCAB}
+CLASSES = {
+    "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
+    "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
+    "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+}
+ONE, MARKOV = partial(Qwen3Config, num_hidden_layers=1), {"markov_rank": 8}
 CASES = {  # the seeds are the first from 704 on without a near-tie
     "dflash_full": (LAYERS, REDUCED, 946),
     "dflash_causal_window": (MIXED, REDUCED | {"sample_from_anchor": True}, 709),
     "dflash_window": (partial(MIXED, attention_bias=True), WHOLE | {"sliding_window_non_causal": True}, 1428),
+    "dflash2": (MIXED, WHOLE | {"selector_rank": 8, "selector_top_k": 6}, 704),
+    "dspark": (ONE, REDUCED | MARKOV, 707),
+    "dspark_gated": (ONE, WHOLE | MARKOV | {"markov_head_type": "gated", "sample_from_anchor": False}, 743),
+    "dspark_rnn": (ONE, REDUCED | MARKOV | {"markov_head_type": "rnn"}, 724),
 }
 
 
 def build_model(layer_class: type, options: dict, generator: torch.Generator) -> DFlashDraftModel:
-    config = DFlashSpeculatorConfig(
+    kind = "dspark" if "markov_rank" in options else "dflash2" if "selector_rank" in options else "dflash"
+    model_class, config_class = CLASSES[kind]
+    anchored = options.get("sample_from_anchor", kind == "dspark")
+    config = config_class(
         transformer_layer_config=layer_class(**LAYER),
         block_size=BLOCK,
         aux_hidden_state_layer_ids=AUX_IDS,
         mask_token_id=MASK_TOKEN,
         speculators_config=SpeculatorsConfig(
-            algorithm="dflash",
-            proposal_methods=[
-                GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1 + options.get("sample_from_anchor", False))
-            ],
+            algorithm=kind,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1 + anchored)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
         ),
         **options,
     )
-    model = DFlashDraftModel(config).eval()
+    model = model_class(config).eval()
     if model.use_draft_vocab:
         counts = torch.randperm(VOCAB, generator=generator).tolist()
         d2t, t2d = build_vocab_mappings_from_distribution(dict(enumerate(counts)), DRAFT_VOCAB, VOCAB)
         model.load_vocab_mappings(t2d, d2t)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        scale = 1.0 if name == "embed_tokens.weight" else weight.shape[-1] ** -0.5
+        scale = (
+            1.0 if name.endswith(("embed_tokens.weight", "codebook", "markov_w1.weight")) else weight.shape[-1] ** -0.5
+        )
         if weight.dim() == 1:
             weight.copy_(0.3 * noise + (0 if name.endswith("bias") else 1))
         else:
             weight.copy_(noise * scale)
+        if name.endswith("base_kernel"):
+            weight[:, 0] += 1
     model.embed_tokens.weight[MASK_TOKEN] *= 0.05  # so that what a row of the block attends to decides its token
     for layer in model.layers:
         layer.self_attn.q_norm.weight *= 2
     return model
+
+
+def walked(model: DFlashDraftModel, logits: torch.Tensor, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """Return the logits [A, B, V] of a DSpark or DFlash2, each row behind the best token of the row before."""
+    markov, selector = (getattr(model, name, None) for name in ("markov_head", "candidate_selector"))
+    if markov is None and selector is None:
+        return logits
+    before, found = anchors[:, None].repeat(1, BLOCK), logits.clone()
+    for row in range(0 if model.config.sample_from_anchor else 1, BLOCK):
+        if markov is not None:
+            bias = markov.block_bias(prev_token_ids=before, hidden_states=states)
+            found[:, row] += bias[:, row]
+        else:
+            ids, scores = (each[:, row] for each in selector.select(logits, states, before))
+            found[:, row] = (scores.amin(-1, keepdim=True) - 1).expand(-1, VOCAB).scatter(-1, ids, scores)
+        best = found[:, row].argmax(-1)
+        if row + 1 < BLOCK:
+            before[:, row + 1] = best if model.d2t is None else best + model.d2t[best]
+    return found
 
 
 def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -83,6 +122,7 @@ def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, tor
     documents = torch.zeros_like(tokens)
     hidden, logits, *_ = model._backbone_forward(taps, tokens, mask, final, documents, max_anchors=len(ANCHORS))
     logits, states = logits.unflatten(1, (-1, BLOCK))[0], hidden.unflatten(1, (-1, BLOCK))[0]
+    logits = walked(model, logits, states, tokens[0, ANCHORS])
     proposing = logits[:, 0 if model.config.sample_from_anchor else 1 :]
     best = proposing.topk(2).values
     assert (best[..., 0] - best[..., 1]).min() > 0.003, "too close to a tie to be compared"
@@ -101,4 +141,4 @@ def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, tor
 
 
 if __name__ == "__main__":
-    write_cases(CASES, build_model, golden, "proposals", "DFlashDraftModel")
+    write_cases(CASES, build_model, golden, "proposals", "DFlash models")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from commands import run_command
-from dflash_heads import SLIDING, changed, plan_of, random_target, refusal, save_pair, z_lab
+from dflash_heads import GOLDEN, SLIDING, TARGET, changed, plan_of, random_target, refusal, save_pair, z_lab
 from random_checkpoints import random_model, save_random_assistant, save_random_dflash, save_random_draft
 from transformers import LlamaConfig
 
@@ -107,6 +107,32 @@ def test_keys_of_other_trainers_are_refused_in_z_labs_form(keys, says, tmp_path)
     assert says in refusal(read_draft, z_lab(tmp_path / "head", **keys))
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("dflash2", {"conv_group_size": 24}, "conv_group_size 24 must divide hidden_size 64"),
+        ("dflash2", {"selector_top_k": 97}, "selector_top_k 97 be at most the vocabulary's 96"),
+        ("dflash2", {"selector_rank": 9}, "is [96, 8], but config.json implies [96, 9]"),
+        ("dspark", {"markov_head_type": "gru"}, "markov_head_type 'gru'"),
+        ("dspark", {"markov_rank": 0}, "which a DSpark with its config.json has no place for"),
+        ("dspark_rnn", {"sample_from_anchor": False}, "rnn with sample_from_anchor alone"),
+        ("dspark", {"markov_head_type": "gated"}, "lacks markov_head.gate_proj.weight"),
+        ("dspark", {"speculators_model_type": "dflash"}, "which a DFlash with its config.json has no place for"),
+        ("dflash_full", {"speculators_model_type": "dspark"}, "lacks markov_head.markov_w1.weight"),
+        ("dflash_window", {"speculators_model_type": "dflash2"}, "lacks"),
+    ],
+)
+def test_keys_that_do_not_fit_a_variants_tensors_are_refused(name, keys, says, tmp_path):
+    if keys.get("speculators_model_type") in ("dflash", "dspark"):
+        keys = keys | {"sample_from_anchor": True}
+    head = changed(GOLDEN / name, tmp_path / "head", keys)
+
+    def whole() -> None:
+        check_pair(read_draft(head), TARGET, (1, 3, 4))
+
+    assert says in refusal(whole)
+
+
 def test_a_longer_chain_than_a_block_is_refused(folder):
     assert "--chain-len 5, but a block of 5 rows of this DFlash proposes 4 tokens" in refusal(
         plan_of, folder, "full", chain_len=5
@@ -122,12 +148,12 @@ def test_a_block_of_more_rows_than_kernels_take_is_refused(folder, target, tmp_p
     )
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "dspark", "xpress"])
+@pytest.mark.parametrize("kind", ["xpress", "domino"])
 def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
     assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
 
 
-@pytest.mark.parametrize("named", ["DFlash2DraftModel", "DSparkSpeculator", "XPressDraftModel", "DominoDraftModel"])
+@pytest.mark.parametrize("named", ["Qwen3DSparkModel", "XPressDraftModel", "DominoDraftModel"])
 def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 

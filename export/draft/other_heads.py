@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 _BY_ARCHITECTURE = {
-    r"DFlash2": "a DFlash2 head (a block with convolutions and a selector)",
-    r"DSpark": "a DSpark head (a block with a Markov bias)",
+    r"DSpark": "a DSpark head in a form other than speculators'",
     r"XPress": "an xPress head (a block with a refiner)",
     r"Domino": "a Domino head (a block-parallel head)",
     r"MuseGlimmerAssistant": "a Muse Glimmer assistant",

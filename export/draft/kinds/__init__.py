@@ -4,7 +4,8 @@ read, what is computed, which targets it fits and what it is compared with (``ki
 from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.kinds.kind import Kind, KindModule
 
-GEMMA4_ASSISTANT, DFLASH, MLP_SPECULATOR = "Gemma 4 assistant", "DFlash", "MLP speculator"
+GEMMA4_ASSISTANT, MLP_SPECULATOR = "Gemma 4 assistant", "MLP speculator"
+DFLASH, DFLASH2, DSPARK = "DFlash", "DFlash2", "DSpark"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
 KINDS: dict[str, Kind] = {
@@ -40,6 +41,30 @@ KINDS: dict[str, Kind] = {
         speculators_type="dflash",
         architectures="^DFlash(Speculator|DraftModel)",
     ),
+    DFLASH2: Kind(
+        "as DFlash, with convolutions and a choice among the best tokens",
+        "eagle3.export.draft.kinds.dflash",
+        speculators_type="dflash2",
+        architectures="^DFlash2",
+    ),
+    DSPARK: Kind(
+        "as DFlash, with a bias by the token before",
+        "eagle3.export.draft.kinds.dflash",
+        speculators_type="dspark",
+        architectures="^DSpark",
+    ),
 }
 
-__all__ = ["DFLASH", "EAGLE", "EAGLE3", "GEMMA4_ASSISTANT", "KINDS", "MLP_SPECULATOR", "P_EAGLE", "Kind", "KindModule"]
+__all__ = [
+    "DFLASH",
+    "DFLASH2",
+    "DSPARK",
+    "EAGLE",
+    "EAGLE3",
+    "GEMMA4_ASSISTANT",
+    "KINDS",
+    "MLP_SPECULATOR",
+    "P_EAGLE",
+    "Kind",
+    "KindModule",
+]

@@ -1,7 +1,7 @@
-"""DFlash heads, which draft a block of tokens in one forward.
+"""DFlash heads and their kin, DFlash2 and DSpark, which draft a block of tokens in one forward.
 
 A block is the newest token and mask tokens behind it. Its rows attend to each other, and to keys and values that every
-layer makes of the target's taps. Source: arXiv 2602.06036; speculators' ``DFlashDraftModel``, whose outputs are in
+layer makes of the target's taps. Source: arXiv 2602.06036; speculators' classes of the same names, whose outputs are in
 tests/golden_dflash; z-lab's ``dflash/model.py`` for the files of its own form.
 """
 

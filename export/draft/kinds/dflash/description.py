@@ -26,6 +26,16 @@ class DFlashDescription(DraftDescription):
     softcap: float | None = None
     """A logit x becomes softcap * tanh(x / softcap)."""
 
+    markov_rank: int = 0
+    markov_type: str = "vanilla"
+    """DSpark's head: its rank, 0 for none, and its type."""
+    conv_taps: int = 0
+    conv_group: int = 1
+    """DFlash2's convolutions: their taps, 0 for none, and the channels of a group."""
+    selector_rank: int = 0
+    selector_top_k: int = 1
+    """DFlash2's selector: its rank, 0 for none, and the tokens of a row that it chooses from."""
+
     @property
     def draft_vocab_size(self) -> int:
         return self.target_vocab_size if self.shares_lm_head else self.headers["lm_head.weight"].shape[0]

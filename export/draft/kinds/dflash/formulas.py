@@ -35,7 +35,7 @@ class Drafter:
     @property
     def first_row(self) -> int:
         """The first row of a block that proposes a token."""
-        return 0 if self.config.get("sample_from_anchor") else 1
+        return 0 if self.config.get("sample_from_anchor", "markov_head.markov_w1.weight" in self.tensors) else 1
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Fuse the target's states, each [T, H_target], into features [T, H]."""
@@ -47,15 +47,69 @@ class Drafter:
         ids = torch.tensor([anchor] + [self._said("mask_token_id")] * (self.block_size - 1))
         x = self.tensors.get("embed_tokens.weight", self.embedding)[ids] * (self._said("input_embedding_scale") or 1.0)
         for index in range(self.layer.num_hidden_layers):
-            x = x + self._attention(index, features, self._norm(x, f"layers.{index}.input_layernorm"))
-            inner = self._norm(x, f"layers.{index}.post_attention_layernorm")
-            gate = self._activation(self._linear(inner, f"layers.{index}.mlp.gate_proj"))
-            gated = gate * self._linear(inner, f"layers.{index}.mlp.up_proj")
-            x = x + self._linear(gated, f"layers.{index}.mlp.down_proj")
+            at = f"layers.{index}"
+            normed = self._norm(x, f"{at}.input_layernorm")
+            inner = self._convolved(normed, normed, f"{at}.attention_conv", 0)
+            x = x + self._convolved(self._attention(index, features, inner), normed, f"{at}.attention_conv", 1)
+            normed = self._norm(x, f"{at}.post_attention_layernorm")
+            inner = self._convolved(normed, normed, f"{at}.mlp_conv", 0)
+            gated = self._activation(self._linear(inner, f"{at}.mlp.gate_proj"))
+            gated = self._linear(gated * self._linear(inner, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+            x = x + self._convolved(gated, normed, f"{at}.mlp_conv", 1)
         state = self._norm(x, "norm")[self.first_row :]
         logits = F.linear(state, self.tensors.get("lm_head.weight", self.lm_head), self._bias("lm_head"))
         logits, cap = logits * (self._said("output_multiplier") or 1.0), self._said("final_logit_softcapping")
-        return (torch.tanh(logits / cap) * cap if cap else logits), state
+        return self._walked(torch.tanh(logits / cap) * cap if cap else logits, state, anchor), state
+
+    def _convolved(self, x: Tensor, given: Tensor, name: str, which: int) -> Tensor:
+        """DFlash2: row r becomes the sum over taps t of x[r - t] * (base kernel + what row r of ``given`` adds)."""
+        base = self.tensors.get(f"{name}.base_kernel")
+        if base is None:
+            return x
+        base, added = base[which], F.linear(given, self._get(f"{name}.kernel_projection.weight"))
+        added = added.view(len(x), 2, len(base), -1)[:, which].repeat_interleave(self._said("conv_group_size"), dim=-1)
+        rows = [
+            sum(
+                (x[row - tap] * (base[tap] + added[row, tap]) for tap in range(min(row + 1, len(base)))),
+                x.new_zeros(()),
+            )
+            for row in range(len(x))
+        ]
+        return torch.stack(rows)
+
+    def _walked(self, logits: Tensor, state: Tensor, anchor: int) -> Tensor:
+        """Choose tokens from left to right where a row's scores depend on the token before; return the scores."""
+        token, rows, memory = anchor, [], None
+        for row in range(len(logits)):
+            scores = logits[row].clone()
+            if "markov_head.markov_w1.weight" in self.tensors:
+                bias, memory = self._bias_behind(token, state[row], memory)
+                scores += bias
+            elif "candidate_selector.successor_codebook" in self.tensors:
+                best = scores.topk(self._said("selector_top_k")).indices
+                book, other = (
+                    self._get(f"candidate_selector.{each}_codebook") for each in ("predecessor", "successor")
+                )
+                context = book[token] * F.linear(state[row], self._get("candidate_selector.hidden_projection.weight"))
+                chosen = scores[best] + other[best] @ context
+                scores = torch.full_like(scores, float(chosen.min() - 1)).index_copy(0, best, chosen)
+            rows.append(scores)
+            token = int(scores.argmax())
+            token += int(self.tensors["d2t"][token]) if "d2t" in self.tensors else 0
+        return torch.stack(rows)
+
+    def _bias_behind(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """DSpark: the bias of a row behind ``token``, and the recurrent state behind it."""
+        before, kind = self._get("markov_head.markov_w1.weight")[token], self._said("markov_head_type")
+        if kind == "gated":
+            before = before * torch.sigmoid(self._linear(torch.cat([state, before]), "markov_head.gate_proj"))
+        elif kind == "rnn":
+            memory = torch.zeros_like(before) if memory is None else memory
+            joint = self._linear(torch.cat([memory, before, state]), "markov_head.joint_proj")
+            gate, candidate, before = joint.chunk(3)
+            memory = torch.sigmoid(gate) * memory + torch.sigmoid(-gate) * torch.tanh(candidate)
+            before = torch.tanh(before)
+        return F.linear(before, self._get("markov_head.markov_w2.weight")), memory
 
     def _attention(self, index: int, features: Tensor, x: Tensor) -> Tensor:
         at, size, start = f"layers.{index}.self_attn", self.layer.head_dim, len(features)

@@ -4,7 +4,7 @@
     x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
     x = x + attention(input_layernorm(x)), to the kept positions and to the block itself
     x = x + mlp(post_attention_layernorm(x))
-    logits = lm_head(norm(x)) of the rows that propose
+    logits = lm_head(norm(x)) of the rows that propose; a DSpark or DFlash2 goes on with walks.py
 
 The block's keys and values are written behind those of the context, where the next call writes its own. The block
 always has the size that the head was trained with, also where fewer of its tokens are verified.
@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Place
+from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, MarkovHead
 from eagle3.export.draft.kinds.head import CachedHead
 from eagle3.export.draft.layers import RMSNorm
 from eagle3.targets import TapTarget
@@ -46,6 +47,8 @@ class Head(CachedHead):
         self.norm = RMSNorm(size, config.rms_norm_eps)
         if not draft.shares_lm_head:
             self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)
+        self.markov_head = MarkovHead(draft) if draft.markov_rank else None
+        self.candidate_selector = CandidateSelector(draft) if draft.selector_rank else None
         d2t = torch.empty(draft.draft_vocab_size, dtype=torch.long) if draft.maps_vocabulary else None
         self.register_buffer("d2t", d2t)
         rings = [ring_window(window, self.slots) for window in draft.windows]
@@ -104,7 +107,8 @@ class Head(CachedHead):
             attn.write(feature, context[kind])
             x = layer(x, block[kind])
         state = self.norm(x[:, self.first_row : self.first_row + self.proposals])
-        return self._scores(state), state
+        logits, walk = self._scores(state), self.markov_head or self.candidate_selector
+        return (logits if walk is None else walk(logits, state, anchor, self.target_ids)), state
 
     def _places(
         self, feature: Tensor, input_pos: Tensor, positions: Tensor

@@ -1,11 +1,13 @@
 """The decoder layers of a DFlash head: Qwen3's, whose keys and values are of the context's features as well."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.walks import Convolution
 from eagle3.export.draft.layers import RMSNorm
 
 
@@ -27,10 +29,20 @@ class DraftLayer(nn.Module):
         self.self_attn = Attention(draft, index)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = modeling_llama.LlamaMLP(draft.layer)
+        self.attention_conv = Convolution(draft) if draft.conv_taps else None
+        self.mlp_conv = Convolution(draft) if draft.conv_taps else None
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), place)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + _between(self.attention_conv, lambda y: self.self_attn(y, place), self.input_layernorm(x))
+        return x + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
+
+
+def _between(convolution: Convolution | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return a part's output, between the two convolutions of a DFlash2."""
+    if convolution is None:
+        return part(x)
+    x, added = convolution.prepare(x)
+    return convolution.finish(part(x), added)
 
 
 class KeysAndValues(nn.Module):

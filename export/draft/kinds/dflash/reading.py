@@ -8,20 +8,23 @@ speculators all rows of a block see ``sliding_window`` positions before the bloc
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects import DIALECTS, Proposal
-from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.tensor_names import SELECTOR
 from eagle3.targets.attention import Block
 
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
 SPECULATORS, Z_LAB = "speculators", "z-lab"
 KEYS, OWN = "transformer_layer_config", "dflash_config"
-_UNREAD = r"verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
+_UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
 _OF_OTHERS = {
     "use_swa": False,
@@ -35,6 +38,8 @@ _OF_OTHERS = {
 }
 """Keys of heads by other trainers, with the value that changes nothing."""
 _HEEDED = ("block_size", "mask_token_id", "target_layer_ids", "causal")
+_OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_MARKOV = ("vanilla", "gated", "rnn")
 _FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
@@ -43,20 +48,21 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     for what neither speculators' nor z-lab's code computes."""
     file, headers = folder / "config.json", source.headers()
     speculators = KEYS in config
-    said = config if speculators else _of_z_lab(config, file)
+    kind = next(name for name in (DFLASH, DFLASH2, DSPARK) if KINDS[name].recognizes(config))
+    said = config if speculators else _of_z_lab(config, file, kind)
     fields = nested(config, KEYS, file) if speculators else config
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     plain = {name.removeprefix("model."): header for name, header in headers.items()}
     for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"):
         if name not in plain:
-            raise ValueError(f"{folder} has no {name}: this is no {DFLASH} head")
+            raise ValueError(f"{folder} has no {name}: this is no {kind} head")
     layer = layer_config(file, fields, plain)
     if layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{file}: partial_rotary_factor, but a {DFLASH} head's code rotates whole heads: correct it")
+        raise ValueError(f"{file}: partial_rotary_factor, but a {kind} head's code rotates whole heads: correct it")
     rows = _required(said, "block_size", file, least=2)
-    first = 0 if speculators and boolean(said, "sample_from_anchor", False, file) else 1
+    first = 0 if speculators and boolean(said, "sample_from_anchor", kind == DSPARK, file) else 1
     sliding = windows(file, layer, layer.num_hidden_layers)
-    attends = tuple(_attends(file, config, said, window, rows) for window in sliding)
+    attends = tuple(_attends(file, kind, said, window, rows, speculators) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
     proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=rows - 1)
     if proposal.chain_len > rows - first:
@@ -65,7 +71,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
             f"{rows - first}: correct one of them"
         )
     return DFlashDescription(
-        kind=DFLASH,
+        kind=kind,
         dialect=SPECULATORS if speculators else Z_LAB,
         source=source,
         layer=layer,
@@ -90,7 +96,37 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         embedding_scale=number(said, "input_embedding_scale", 1.0, file),
         output_multiplier=number(said, "output_multiplier", 1.0, file),
         softcap=number(said, "final_logit_softcapping", None, file),
+        **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
+        **(_markov(said, first, file) if kind == DSPARK else {}),
     )
+
+
+def _convolutions(
+    said: Mapping[str, Any], layer: "LlamaConfig", found: Mapping[str, TensorHeader], file: Path
+) -> dict[str, Any]:
+    """Return the fields of a DFlash2. Those that a configuration leaves out are speculators' defaults."""
+    sizes = zip(_OF_DFLASH2, (2, 16, 256, 16), strict=True)
+    taps, group, rank, chosen = (count(said, key, default, file) for key, default in sizes)
+    if layer.hidden_size % group or chosen > layer.vocab_size or taps > said["block_size"]:
+        raise ValueError(
+            f"{file}: conv_group_size {group} must divide hidden_size {layer.hidden_size}, selector_top_k {chosen} be "
+            f"at most the vocabulary's {layer.vocab_size}, conv_kernel_size {taps} at most block_size "
+            f"{said['block_size']}: correct it"
+        )
+    if "d2t" in found:
+        raise ValueError(f"{file.parent} has a d2t, but a {DFLASH2} head speaks the target's whole vocabulary")
+    return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_top_k": chosen}
+
+
+def _markov(said: Mapping[str, Any], first: int, file: Path) -> dict[str, Any]:
+    """Return the fields of a DSpark."""
+    rank, kind = count(said, "markov_rank", 256, file, least=0), said.get("markov_head_type") or "vanilla"
+    if kind not in _MARKOV or (kind == "rnn" and first):
+        raise ValueError(
+            f"{file}: markov_head_type {kind!r} with sample_from_anchor {str(not first).lower()}: {', '.join(_MARKOV)} "
+            "are what is read, rnn with sample_from_anchor alone"
+        )
+    return {"markov_rank": rank, "markov_type": kind}
 
 
 def own_name(name: str) -> str | None:
@@ -102,28 +138,28 @@ def own_name(name: str) -> str | None:
     return re.sub(_KEYS_AND_VALUES, r"\1kept.\2", name)
 
 
-def _of_z_lab(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def _of_z_lab(config: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
     """Return the keys of z-lab's files, which are at the top or in ``dflash_config``. Raises ValueError for a key with
     two values, and for one of another trainer's heads."""
     own = nested(config, OWN, file)
     for key, harmless in _OF_OTHERS.items():
         value = own.get(key, config.get(key))
         if value not in (None, harmless):
-            raise ValueError(f"{file}: {key} is {value}, which z-lab's code does not know: this {DFLASH} is not read")
+            raise ValueError(f"{file}: {key} is {value}, which z-lab's code does not know: this {kind} is not read")
     for key, value in own.items():
-        if key not in (*_HEEDED, *_FACTORS, *_OF_OTHERS):
-            raise ValueError(f"{file}: {OWN} has {key}, which z-lab's code of a {DFLASH} does not know: take it out")
+        if key not in (*_HEEDED, *_FACTORS, *_OF_OTHERS, *(_OF_DFLASH2 if kind == DFLASH2 else ())):
+            raise ValueError(f"{file}: {OWN} has {key}, which z-lab's code of a {kind} does not know: take it out")
         if key in config and config[key] != value and key in (*_HEEDED, *_FACTORS):
             raise ValueError(f"{file}: {key} is {config[key]}, but {value} in {OWN}: correct one of them")
     if any((file.parent / name).exists() for name in ("mask_embedding.pt", "mask_embedding.safetensors")):
         raise ValueError(f"{file.parent} has an embedding of its mask token in a file of its own, which is not read")
-    return {key: config[key] for key in (*_HEEDED, *_FACTORS, "is_causal") if key in config} | own
+    return {key: config[key] for key in (*_HEEDED, *_FACTORS, *_OF_DFLASH2, "is_causal") if key in config} | own
 
 
-def _attends(file: Path, config: Mapping[str, Any], said: Mapping[str, Any], window: int, rows: int) -> Block:
+def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, speculators: bool) -> Block:
     """Return what the rows of a block attend to in a layer with a sliding window, 0 for none."""
-    if KEYS in config:
-        causal = bool(window) and not boolean(said, "sliding_window_non_causal", False, file)
+    if speculators:
+        causal = bool(window) and not boolean(said, "sliding_window_non_causal", kind == DFLASH2, file)
         return Block(window or None, from_first_row=bool(window), causal=causal)
     if window and window < rows:
         raise ValueError(f"{file}: sliding_window is {window}, less than a block of block_size {rows}: correct it")

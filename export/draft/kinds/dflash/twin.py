@@ -151,5 +151,22 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
         }
         norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
         norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
+        if draft.conv_taps:
+            groups = size // draft.conv_group
+            linears |= {
+                f"{at}.{name}.kernel_projection": (2 * draft.conv_taps * groups, size)
+                for name in ("attention_conv", "mlp_conv")
+            }
+    if draft.markov_rank:
+        rank = draft.markov_rank
+        linears |= {"markov_head.markov_w1": (VOCABULARY, rank), "markov_head.markov_w2": (spoken, rank)}
+        linears |= {"markov_head.gate_proj": (rank, size + rank), "markov_head.joint_proj": (3 * rank, 2 * rank + size)}
+    linears |= {"candidate_selector.hidden_projection": (draft.selector_rank, size)} if draft.selector_rank else {}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
+    for name in (
+        f"layers.{index}.{each}_conv" for index in range(layer.num_hidden_layers) for each in ("attention", "mlp")
+    ):
+        shapes |= {f"{name}.base_kernel": (2, draft.conv_taps, size)}
+    for each in ("predecessor", "successor"):
+        shapes |= {f"candidate_selector.{each}_codebook": (VOCABULARY, draft.selector_rank)}
     return shapes | {f"{name}.bias": shape[:1] for name, shape in linears.items()}
