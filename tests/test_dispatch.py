@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from transformers import LlamaConfig
 
-from eagle3.export.concatenation import concatenated
 from eagle3.export.lowering.cuda.graph.check import check_linears, quantized_uses
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
+from eagle3.export.merged_linears import concatenated
 
 KINDS = (TiledInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
 

@@ -8,9 +8,14 @@ from executorch.runtime import Runtime
 from torch import nn
 from torch.export import Dim
 
-from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
+from eagle3.export.lowering.xnnpack.llm_ops_attention import (
+    LlmOpsAttention,
+    heads_as_rows,
+    heads_together,
+    repeated_rows,
+    rows_as_heads,
+)
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
-from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 KV_HEADS, DIM, SLOTS = 2, 16, 48

@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from eagle3.export.lowering.xnnpack import lowering, replays, shortcuts, weight_names
-from eagle3.export.lowering.xnnpack.lazy_code import code_on_call
+from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 

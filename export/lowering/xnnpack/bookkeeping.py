@@ -5,6 +5,7 @@ program is the same.
 - Each node that is traced has its Python stack, looked up and formatted; ExecuTorch writes none of it.
 - The operators that are composites are asked of the dispatcher for each of some thirty namespaces, at each pass.
 - ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser in Python.
+- Each graph that a pass builds or changes is written out as Python and compiled; a lowering calls hardly any.
 """
 
 import sys
@@ -14,15 +15,17 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.fx.graph import _PyTreeCodeGen
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from eagle3.export.patches import all_replaced, original
+from eagle3.export.patches import all_replaced, original, replaced
 
 PARSER, TABLE = "ruamel.yaml", "executorch.exir.dialects.edge._ops"
 COMPOSITES = "torch._export.utils._materialize_cpp_cia_ops"
 NO_STACKS = "torch.fx.config.do_not_emit_stack_traces"
 HISTORY = "torch.fx.traceback.NodeSource.__init__"
+RECOMPILE = "torch.fx.GraphModule.recompile"
 
 
 @contextmanager
@@ -77,3 +80,23 @@ def tables_read_by_libyaml() -> Iterator[None]:
         del sys.modules[PARSER]
         if ruamel is not None:
             sys.modules[PARSER] = ruamel
+
+
+@contextmanager
+def code_on_call() -> Iterator[None]:
+    """Make the code of graphs that appear in the context only when they are first called."""
+    recompile = original(RECOMPILE)
+
+    def put_off(self: GraphModule) -> None:
+        def forward(self: GraphModule, *args: Any, **kwargs: Any) -> object:
+            recompile(self)
+            return type(self).forward(self, *args, **kwargs)
+
+        codegen = self.graph._codegen
+        if isinstance(codegen, _PyTreeCodeGen):
+            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        self._code = "(made when it is called)"  # which ExecuTorch writes for a log that nobody keeps
+        type(self).forward = forward
+
+    with replaced(RECOMPILE, put_off):
+        yield

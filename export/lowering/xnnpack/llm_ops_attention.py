@@ -4,6 +4,10 @@ Plain PyTorch attention would lower to an ``index_put`` that copies each cache a
 its slots. ``llama::update_cache`` writes in place and ``llama::custom_sdpa`` reads only what has been written, so a
 step costs the same whatever ``max_seq_len`` is. It knows no softcap: with one, products and softmax are XNNPACK's, over
 all slots.
+
+Query heads that share keys become rows below each other where that helps: the op packs the keys anew for each head.
+Four rows of 32 heads over a ring of 2,048 slots take 0.65 of the time as 16 rows of 8 (scripts/bench_cpu_kernels.py).
+Rows need a mask, or to see all keys alike, as a single row's heads do: the op's own causal mask goes by the row.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +16,6 @@ import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers 
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.lowering.xnnpack.shared_keys import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.targets.attention import Block, KVCacheShape, attend, attention_mask
 from eagle3.targets.sinks import (
     after_the_sink,
@@ -23,6 +26,8 @@ from eagle3.targets.sinks import (
 )
 
 SINK_COLUMNS = 8  # beside a head's own, of which the sink takes one: what follows stays aligned
+LEAST_HEADS = 4
+"""The fewest heads that stay: the op's threads take a head each."""
 
 
 class Rows(NamedTuple):
@@ -120,3 +125,25 @@ class LlmOpsAttention(nn.Module):
             start, mask = 0, repeated_rows(rows.additive, together)
         stacked = heads_as_rows(query, together)
         return rows_as_heads(torch.ops.llama.custom_sdpa(stacked, *caches, start, mask, 0.0, False, scale), together)
+
+
+def heads_together(heads: int, kv_heads: int) -> int:
+    """Return how many query heads of the same keys become rows of one; 1: none."""
+    shared = heads // kv_heads
+    fitting = (count for count in range(shared, 1, -1) if shared % count == 0 and heads // count >= LEAST_HEADS)
+    return next(fitting, 1)
+
+
+def heads_as_rows(query: Tensor, together: int) -> Tensor:
+    """[1, T, heads, head_dim] -> [1, T * together, heads / together, head_dim]"""
+    return query.unflatten(2, (-1, together)).transpose(2, 3).flatten(1, 2)
+
+
+def rows_as_heads(out: Tensor, together: int) -> Tensor:
+    """Return the inverse of ``heads_as_rows``."""
+    return out.unflatten(1, (-1, together)).transpose(2, 3).flatten(2, 3)
+
+
+def repeated_rows(mask: Tensor, together: int) -> Tensor:
+    """[T, slots] -> [T * together, slots]"""
+    return mask[:, None].expand(-1, together, -1).flatten(0, 1)

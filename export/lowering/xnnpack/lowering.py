@@ -16,9 +16,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from eagle3.export.lowering.gc_tuning import collected_rarely
-from eagle3.export.lowering.xnnpack.bookkeeping import kept_once
+from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, kept_once
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
-from eagle3.export.lowering.xnnpack.lazy_code import code_on_call
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops

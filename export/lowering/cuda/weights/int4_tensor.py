@@ -59,7 +59,7 @@ class TiledInt4Tensor(TorchAOBaseTensor):
 
     @staticmethod
     def concatenate(weights: Sequence["TiledInt4Tensor"], rows: Callable[[list[Tensor]], Tensor]) -> "TiledInt4Tensor":
-        """Concatenate weights along N (see ``concatenation.concatenated``); the codes are not copied.
+        """Concatenate weights along N (see ``merged_linears.concatenated``); the codes are not copied.
 
         Raises ValueError for more weights than the kernel takes.
         """

@@ -44,7 +44,7 @@ class KQuantTensor(TorchAOBaseTensor):
 
     @staticmethod
     def concatenate(weights: Sequence["KQuantTensor"], rows: Callable[[list[Tensor]], Tensor]) -> "KQuantTensor":
-        """Concatenate weights along N (see ``concatenation.concatenated``). If a weight before the last has a padded
+        """Concatenate weights along N (see ``merged_linears.concatenated``). If a weight before the last has a padded
         tile, all tiles are rebuilt."""
         if not any(weight.shape[0] % TILE for weight in weights[:-1]):
             return _stacked(weights, rows)
