@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from dflash_heads import KINDS, SLIDING, WINDOW, plan_of, save_pair
+from dflash_heads import GOLDEN, KINDS, SLIDING, WINDOW, plan_of, save_pair
 from eager import eager_session
 from random_checkpoints import random_model, save_random_dflash
 from safetensors.torch import load_file
@@ -106,6 +106,19 @@ def test_every_way_to_generate_says_the_same(session):
     assert again.stats.reused_prompt_tokens >= len(prompt) - 2
     fresh = complete(session, longer, **options)
     assert again.token_ids == fresh.token_ids and again.stats.num_accepted_tokens == fresh.stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn"])
+def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(name, tmp_path):
+    """Seeded, chained and rolled back, by three methods and by fused rounds."""
+    random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(tmp_path / "target")
+    session = eager_session(plan_of(tmp_path, "", draft=GOLDEN / name))
+    session.folder = GOLDEN / name
+    checked, prompt, options = ByFormulas(session), prompt_of(20), {"max_new_tokens": 16, "stop_ids": []}
+    plain = complete(checked, prompt, chain=0, **options).token_ids
+    three, fused = complete(checked, prompt, **options), complete(session, prompt, **options)
+    assert plain == three.token_ids == fused.token_ids and three.stats.counts() == fused.stats.counts()
+    assert checked.blocks > 8
 
 
 def test_a_generation_goes_on_to_the_last_position(folder):

@@ -115,7 +115,7 @@ def test_keys_of_other_trainers_are_refused_in_z_labs_form(keys, says, tmp_path)
         ("dflash2", {"selector_rank": 9}, "is [96, 8], but config.json implies [96, 9]"),
         ("dspark", {"markov_head_type": "gru"}, "markov_head_type 'gru'"),
         ("dspark", {"markov_rank": 0}, "which a DSpark with its config.json has no place for"),
-        ("dspark_rnn", {"sample_from_anchor": False}, "rnn with sample_from_anchor alone"),
+        ("dspark_rnn", {"sample_from_anchor": False, "speculators_config": None}, "rnn with sample_from_anchor alone"),
         ("dspark", {"markov_head_type": "gated"}, "lacks markov_head.gate_proj.weight"),
         ("dspark", {"speculators_model_type": "dflash"}, "which a DFlash with its config.json has no place for"),
         ("dflash_full", {"speculators_model_type": "dspark"}, "lacks markov_head.markov_w1.weight"),
