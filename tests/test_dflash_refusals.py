@@ -134,9 +134,8 @@ def test_keys_that_do_not_fit_a_variants_tensors_are_refused(name, keys, says, t
 
 
 def test_a_longer_chain_than_a_block_is_refused(folder):
-    assert "--chain-len 5, but a block of 5 rows of this DFlash proposes 4 tokens" in refusal(
-        plan_of, folder, "full", chain_len=5
-    )
+    said = refusal(plan_of, folder, "full", chain_len=5)
+    assert "--chain-len 5: the draft, a DFlash, can propose 4 tokens a round: type --chain-len 4 or less" in said
     assert plan_of(folder, "causal").chain_len == 5 and plan_of(folder, "full", chain_len=2).proposals == 2
 
 

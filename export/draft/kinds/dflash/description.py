@@ -50,10 +50,4 @@ class DFlashDescription(DraftDescription):
         return self.block_rows - self.first_row
 
     def proposals(self, chain_len: int) -> int:
-        """Return ``chain_len``. Raises ValueError where that is more than a block proposes."""
-        if chain_len > self.longest_chain:
-            raise ValueError(
-                f"--chain-len {chain_len}, but a block of {self.block_rows} rows of this {self.kind} proposes "
-                f"{self.longest_chain} tokens: type --chain-len {self.longest_chain} or less"
-            )
         return chain_len

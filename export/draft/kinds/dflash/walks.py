@@ -1,4 +1,4 @@
-"""What DSpark and DFlash2 add behind the block: the scores of a row depend on the token that the row before proposes.
+"""The parts of DSpark and DFlash2 behind the block: a row's scores depend on the token that the row before proposes.
 
 Both walk the rows from left to right, from the anchor on, and take the best token of each. Source: speculators'
 ``MarkovHead`` and ``CandidateSelector``, z-lab's ``CandidateSelector``.
