@@ -51,7 +51,7 @@ chain_len_option = click.option(
 ngram_option = click.option(
     "--ngram/--no-ngram",
     default=None,
-    help="A lookup proposes what followed the same words before, where that is faster. Default: without a head.",
+    help="A lookup proposes what followed the same words before, where that is faster. Default: by the artifact.",
 )
 _TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),

@@ -25,8 +25,8 @@ PACE, LEAST_WEIGHT, FURTHEST = 9, 0.1, 2.0
 TRIAL = 32
 """Rounds of the lookup in one class until the head gets one; then twice as many."""
 
-DEFAULT_BACKENDS: tuple[str, ...] = ()
-"""Backends on which the lookup was measured to pay beside a head (runner/README.md): there it is on unless said."""
+MEASURED_BACKENDS = ("xnnpack",)
+"""Backends on which the lookup was measured (scripts/README.md)."""
 
 LOOKUP, HEAD = True, False
 Kind = tuple[bool, int]
@@ -68,8 +68,9 @@ def guess(kind: Kind) -> float:
 
 
 def pays(metadata: Metadata) -> bool:
-    """Return whether the lookup is on for an artifact where nothing else is said."""
-    return not metadata.has_draft or metadata.manifest.get("backend") in DEFAULT_BACKENDS
+    """Return whether the lookup is on for an artifact where nothing else is said: where a round verifies more than the
+    head proposes, and that was measured to pay. In windows of the head's own length it gains next to nothing."""
+    return metadata.window > metadata.chain_len + 1 and metadata.manifest.get("backend") in MEASURED_BACKENDS
 
 
 class LookupChoice:

@@ -210,6 +210,19 @@ def test_a_head_that_is_right_where_the_lookup_is_right_too_is_found_out():
     assert kinds[LOOKUP] < 0.15 * kinds[HEAD]
 
 
+def test_a_round_of_the_lookup_says_nothing_of_the_head_and_one_of_the_head_says_something_of_both():
+    choice = LookupChoice(3, 3)
+    for by_lookup in (True, False):
+        choice.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])
+        choice.offer(3, 50, False)
+        assert choice._offered == [4, 5, 6]
+        before = [rates[0].tokens() for rates in (choice._lookup, choice._head)]
+        choice.text.add([4, 9])
+        choice.record([4, 9], 3, by_lookup, 1.0)
+        after = [rates[0].tokens() for rates in (choice._lookup, choice._head)]
+        assert (after[1] == before[1]) == by_lookup and after[0] != before[0]
+
+
 def test_a_costly_window_is_proposed_in_part():
     text = text_of("repeats")
     choice, asked = LookupChoice(3, 15), []
@@ -329,6 +342,15 @@ class InTurns(LookupChoice):
         self._asked += 1
         by_lookup = self._script[self._asked % len(self._script)]
         return self._offered[: min(3, room)] if by_lookup else []
+
+
+def test_a_round_is_counted_as_its_own_proposers():
+    """The lookup proposes two tokens, the head three, in turn."""
+    session = ScriptedSession(scripted_metadata(max_seq_len=200), repeating, repeating)
+    stats = complete(session, REPEATED, max_new_tokens=100, lookup=Counts([2, 0])).stats
+    assert stats.num_lookup_draft_tokens == 2 * stats.num_lookup_drafts == stats.num_lookup_accepted_tokens
+    by_head = stats.num_drafts - stats.num_lookup_drafts
+    assert 3 * by_head == stats.num_draft_tokens - stats.num_lookup_draft_tokens > 0
 
 
 def test_never_more_slots_wait_than_a_call_of_the_draft_takes():

@@ -119,15 +119,20 @@ def test_a_chain_length_is_refused_and_an_adaptive_one_is_none():
     assert model.chain.note is None
 
 
-def test_the_lookup_is_on_where_nothing_else_proposes():
-    session = HeadlessSession(lambda prefix: (5 * (len(prefix) % 7)) % VOCABULARY, verify_rows=4)
+def test_the_lookup_is_on_where_windows_are_longer_than_the_heads_chain_on_a_cpu():
+    cpu = {"manifest": {"backend": "xnnpack"}}
+    session = HeadlessSession(lambda prefix: (5 * (len(prefix) % 7)) % VOCABULARY, verify_rows=4, **cpu)
     model, prompt = Model(session.metadata, lambda: session), [(5 * (at % 7)) % VOCABULARY for at in range(20)]
     said = model.generate(prompt, max_new_tokens=30)
     assert said.stats.num_lookup_accepted_tokens > 15
     assert model.replay(said).divergence is None
     assert not model.generate(prompt, max_new_tokens=30, ngram=False).stats.num_drafts
-    headed = Model(scripted_metadata(), lambda: session)
+    headed = Model(scripted_metadata(**cpu), lambda: session)
     assert headed.lookup_for(Options()) is None and headed.lookup_for(Options(chain_len=0, ngram=True)) is headed.lookup
+    longer = Model(scripted_metadata(verify_rows=5, **cpu), lambda: session)
+    assert longer.lookup_for(Options()) is longer.lookup and longer.lookup_for(Options(chain_len=0)) is None
+    on_cuda = Model(scripted_metadata(verify_rows=5, manifest={"backend": "cuda"}), lambda: session)
+    assert on_cuda.lookup_for(Options()) is None
 
 
 # --- the methods, eagerly and exported
