@@ -19,7 +19,8 @@ class CudaAttention(EagerAttention):
         """Return the positions of the rows, and the first and the last one that each attends to, [T] each."""
         window = self.shape.window
         if block is not None:
-            return input_pos, *block.bounds(input_pos)
+            first, last = block.bounds(input_pos)
+            return input_pos, first.contiguous(), last.contiguous()  # the kernel reads an entry a row
         if not window:
             return input_pos, torch.zeros_like(input_pos), input_pos
         if self.shape.chunked:
