@@ -122,15 +122,23 @@ def eager_target(checkpoints):
 
 BEFOREHAND = pytest.StashKey[Beforehand]()
 FOLDER = pytest.StashKey[Path]()
+LONGEST_FILE = "test_interpreted_artifact.py"  # minutes of one core, most of them in two tests
 
 
 def pytest_collection_modifyitems(items):
-    """Run the files whose shared exports are made last at the end. A file's tests run in one process."""
+    """Run the files whose shared exports are made last at the end, but the one that takes longest while others are left
+    to run beside it. A file's tests run in one process."""
     names, last = list(COMMANDS), {}
     for item in items:
         wanted = [names.index(name) for name in item.fixturenames if name in names]
         last[item.path] = max([last.get(item.path, -1), *wanted])
     items.sort(key=lambda item: last[item.path])
+    files = list(dict.fromkeys(item.path for item in items))
+    for longest in [path for path in files if path.name == LONGEST_FILE]:
+        files.remove(longest)
+        files.insert(len(files) // 3, longest)
+    place = {path: number for number, path in enumerate(files)}
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_sessionstart(session):

@@ -14,7 +14,7 @@ from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
 
 ASKED = [
-    {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 12},  # def read_config(path):
+    {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 9},  # def read_config(path):
     {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than prefill takes
 ]
 ROOT = Path(__file__).parents[1]
