@@ -19,7 +19,8 @@ from eagle3.export.output.contents import copy_tokenizer, package_versions, sha2
 from eagle3.export.output.folder import full_disk_named, whole_folder
 from eagle3.export.output.progress import Progress
 from eagle3.export.output.report import draft_text, quantized_text
-from eagle3.export.planning.plan import MethodPlan, Plan
+from eagle3.export.planning.methods import MethodPlan
+from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory

@@ -16,7 +16,8 @@ from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import MethodPlan, make_plan
+from eagle3.export.planning.methods import MethodPlan
+from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 

@@ -13,7 +13,8 @@ from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.draft.description import P_EAGLE
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.plan import fused_rounds, make_plan, plan_methods
+from eagle3.export.planning.methods import fused_rounds, plan_methods
+from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
 from eagle3.targets import TARGETS
 

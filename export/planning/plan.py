@@ -21,39 +21,22 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.windowed import windowed
 from eagle3.export.planning.config import GROUPED, NO_HEAD, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
+from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
+from eagle3.export.planning.paths import draft_folder, target_paths
 from eagle3.export.planning.taps import Taps, choose_taps
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
+from eagle3.runner.contract import SPECULATE
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
 HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
     "draft_window",
 )  # fmt: skip
-FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
 LARGE = 100_000_000
 """Weights of a target whose steps take as long as reading them does."""
-
-
-@dataclass(frozen=True)
-class MethodPlan:
-    """A method's lengths in rows, both ends included."""
-
-    name: str
-    min_len: int
-    max_len: int
-
-    @property
-    def traced_len(self) -> int:
-        """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
-        window, a few rows of what begins at one. Odd, so that it equals no size of a model by chance."""
-        if self.min_len == self.max_len:
-            return self.max_len
-        return min(self.max_len, 9 if self.min_len == 1 else self.max_len) - 1 | 1
 
 
 @dataclass(frozen=True)
@@ -214,12 +197,6 @@ def make_plan(config: ExportConfig) -> Plan:
     )
 
 
-def own_verify_rows(config: ExportConfig, qlinear: str) -> int:
-    """Return the rows of a verify window where no head says how many: as many as the kernels take at once."""
-    backend = BACKENDS[config.backend]
-    return backend.fast_rows.get(qlinear, backend.window_rows[0])
-
-
 def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
     """Return ``Plan.qlinear``. Raises ValueError for a recipe where the checkpoint's own codes are kept."""
     keeps_codes = BACKENDS[config.backend].quantizes
@@ -240,25 +217,6 @@ def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Ite
             f"the target keeps float32, {4 * elements / 1e9:.1f} GB of weights that each step reads: type --qlinear "
             f"{backend.small_recipe} for {elements / 1e9:.1f} GB, or --qlinear none to keep float32"
         )
-
-
-def fused_rounds(
-    config: ExportConfig, draft: DraftDescription, chain_len: int, target_bytes: int
-) -> tuple[bool, tuple[str, ...]]:
-    """Return whether to export the method ``speculate``, and a warning where the default would, but cannot.
-
-    Raises ValueError where it is impossible and ``--speculate`` asks for it.
-    """
-    backend = BACKENDS[config.backend]
-    rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, draft.block_rows))
-    wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
-    quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
-    if not (wanted and quantized and rows > most):
-        return wanted, ()
-    reason = f"a {draft.kind} of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
-    if config.speculate:
-        raise ValueError(f"--speculate: {reason}: type --no-speculate, or leave --draft-qlinear out")
-    return False, (f"there will be no method speculate ({reason}): rounds take several calls",)
 
 
 def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]:
@@ -320,128 +278,3 @@ def check_context(spec: TargetSpec, target_config: "PreTrainedConfig", max_seq_l
             f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings {most} (its KV caches would "
             f"take {takes / 1e9:,.1f} GB in bfloat16): type --max-seq-len {most} or less"
         )
-
-
-def plan_methods(
-    config: ExportConfig,
-    spec: TargetSpec,
-    target_config: "PreTrainedConfig",
-    chain_len: int,
-    max_seq_len: int,
-    draft: DraftDescription | None = None,
-    fused: bool = False,
-    verify_rows: int | None = None,
-) -> tuple[MethodPlan, ...]:
-    """Return the lengths of every method, within the bounds of the target and of the draft.
-
-    Without ``draft`` the draft has no bound; with ``fused`` there is a method ``speculate``; without ``verify_rows``
-    the verify window is as long as the chain. Raises ValueError with the flag to change.
-    """
-    shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    longest = min(longest, (draft_rows(draft, chain_len) if draft else 0) or longest)
-    seeds = draft is None or draft.has_cache
-    chain_rows = chain_len + 1
-    window = verify_rows or chain_rows
-    backend = BACKENDS[config.backend]
-    fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
-    if window > chain_rows and not fewest_rows <= window <= most_rows:
-        raise ValueError(
-            f"a verify window of {window} rows, but the target, its head and --backend {config.backend} take "
-            f"{fewest_rows} to {most_rows}: type --verify-rows {most_rows} or less"
-        )
-    if window < chain_rows:
-        raise ValueError(
-            f"--verify-rows {window} is too short for the head's {chain_len} draft tokens a round, which take "
-            f"{chain_rows} rows: type --verify-rows {chain_rows} or more, or --chain-len {window - 1}"
-        )
-    if window == chain_rows and not fewest_rows <= window <= most_rows:
-        raise ValueError(
-            f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and "
-            f"--backend {config.backend} take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
-        )
-    block = draft.block_rows if draft else 0
-    if block > backend.window_rows[-1]:
-        raise ValueError(
-            f"the draft's block has {block} rows, but --backend {config.backend} takes {backend.window_rows[-1]}: type "
-            "--draft with a head of smaller blocks"
-        )
-    min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
-    most = min(longest, max_seq_len - 1)
-    if most < min_prefill:
-        raise ValueError(
-            f"prefill takes {min_prefill} tokens or more, but --max-seq-len {max_seq_len} and the target leave {most}: "
-            f"type --max-seq-len {min_prefill + 1} or more"
-        )
-    max_prefill = config.max_prefill or min(most, DEFAULT_MAX_PREFILL)
-    if not min_prefill <= max_prefill <= most:
-        raise ValueError(
-            f"prefill chunks of {min_prefill} to {max_prefill} tokens: --max-prefill must be {min_prefill} to {most} "
-            f"(the sliding window and --max-seq-len {max_seq_len} bound it)"
-        )
-    methods = [MethodPlan(PREFILL, min_prefill, max_prefill), MethodPlan(TARGET_VERIFY, 2, window)]
-    has_draft = draft is None or draft.kind != NO_HEAD
-    if has_draft:
-        methods.append(MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window) if seeds else 1))
-    if fused:
-        methods.append(MethodPlan(SPECULATE, chain_rows, chain_rows))
-    if config.with_decode or not (has_draft or config.with_forward):
-        methods.append(MethodPlan(DECODE, 1, 1))
-    if config.with_forward:
-        methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))
-    return tuple(methods)
-
-
-def draft_rows(draft: DraftDescription, chain_len: int) -> int:
-    """Return the longest forward that the draft's sliding window allows, 0 where it has none.
-
-    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Where a head drafts a block,
-    the rows that it is given attend to nothing, and as many as its ring has slots may be written at once. Raises
-    ValueError where mask rows fill the window, and for a chain that the head does not propose.
-    """
-    masks = draft.proposals(chain_len) - 1
-    if draft.block_rows:
-        return 2 * draft.window
-    if draft.window and draft.window <= masks:
-        raise ValueError(
-            f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "
-            f"{draft.window}"
-        )
-    return draft.window and draft.window - masks
-
-
-def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
-    """Return the path of the target's weights, and the folder with its configuration and tokenizer."""
-    path, folder = config.checkpoint or spec.checkpoint, config.config_folder
-    if path is None or not GGUFFile.recognizes(path):
-        if folder is not None:
-            raise ValueError(f"--config {folder} is for a GGUF file, other checkpoints bring theirs: leave it out")
-        path = _folder(path, config.target_model, "--checkpoint")
-        return path, path
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--checkpoint {path} is not there: type a GGUF file on this machine, or ORG/NAME:{path.name} of the "
-            "Hugging Face hub"
-        )
-    folder = folder or path.parent
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER or "
-            "ORG/NAME with the Hugging Face folder of the model that it was made from"
-        )
-    return path, folder
-
-
-def draft_folder(config: ExportConfig) -> Path:
-    """Return the folder of the draft head. Raises ValueError or FileNotFoundError where there is none."""
-    return _folder(config.draft or TARGETS[config.target_model].draft, config.target_model, "--draft")
-
-
-def _folder(path: Path | None, target: str, flag: str) -> Path:
-    if path is None:
-        raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER or ORG/NAME")
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{flag} {path} is not a folder: type a checkpoint folder on this machine, or ORG/NAME[@REVISION] of the "
-            "Hugging Face hub"
-        )
-    return path

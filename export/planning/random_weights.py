@@ -12,7 +12,7 @@ from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.hub.sources import named_as_typed
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
-from eagle3.export.planning.plan import draft_folder, target_paths
+from eagle3.export.planning.paths import draft_folder, target_paths
 from eagle3.export.planning.taps import spread_taps
 from eagle3.export.twin.layers import fewer_layers
 from eagle3.export.twin.shrink import common_fields, from_common_fields

@@ -20,7 +20,8 @@ from eagle3.export.lowering.cuda.weights.experts import is_fused
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
-from eagle3.export.planning.plan import Plan, plan_methods
+from eagle3.export.planning.methods import plan_methods
+from eagle3.export.planning.plan import Plan
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Skeleton

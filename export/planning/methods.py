@@ -1,0 +1,145 @@
+"""Decides which methods an artifact has, and how many rows each takes."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.draft.description import DraftDescription
+from eagle3.export.planning.config import NO_HEAD, ExportConfig
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
+from eagle3.targets import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
+FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A method's lengths in rows, both ends included."""
+
+    name: str
+    min_len: int
+    max_len: int
+
+    @property
+    def traced_len(self) -> int:
+        """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
+        window, a few rows of what begins at one. Odd, so that it equals no size of a model by chance."""
+        if self.min_len == self.max_len:
+            return self.max_len
+        return min(self.max_len, 9 if self.min_len == 1 else self.max_len) - 1 | 1
+
+
+def plan_methods(
+    config: ExportConfig,
+    spec: TargetSpec,
+    target_config: "PreTrainedConfig",
+    chain_len: int,
+    max_seq_len: int,
+    draft: DraftDescription | None = None,
+    fused: bool = False,
+    verify_rows: int | None = None,
+) -> tuple[MethodPlan, ...]:
+    """Return the lengths of every method, within the bounds of the target and of the draft.
+
+    Without ``draft`` the draft has no bound; with ``fused`` there is a method ``speculate``; without ``verify_rows``
+    the verify window is as long as the chain. Raises ValueError with the flag to change.
+    """
+    shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
+    longest = min(longest, (draft_rows(draft, chain_len) if draft else 0) or longest)
+    seeds = draft is None or draft.has_cache
+    chain_rows = chain_len + 1
+    window = verify_rows or chain_rows
+    backend = BACKENDS[config.backend]
+    fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
+    if window > chain_rows and not fewest_rows <= window <= most_rows:
+        raise ValueError(
+            f"a verify window of {window} rows, but the target, its head and --backend {config.backend} take "
+            f"{fewest_rows} to {most_rows}: type --verify-rows {most_rows} or less"
+        )
+    if window < chain_rows:
+        raise ValueError(
+            f"--verify-rows {window} is too short for the head's {chain_len} draft tokens a round, which take "
+            f"{chain_rows} rows: type --verify-rows {chain_rows} or more, or --chain-len {window - 1}"
+        )
+    if window == chain_rows and not fewest_rows <= window <= most_rows:
+        raise ValueError(
+            f"--chain-len {chain_len} makes a verify window of {window} rows, but the target and "
+            f"--backend {config.backend} take {fewest_rows} to {most_rows}: type --chain-len {most_rows - 1} or less"
+        )
+    block = draft.block_rows if draft else 0
+    if block > backend.window_rows[-1]:
+        raise ValueError(
+            f"the draft's block has {block} rows, but --backend {config.backend} takes {backend.window_rows[-1]}: type "
+            "--draft with a head of smaller blocks"
+        )
+    min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
+    most = min(longest, max_seq_len - 1)
+    if most < min_prefill:
+        raise ValueError(
+            f"prefill takes {min_prefill} tokens or more, but --max-seq-len {max_seq_len} and the target leave {most}: "
+            f"type --max-seq-len {min_prefill + 1} or more"
+        )
+    max_prefill = config.max_prefill or min(most, DEFAULT_MAX_PREFILL)
+    if not min_prefill <= max_prefill <= most:
+        raise ValueError(
+            f"prefill chunks of {min_prefill} to {max_prefill} tokens: --max-prefill must be {min_prefill} to {most} "
+            f"(the sliding window and --max-seq-len {max_seq_len} bound it)"
+        )
+    methods = [MethodPlan(PREFILL, min_prefill, max_prefill), MethodPlan(TARGET_VERIFY, 2, window)]
+    has_draft = draft is None or draft.kind != NO_HEAD
+    if has_draft:
+        methods.append(MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window) if seeds else 1))
+    if fused:
+        methods.append(MethodPlan(SPECULATE, chain_rows, chain_rows))
+    if config.with_decode or not (has_draft or config.with_forward):
+        methods.append(MethodPlan(DECODE, 1, 1))
+    if config.with_forward:
+        methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))
+    return tuple(methods)
+
+
+def draft_rows(draft: DraftDescription, chain_len: int) -> int:
+    """Return the longest forward that the draft's sliding window allows, 0 where it has none.
+
+    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Where a head drafts a block,
+    the rows that it is given attend to nothing, and as many as its ring has slots may be written at once. Raises
+    ValueError where mask rows fill the window, and for a chain that the head does not propose.
+    """
+    masks = draft.proposals(chain_len) - 1
+    if draft.block_rows:
+        return 2 * draft.window
+    if draft.window and draft.window <= masks:
+        raise ValueError(
+            f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "
+            f"{draft.window}"
+        )
+    return draft.window and draft.window - masks
+
+
+def own_verify_rows(config: ExportConfig, qlinear: str) -> int:
+    """Return the rows of a verify window where no head says how many: as many as the kernels take at once."""
+    backend = BACKENDS[config.backend]
+    return backend.fast_rows.get(qlinear, backend.window_rows[0])
+
+
+def fused_rounds(
+    config: ExportConfig, draft: DraftDescription, chain_len: int, target_bytes: int
+) -> tuple[bool, tuple[str, ...]]:
+    """Return whether to export the method ``speculate``, and a warning where the default would, but cannot.
+
+    Raises ValueError where it is impossible and ``--speculate`` asks for it.
+    """
+    backend = BACKENDS[config.backend]
+    rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, draft.block_rows))
+    wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
+    quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
+    if not (wanted and quantized and rows > most):
+        return wanted, ()
+    reason = f"a {draft.kind} of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
+    if config.speculate:
+        raise ValueError(f"--speculate: {reason}: type --no-speculate, or leave --draft-qlinear out")
+    return False, (f"there will be no method speculate ({reason}): rounds take several calls",)

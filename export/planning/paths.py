@@ -1,0 +1,45 @@
+"""Finds the folders and files of both checkpoints."""
+
+from pathlib import Path
+
+from eagle3.export.checkpoints.gguf_file import GGUFFile
+from eagle3.export.planning.config import ExportConfig
+from eagle3.targets import TARGETS, TargetSpec
+
+
+def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
+    """Return the path of the target's weights, and the folder with its configuration and tokenizer."""
+    path, folder = config.checkpoint or spec.checkpoint, config.config_folder
+    if path is None or not GGUFFile.recognizes(path):
+        if folder is not None:
+            raise ValueError(f"--config {folder} is for a GGUF file, other checkpoints bring theirs: leave it out")
+        path = _folder(path, config.target_model, "--checkpoint")
+        return path, path
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--checkpoint {path} is not there: type a GGUF file on this machine, or ORG/NAME:{path.name} of the "
+            "Hugging Face hub"
+        )
+    folder = folder or path.parent
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER or "
+            "ORG/NAME with the Hugging Face folder of the model that it was made from"
+        )
+    return path, folder
+
+
+def draft_folder(config: ExportConfig) -> Path:
+    """Return the folder of the draft head. Raises ValueError or FileNotFoundError where there is none."""
+    return _folder(config.draft or TARGETS[config.target_model].draft, config.target_model, "--draft")
+
+
+def _folder(path: Path | None, target: str, flag: str) -> Path:
+    if path is None:
+        raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER or ORG/NAME")
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{flag} {path} is not a folder: type a checkpoint folder on this machine, or ORG/NAME[@REVISION] of the "
+            "Hugging Face hub"
+        )
+    return path
