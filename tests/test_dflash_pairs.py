@@ -6,6 +6,7 @@ import pytest
 import torch
 from dflash_heads import GOLDEN, KINDS, SLIDING, WINDOW, plan_of, save_pair
 from eager import eager_session
+from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import random_model, save_random_dflash
 from safetensors.torch import load_file
 from scripted import ThreeMethods
@@ -15,7 +16,6 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, trace
-from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.options import Sampling
@@ -93,19 +93,9 @@ def test_it_drafts_a_round_in_one_call_and_keeps_a_cache(session):
 
 
 def test_every_way_to_generate_says_the_same(session):
-    """Fused rounds, three methods, other chain lengths, and a prompt whose prefix the caches hold."""
-    prompt, options = prompt_of(30), {"max_new_tokens": 30, "stop_ids": []}
-    plain = complete(session, prompt, chain=0, **options).token_ids
-    fused, three = complete(session, prompt, **options), complete(ThreeMethods(session), prompt, **options)
-    assert fused.token_ids == three.token_ids == plain == complete(session, prompt, chain=2, **options).token_ids
-    assert fused.stats.counts() == three.stats.counts() and fused.stats.method_calls[SPECULATE] > 10
-    cached = CachedTokens()
-    complete(session, prompt, cached=cached, **options | {"max_new_tokens": 8})
-    longer = prompt + plain[:4] + [5, 6]
-    again = complete(session, longer, cached=cached, **options)
-    assert again.stats.reused_prompt_tokens >= len(prompt) - 2
-    fresh = complete(session, longer, **options)
-    assert again.token_ids == fresh.token_ids and again.stats.num_accepted_tokens == fresh.stats.num_accepted_tokens
+    prompt = prompt_of(30)
+    plain = same_tokens_by_every_path(session, prompt)
+    same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn"])

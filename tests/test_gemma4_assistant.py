@@ -8,6 +8,7 @@ import pytest
 import torch
 from assisted_generation import proposed
 from commands import fail_command, run_command
+from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import SIZE, random_assistant, random_model, save_random_assistant, save_random_draft
 from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
@@ -24,12 +25,9 @@ from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
-from eagle3.runner.cache import CachedTokens
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.sampling.options import Sampling
-from eagle3.runner.sampling.sampler import Sampler
 from eagle3.targets.attention import EagerAttention
 
 KINDS = {"tied": False, "ordered": True}
@@ -114,30 +112,9 @@ def test_it_costs_no_cache_no_seeding_and_one_row(session):
 
 
 def test_every_way_to_generate_says_the_same(session):
-    """Fused rounds, three methods, other chain lengths, sampling, and a prompt whose prefix the caches hold."""
-    prompt, options = prompt_of(30), {"max_new_tokens": 30, "stop_ids": []}
-    plain = complete(session, prompt, chain=0, **options).token_ids
-    fused, three = complete(session, prompt, **options), complete(ThreeMethods(session), prompt, **options)
-    assert fused.token_ids == three.token_ids == plain == complete(session, prompt, chain=2, **options).token_ids
-    assert fused.stats.counts() == three.stats.counts() and fused.stats.method_calls[SPECULATE] > 20
-    sampled = [
-        complete(
-            session,
-            prompt,
-            chain=chain,
-            choice=Sampler(Sampling(temperature=3.0, seed=3), session.metadata, prompt),
-            **options,
-        )
-        for chain in (0, 3)
-    ]
-    assert sampled[0].token_ids == sampled[1].token_ids != plain
-    cached = CachedTokens()
-    complete(session, prompt, cached=cached, **options | {"max_new_tokens": 8})
-    longer = prompt + plain[:6] + [5, 6]
-    again = complete(session, longer, cached=cached, **options)
-    assert again.stats.reused_prompt_tokens >= len(prompt)
-    fresh = complete(session, longer, **options)
-    assert again.token_ids == fresh.token_ids and again.stats.num_accepted_tokens == fresh.stats.num_accepted_tokens
+    prompt = prompt_of(30)
+    plain = same_tokens_by_every_path(session, prompt)
+    same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
 
 
 @pytest.mark.parametrize("kind", KINDS)

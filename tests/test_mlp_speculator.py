@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import random_model, save_random_mlp
 from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
@@ -22,11 +23,9 @@ from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
-from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
+from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
-from eagle3.runner.sampling.options import Sampling
-from eagle3.runner.sampling.sampler import Sampler
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden_mlp"
@@ -131,23 +130,9 @@ def test_it_takes_one_call_a_round_no_cache_and_no_seeding(session):
 
 
 def test_every_way_to_generate_says_the_same(session):
-    """Fused rounds, three methods, shorter chains, and sampling."""
-    prompt, options = prompt_of(30), {"max_new_tokens": 30, "stop_ids": []}
-    plain = complete(session, prompt, chain=0, **options).token_ids
-    fused, three = complete(session, prompt, **options), complete(ThreeMethods(session), prompt, **options)
-    assert fused.token_ids == three.token_ids == plain == complete(session, prompt, chain=2, **options).token_ids
-    assert fused.stats.counts() == three.stats.counts() and fused.stats.method_calls[SPECULATE] > 20
-    sampled = [
-        complete(
-            session,
-            prompt,
-            chain=chain,
-            choice=Sampler(Sampling(temperature=3.0, seed=3), session.metadata, prompt),
-            **options,
-        )
-        for chain in (0, 4)
-    ]
-    assert sampled[0].token_ids == sampled[1].token_ids != plain
+    prompt = prompt_of(30)
+    plain = same_tokens_by_every_path(session, prompt)
+    same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
 
 
 def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels(tmp_path):
