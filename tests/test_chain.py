@@ -199,7 +199,7 @@ class Told:
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "whole rounds"])
 def test_a_rounds_seconds_are_its_drafts_and_its_verification_whatever_the_caller_does_between(whole, monkeypatch):
     clock, chain = Clock(), Told([2, 3, 3, 3, 0, 1])
-    monkeypatch.setattr("eagle3.runner.loop.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("eagle3.runner.rounds.time", SimpleNamespace(perf_counter=clock))
     session = TimedScript(clock, scripted_metadata(), greedy, right_at(0, 1))
     session.has_speculate = whole
     for _ in generate(session, PROMPT, max_new_tokens=24, chain=chain):
