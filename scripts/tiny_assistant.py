@@ -8,9 +8,8 @@ The modules are transformers' own, and so is the folder that is written. Pieces 
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
-from tiny_draft import STEP_WEIGHT, Pieces, greedy_continuations, train
+from tiny_training import STEP_WEIGHT, Pieces, train
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
@@ -91,20 +90,15 @@ def unrolled_loss(
     return total / sum(STEP_WEIGHT**step for step in range(UNROLLED))
 
 
-def train_assistant(
-    folder: Path, target_folder: Path, stream: np.ndarray, steps: int, continuations: int, seed: int, log: Callable
-) -> dict:
+def train_assistant(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
     """Train on the target's own greedy completions and a quarter of text. Writes transformers' folder at intervals."""
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed + 1)
     with states_are_shared(Gemma4TextConfig):
         target = Gemma4ForCausalLM.from_pretrained(
             target_folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         assistant = initial_assistant(target.requires_grad_(False), seed)
     assistant.set_attn_implementation("eager")
-    written = greedy_continuations(target, stream, continuations, generator, log)
-    pieces = Pieces(stream, written, generator)
     return train(
         "assistant",
         assistant,

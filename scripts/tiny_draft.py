@@ -1,4 +1,4 @@
-"""Trains gemma4-tiny's EAGLE-3 draft head by training-time test, and measures its acceptance with the product's loop.
+"""Trains gemma4-tiny's EAGLE-3 draft head by training-time test.
 
 Training-time test (EAGLE-3, arXiv 2503.01840): the head is unrolled over its own recurrent features, as in use. Step j
 at slot p embeds token p + 1 + j, takes step j - 1's feature, has position p + j, and attends to the first step's keys
@@ -7,34 +7,23 @@ are seven steps. Three of four pieces are completions by the target itself; thei
 """
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
-from tiny_target import crops, optimizers, schedule
+from tiny_training import STEP_WEIGHT, Pieces, save_tensors, train
 from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from eagle3.export.checkpoints import open_source
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.speculator import Eagle3Speculator
-from eagle3.runner.contract import Metadata
-from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.loop import complete
-from eagle3.runner.statistics import GenerationStats
-from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
 TAPS, DRAFT_VOCABULARY, CHAIN_LEN = (1, 3, 5), 1024, 3
-UNROLLED, PEAK_RATE, STEP_WEIGHT = 7, 3e-3, 0.8
+UNROLLED = 7
 LAYER = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -51,20 +40,6 @@ LAYER = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-
-
-def greedy_continuations(
-    target: Gemma4ForCausalLM, stream: np.ndarray, count: int, generator: torch.Generator, log: Callable[[str], None]
-) -> torch.Tensor:
-    """Return ``count`` pieces of 64 tokens of text followed by the target's own 193 tokens: int64 [count, 257]."""
-    pieces = []
-    start = time.monotonic()
-    while sum(map(len, pieces)) < count:
-        prompts = crops(stream, 64, 64, generator)[:, :64]
-        written = target.generate(prompts, max_new_tokens=193, min_new_tokens=193, do_sample=False, pad_token_id=0)
-        pieces.append(written)
-        log(f"draft data: {sum(map(len, pieces))}/{count} continuations, {time.monotonic() - start:.0f} s")
-    return torch.cat(pieces)[:count]
 
 
 def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter, seed: int) -> None:
@@ -125,12 +100,6 @@ def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter,
     save_tensors(folder, tensors)
 
 
-def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors in bfloat16, as heads are published. With one metadata key the file is reproducible."""
-    stored = {n: t.detach().to(torch.bfloat16).contiguous() if t.is_floating_point() else t for n, t in tensors.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 class Unroll:
     """Runs the head's layer over whole sequences for several steps. ``EagerAttention`` runs one sequence at a time."""
 
@@ -183,62 +152,11 @@ def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tenso
     return total / sum(STEP_WEIGHT**step for step in range(UNROLLED))
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The batches of a training: 12 of the target's own completions and 4 crops of text."""
-
-    stream: np.ndarray
-    written: torch.Tensor
-    generator: torch.Generator
-
-    def batch(self) -> torch.Tensor:
-        own = self.written[torch.randint(0, len(self.written), (12,), generator=self.generator)]
-        return torch.cat((crops(self.stream, 256, 4, self.generator), own))
-
-
-def train(
-    name: str,
-    module: torch.nn.Module,
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
-    pieces: Pieces,
-    steps: int,
-    save: Callable[[], None],
-    log: Callable[[str], None],
-) -> dict:
-    """Train a draft module, saving it at intervals. Returns the figures that ``training.json`` keeps."""
-    steppers = optimizers(module, PEAK_RATE)
-    start, average = time.monotonic(), 0.0
-    for step in range(steps):
-        piece = pieces.batch()
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = PEAK_RATE * schedule(step / steps)
-        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
-            loss = loss_of(piece)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
-        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
-        if step % 25 == 24:
-            pace = (time.monotonic() - start) / (step + 1)
-            log(f"{name} step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
-        if step % 100 == 99 or step == steps - 1:
-            save()
-    minutes = round((time.monotonic() - start) / 60, 1)
-    return {"steps": steps, "minutes": minutes, "loss": round(average, 3), "continuations": len(pieces.written)}
-
-
-def train_draft(
-    folder: Path, target_folder: Path, stream: np.ndarray, steps: int, continuations: int, seed: int, log: Callable
-) -> dict:
+def train_draft(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
     """Train on the target's own greedy completions and a quarter of text. Writes a speculators folder at intervals."""
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed + 1)
     target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
-    written = greedy_continuations(target, stream, continuations, generator, log)
-    counts = Counter(written[:, 64:].flatten().tolist())
+    counts = Counter(pieces.written[:, 64:].flatten().tolist())
     initial_checkpoint(folder, target, counts, seed)
     draft = read_draft(folder)
     shared = SimpleNamespace(embed_tokens=target.model.embed_tokens, lm_head=target.lm_head)
@@ -251,37 +169,6 @@ def train_draft(
         t2d[torch.arange(DRAFT_VOCABULARY) + head.d2t] = True
         save_tensors(folder, {**tensors, "t2d": t2d})
 
-    pieces = Pieces(stream, written, generator)
     figures = train("draft", head, lambda piece: unrolled_loss(head, target, piece), pieces, steps, save, log)
     covered = sum(counts[int(i + o)] for i, o in enumerate(head.d2t)) / sum(counts.values())
     return figures | {"draft_vocabulary_covers": round(covered, 4)}
-
-
-def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[list[int]], new_tokens: int) -> dict:
-    """Return the statistics of the product's own loop over the eager speculator, in float32."""
-    spec = TARGETS["gemma4-tiny"]
-    config = Gemma4ForCausalLM.config_class.from_pretrained(target_folder)
-    target = spec.module().load(open_source(target_folder).tensors(), config, 1024, torch.float32, EagerAttention)
-    draft = read_draft(draft_folder)
-    head = load_draft(draft, 1024, torch.float32, EagerAttention, target)
-    metadata = Metadata(
-        max_seq_len=1024,
-        vocab_size=config.vocab_size,
-        n_layers=config.num_hidden_layers,
-        min_prefill=9,
-        max_prefill=config.sliding_window,
-        sliding_window=config.sliding_window,
-        chain_len=CHAIN_LEN,
-        draft_vocab_size=DRAFT_VOCABULARY,
-        bos_id=2,
-        eos_ids=(1,),
-        manifest={},
-        use_kv_cache=True,
-        use_sdpa_with_kv_cache=False,
-        enable_dynamic_shape=True,
-    )
-    session = EagerSession(Eagle3Speculator(target, head, TAPS), metadata)
-    stats = GenerationStats()
-    for prompt in prompts:
-        stats.add(complete(session, prompt, max_new_tokens=new_tokens).stats)
-    return stats.counts()
