@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eagle3.runner.bench.contexts import contexts
 from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, version_option
 from eagle3.runner.flags import chain_length, options_from, text_flags
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
@@ -21,6 +22,7 @@ Examples:
   eagle3-bench out --prompts scripts/prompts.jsonl
   eagle3-bench out --prompts scripts/prompts.jsonl --chain-len 1,2,3,auto --plot out.png
   eagle3-bench out --prompts edits.jsonl --ngram
+  eagle3-bench out --prompts scripts/prompts.jsonl --context 128,512,1k --plot contexts.png
   eagle3-bench out --prompts questions.jsonl --chat --temperature 0.7 --seed 1 --markdown
   eagle3-bench out-int4 --prompts scripts/prompts.jsonl --compare out-int8
   eagle3-bench out --prompts scripts/prompts.jsonl --checkpoint targets/gemma4_tiny/target --json
@@ -58,6 +60,13 @@ def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None
     metavar=f"1,2,{AUTO}",
     help=f"Draft tokens per round, each measured in turn; {AUTO}: the number that is fastest. Default: the artifact's.",
 )
+@click.option(
+    "--context",
+    "lengths_of_context",
+    callback=contexts,
+    metavar="1k,4k",
+    help="Make prompts of so many tokens (1k is 1,024): a prompt, the others, half of the prompt again.",
+)
 @text_flags
 @click.option("--ngram", is_flag=True, help="Measure each of these with the lookup in the text as well.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all prompts.")
@@ -83,6 +92,7 @@ def main(
     prompts: Path | None,
     chat: bool,
     lengths: list[int | str] | None,
+    lengths_of_context: list[int] | None,
     ngram: bool,
     repeats: int,
     compare: Path | None,
@@ -123,7 +133,7 @@ def main(
         if compare:
             name = f"{compare} again" if compare == artifact else str(compare)
             models[name] = stack.enter_context(load(compare, runtime, defer=True, cuda_graph=cuda_graph))
-        report = measured(models, prompts, options, chat, lengths, repeats, checkpoint, ngram)
+        report = measured(models, prompts, options, chat, lengths, repeats, checkpoint, ngram, lengths_of_context)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -131,9 +141,9 @@ def main(
 
         click.echo(as_markdown(report) if markdown else as_text(report))
     if plot:
-        from eagle3.runner.bench.plot import draw
+        from eagle3.runner.bench.plot import draw, draw_contexts
 
-        draw(report, plot)
+        (draw_contexts if lengths_of_context else draw)(report, plot)
 
 
 def print_profile(artifact: Path, as_json: bool) -> None:
@@ -154,6 +164,7 @@ def measured(
     repeats: int,
     checkpoint: Path | None,
     ngram: bool = False,
+    lengths_of_context: list[int] | None = None,
 ) -> dict[str, Any]:
     """Check all inputs, then measure. Returns the report."""
     from eagle3.runner.batch import progress
@@ -164,10 +175,13 @@ def measured(
         configurations_of,
         make_workload,
     )
+    from eagle3.runner.bench.contexts import with_contexts
     from eagle3.runner.bench.figures import make_report
     from eagle3.runner.bench.measure import measure
 
     workload = make_workload(prompts, options, chat)
+    if lengths_of_context:
+        workload = with_contexts(workload, lengths_of_context, list(models.values()))
     if checkpoint:
         check_greedy(workload)
     configurations = sum((configurations_of(name, model, lengths, ngram) for name, model in models.items()), [])
@@ -178,6 +192,7 @@ def measured(
         task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(configurations))
         outcomes, step_ms = measure(configurations, workload, repeats, lambda: bar.advance(task))
     report = make_report(outcomes, step_ms, workload)
+    report["contexts"] = lengths_of_context or []
     if checkpoint:
         from eagle3.runner.bench.transformers_reference import add_transformers
 

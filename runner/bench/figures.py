@@ -31,9 +31,13 @@ def tokens_per_second(stats: GenerationStats) -> float:
     return stats.generation_tokens / stats.seconds
 
 
-def ratio(ours: Sequence[GenerationStats], theirs: Sequence[GenerationStats]) -> Spread:
+def ratio(
+    ours: Sequence[GenerationStats],
+    theirs: Sequence[GenerationStats],
+    rate: Callable[[GenerationStats], float] = tokens_per_second,
+) -> Spread:
     """Return the ratio of tokens per second, computed pass by pass."""
-    return spread(tokens_per_second(one) / tokens_per_second(other) for one, other in zip(ours, theirs, strict=True))
+    return spread(rate(one) / rate(other) for one, other in zip(ours, theirs, strict=True))
 
 
 def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]], workload: Workload) -> dict[str, Any]:
@@ -132,9 +136,11 @@ def categories(outcome: Outcome) -> list[str]:
 def category_figures(outcome: Outcome, alone: Outcome, category: str) -> dict[str, Any]:
     passes = outcome.stats(category)
     summed = total(passes)
-    figures: dict[str, Any] = {"tokens_per_second": spread(map(tokens_per_second, passes)), "stats": summed.counts()}
+    figures: dict[str, Any] = {**speeds(passes), "stats": summed.counts()}
     if outcome is not alone:
-        figures["ratio_to_no_speculation"] = ratio(passes, alone.stats(category))
+        others = alone.stats(category)
+        figures["ratio_to_no_speculation"] = ratio(passes, others)
+        figures["decode_ratio_to_no_speculation"] = ratio(passes, others, lambda stats: stats.decode_tokens_per_second)
     return figures
 
 

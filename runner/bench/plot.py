@@ -1,15 +1,16 @@
-"""Plots the figures: acceptance by position, and speed over chain length."""
+"""Plots the figures: acceptance by position and speed over chain length, or both over the context."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.runner.bench.report import noise_lines
+from eagle3.runner.bench.report import name_cells, noise_lines
 from eagle3.runner.options import AUTO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ABOVE: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center", "fontsize": "small"}
 BESIDE: dict[str, Any] = {
@@ -60,6 +61,40 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right", fontsize="small")
+    finish(figure, report, file)
+
+
+def draw_contexts(report: dict[str, Any], file: Path) -> None:
+    """Write the plot of a run with ``--context``: acceptance length and decoding's speed behind each context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    acceptance, speed = figure.subplots(1, 2)
+    lengths = report["contexts"]
+    for index, figures in enumerate(report["ways"]):
+        found = [figures["categories"][str(length)] for length in lengths]
+        label = ", ".join(f"{column} {cell}" for column, cell in name_cells(report, figures).items())
+        rates = [each["decode_tokens_per_second"] for each in found]
+        errors = [[abs(rate[end] - rate["median"]) for rate in rates] for end in ("min", "max")]
+        medians = [rate["median"] for rate in rates]
+        speed.errorbar(lengths, medians, yerr=errors, marker="o", capsize=3, color=f"C{index}", label=label)
+        if any(each["stats"]["num_drafts"] for each in found):
+            accepted = [each["stats"]["mean_acceptance_length"] for each in found]
+            acceptance.plot(lengths, accepted, marker="o", color=f"C{index}", label=label)
+    acceptance.set(ylabel="acceptance length")
+    speed.set(ylabel="decode, tokens/s", ylim=(0, 1.1 * speed.get_ylim()[1]))
+    for axes in (acceptance, speed):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set_xlabel("context, tokens")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower left", fontsize="small")
+    finish(figure, report, file)
+
+
+def finish(figure: "Figure", report: dict[str, Any], file: Path) -> None:
+    """Add the title and the warning of a noisy machine, and write the file."""
     manifest = report["artifacts"][0]["manifest"]
     figure.suptitle(f"{manifest.get('target')} on {report['machine']}", fontsize="medium")
     figure.supxlabel("\n".join(noise_lines(report)), fontsize="small")

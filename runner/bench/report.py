@@ -115,13 +115,30 @@ def round_cells(report: dict[str, Any]) -> Cells:
 
 
 def category_cells(report: dict[str, Any]) -> Cells:
-    """Return a row per category and configuration; none if the prompts have no categories."""
+    """Return a row per category and configuration; none if the prompts have no categories. Behind a long context the
+    speeds are those of decoding, and the first token has a column."""
+    if report.get("contexts"):
+        return context_cells(report)
     names = dict.fromkeys(name for figures in report["ways"] for name in figures["categories"])
     return [
         {"category": name} | name_cells(report, figures) | speculation_cells(figures["categories"][name])
         for name in names
         for figures in report["ways"]
     ]
+
+
+def context_cells(report: dict[str, Any]) -> Cells:
+    """Return a row per context and configuration: decoding behind it, and the time to the first token."""
+    rows = []
+    for context in report["contexts"]:
+        for figures in report["ways"]:
+            found = figures["categories"][str(context)]
+            decoding = found | {"tokens_per_second": found["decode_tokens_per_second"]}
+            if "decode_ratio_to_no_speculation" in found:
+                decoding["ratio_to_no_speculation"] = found["decode_ratio_to_no_speculation"]
+            cells = {"context": f"{context:,}"} | name_cells(report, figures) | speculation_cells(decoding)
+            rows.append(cells | {"first token": f"{found['time_to_first_token_ms']['median']:.1f} ms"})
+    return rows
 
 
 def name_cells(report: dict[str, Any], figures: dict[str, Any]) -> dict[str, str]:

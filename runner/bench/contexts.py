@@ -1,0 +1,76 @@
+"""Makes prompts as long as a context, whose end asks for what stands at their beginning.
+
+A prompt of the file comes first, then the others in turn until the context is nearly full, then the first half of the
+prompt again. Its second half is what follows best, and it stands as far back as the context is long.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+import click
+
+from eagle3.runner.bench.configurations import Workload
+from eagle3.runner.model import Model
+from eagle3.runner.prompts import Prompt
+
+UNIT = 1024
+"""Tokens of ``1k``."""
+
+
+def contexts(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int] | None:
+    """Parse a list of contexts, in tokens or with a k for 1,024: each once, in ascending order."""
+    if text is None:
+        return None
+    found = set()
+    for part in (each.strip().lower() for each in text.split(",")):
+        number, unit = (part[:-1], UNIT) if part.endswith("k") else (part, 1)
+        if not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise click.BadParameter(f"{part!r} is no number of tokens: type for example 512,1k,4k")
+        found.add(int(number) * unit)
+    return sorted(found)
+
+
+def with_contexts(workload: Workload, lengths: Sequence[int], models: Sequence[Model]) -> Workload:
+    """Return the workload with a prompt of each length for each prompt; the length is its category.
+
+    Raises ValueError for a dialogue, for too few prompts, and for a length that a model has no room for or that is too
+    short for a prompt.
+    """
+    if workload.chat or any(prompt.messages or prompt.further_turns for prompt in workload.prompts):
+        raise ValueError(f"{workload.file}: --context makes prompts of plain text: leave --chat and dialogues out")
+    if len(workload.prompts) < 2:
+        raise ValueError(
+            f"{workload.file} has one prompt: --context fills the context with the others, give more lines"
+        )
+    new_tokens = max(options.max_new_tokens for options in workload.all_options)
+    for model in models:
+        if lengths[-1] + new_tokens > model.metadata.max_seq_len:
+            raise ValueError(
+                f"a context of {lengths[-1]} and {new_tokens} new tokens pass the artifact's "
+                f"{model.metadata.max_seq_len} slots: give a shorter --context or --max-new-tokens, or export with a "
+                "larger --max-seq-len"
+            )
+    return replace(workload, prompts=list(_long(workload, lengths, models[0])))
+
+
+def _long(workload: Workload, lengths: Sequence[int], model: Model) -> Iterator[Prompt]:
+    metadata, prompts = model.metadata, workload.prompts
+    encoded = [model.encode(prompt.first_turn) for prompt in prompts]
+    texts = [tokens[1:] if tokens[0] == metadata.bos_id else tokens for tokens in encoded]
+    for prompt, own in zip(prompts, texts, strict=True):
+        if not own:
+            raise ValueError(f"{workload.file} line {prompt.line} is empty but for the token that begins a text")
+    for length in lengths:
+        for index, (prompt, own) in enumerate(zip(prompts, texts, strict=True)):
+            begin = encoded[index][: len(encoded[index]) - len(own)]
+            asked = own[: (len(own) + 1) // 2]
+            room = length - len(begin) - len(own) - len(asked)
+            if room < 0:
+                raise ValueError(
+                    f"{workload.file} line {prompt.line} has {len(own)} tokens, too many for a context of {length} "
+                    "that repeats half of them: give a longer --context"
+                )
+            others = (token for text in cycle([*texts[index + 1 :], *texts[:index]]) for token in text)
+            tokens = [*begin, *own, *islice(others, room), *asked]
+            yield replace(prompt, text=None, tokens=tokens, category=str(length))
