@@ -87,8 +87,9 @@ class Writes:
         if cells.max() < self.cells[0] or cells.min() > self.cells[-1]:
             return set()
         first, behind = np.searchsorted(self.cells, cells), np.searchsorted(self.cells, cells, "right")
-        ranges = {(a, b) for a, b in zip(first.tolist(), behind.tolist(), strict=True) if a < b}
-        return {number for a, b in ranges for number in self.numbers[a:b].tolist()}
+        first, counts = first[behind > first], (behind - first)[behind > first]
+        places = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        return set(np.unique(self.numbers[places]).tolist())
 
 
 def meetings(accesses: Sequence[Access]) -> Iterator[Meeting]:
