@@ -24,7 +24,7 @@ from stand_in_driver import StandIn
 from torch._inductor.runtime import hints, triton_helpers
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
-from triton_interpreter import LIBDEVICE, bfloat16_done_right
+from triton_interpreter import LIBDEVICE, mended
 
 ILLEGAL_ADDRESS, MISALIGNED, FAILED = 700, 716, 719
 NUMBERS = {
@@ -256,5 +256,5 @@ def interpreted(kernels: Kernels) -> Iterator[None]:
     """Let launches compute when they come to their turn."""
     fast = patch.object(triton_helpers, "max_with_index", _max_with_index)
     rows_behind = np.errstate(all="ignore")  # in rows behind the last, that are not stored
-    with bfloat16_done_right(), on_device(kernels), fast, rows_behind:
+    with mended(), on_device(kernels), fast, rows_behind:
         yield

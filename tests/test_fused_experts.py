@@ -18,7 +18,7 @@ from torch._inductor import config as inductor
 from torch.export import Dim
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
-from triton_interpreter import bfloat16_done_right
+from triton_interpreter import mended
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
@@ -55,7 +55,7 @@ def interpreted():
                 if isinstance(value, JITFunction):
                     setattr(module, name, InterpretedFunction(value.fn))
         with (
-            bfloat16_done_right(),
+            mended(),
             mock.patch.object(fused_moe, "wrap_triton", by_interpreter),
             mock.patch.multiple(torch.ops.triton, **ops),
         ):

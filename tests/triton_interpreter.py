@@ -11,7 +11,8 @@ import torch
 import triton.experimental.gluon  # noqa: F401  (imported later, it would find the language's own kernels wrapped)
 import triton.language as tl
 from race_hooks import fresh_memory
-from triton.runtime import JITFunction
+from triton.language.semantic import TritonSemantic
+from triton.runtime import JITFunction, interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 
@@ -37,9 +38,41 @@ def _cast(self, src, dst_type) -> TensorHandle:
     return TensorHandle(wide.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
 
 
-def bfloat16_done_right():
-    """Mend the interpreter, which multiplies bf16's bits, truncates to it, and takes integers for its bits."""
-    return mock.patch.multiple(InterpreterBuilder, create_dot=_dot, cast_impl=_cast)
+WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def _check_overflow(self, lhs: tl.tensor, rhs: tl.tensor, operation: Callable) -> None:
+    """The interpreter's own check of integers that overflow, in a tenth of its time: it makes a dozen tensors."""
+    kind = lhs.type.scalar
+    if kind.int_bitwidth >= 64:
+        return
+    found = WIDE[operation.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+    fits = found.min() >= kind.get_int_min_value() and found.max() <= kind.get_int_max_value()
+    assert fits, f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+
+
+_look_up = interpreter._get_np_dtype
+_numpy_types: dict[str, np.dtype] = {}
+
+
+def _numpy_type(kind: tl.dtype) -> np.dtype:
+    """The interpreter's own, which makes a table at each call."""
+    element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+    name = "pointer" if isinstance(element, tl.pointer_type) else element.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _look_up(element)
+    return _numpy_types[name]
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """Mend the interpreter, which multiplies bf16's bits, truncates to it, and takes integers for its bits. Do what
+    takes half of its time faster."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(InterpreterBuilder, create_dot=_dot, cast_impl=_cast))
+        stack.enter_context(mock.patch.object(interpreter, "_get_np_dtype", _numpy_type))
+        stack.enter_context(mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", _check_overflow))
+        yield
 
 
 def _on_host(function: Callable) -> Callable:
@@ -75,7 +108,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
     before = {owner: dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.standard, tl.tensor)}
     with ExitStack() as stack:
         stack.callback(_restore, before)
-        stack.enter_context(bfloat16_done_right())
+        stack.enter_context(mended())
         stack.enter_context(fresh_memory())
         for module in (tl, tl.standard, *modules):  # the language's own reductions are kernels too
             kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}

@@ -1,0 +1,57 @@
+"""What is replaced in Triton's interpreter does what its own does."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import InterpretedFunction
+from triton_interpreter import interpreted, mended
+
+pytestmark = pytest.mark.races(())  # one program each
+
+
+@triton.jit
+def _combined(A, B, OUT, KIND: tl.constexpr):
+    at = tl.arange(0, 4)
+    a, b = tl.load(A + at), tl.load(B + at)
+    if KIND == "add":
+        tl.store(OUT + at, a + b)
+    elif KIND == "sub":
+        tl.store(OUT + at, a - b)
+    else:
+        tl.store(OUT + at, a * b)
+
+
+CASES = [
+    ("add", torch.int32, [2**31 - 1, 0, 0, 0], [1, 0, 0, 0]),
+    ("sub", torch.int32, [0, 0, -(2**31), 0], [0, 0, 1, 0]),
+    ("mul", torch.int32, [0, 0, 0, 2**16], [0, 0, 0, 2**15]),
+    ("add", torch.int8, [100, 0, 0, 0], [100, 0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "a", "b"), CASES)
+def test_integers_that_overflow_are_refused_and_the_largest_that_do_not_are_computed(kind, dtype, a, b):
+    kernel, first, second = InterpretedFunction(_combined.fn), torch.tensor(a, dtype=dtype), torch.tensor(b)
+    second, out = second.to(dtype), torch.empty(4, dtype=dtype)
+    with interpreted(), pytest.raises(InterpreterError, match=f"overflow detected for operation {kind}"):
+        kernel[(1,)](first, second, out, kind)
+    with interpreted():
+        kernel[(1,)](first, second * 0 + (kind == "mul"), out, kind)
+        assert torch.equal(out, first)
+        kernel[(1,)](first.long(), second.long(), wide := torch.empty(4, dtype=torch.int64), kind)
+        kernel[(1,)](first.float(), second.float(), torch.empty(4), kind)
+    assert not torch.equal(wide, wide.to(dtype).long())
+
+
+def test_numpy_types_are_those_of_the_interpreters_own_table():
+    kinds = [tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.bfloat16, tl.float16, tl.float32]
+    kinds += [tl.float8e5, tl.float8e4nv, tl.pointer_type(tl.float32)]
+    kinds += [tl.block_type(kind, [4, 2]) for kind in kinds]
+    own = [interpreter._get_np_dtype(kind) for kind in kinds]
+    with mended():
+        assert [interpreter._get_np_dtype(kind) for kind in kinds] == own
+        assert interpreter._get_np_dtype(tl.bfloat16) == np.uint16
