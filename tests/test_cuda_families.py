@@ -22,7 +22,7 @@ from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 
 FUSED = {"qwen3-30B-A3B": 4, "llama4-maverick": 2}  # of 4 layers, those whose experts the fused kernel computes
-EVERY_METHOD = ("gemma4-31B", "llama3.1-8B", "qwen3-30B-A3B")
+EVERY_METHOD = ("gemma4-31B", "qwen3-30B-A3B")
 """Families whose decode and forward are traced too: the layers of a method are those of the verify."""
 OTHERWISE = ("llama4-maverick",)  # norms behind the rotation, queries scaled by their positions
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -31,6 +31,8 @@ DRAFTS = {
     "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(256), **PEAGLE, **{IDS: [1, 2, 3]}),
 }
 """The heads that are no EAGLE-3 of one layer: an EAGLE that shares embedding and lm_head, a P-EAGLE of two layers."""
+ATTENTIONS = ("gemma4-31B", "gemma3-27B", "gpt-oss-20b", "llama4-maverick", *DRAFTS)
+"""A family of each kind of attention, and of each kind of head."""
 
 
 @pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "llama4-scout"])  # Maverick has its kinds
@@ -86,6 +88,7 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     assert counts["draft_decode"] == {"small_m": drafting, "large_m": 0, "dequantize": 0}
 
 
+@pytest.mark.parametrize("plan", ATTENTIONS, indirect=True)
 def test_attention_takes_the_product_of_queries_keys_and_values(plan, tmp_path):
     speculator = prepared(plan, cuda.attention)
     merge_linears(speculator, tmp_path)
