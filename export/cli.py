@@ -33,13 +33,14 @@ def _list_targets(as_json: bool) -> None:
     if as_json:
         entries = {
             name: {"summary": spec.summary, "repository": spec.repository, "heads": list(spec.heads)}
+            | {"shipped_heads": [path.name for path in spec.drafts]}
             for name, spec in TARGETS.items()
         }
         click.echo(json.dumps(entries))
         return
     for name, spec in TARGETS.items():
         click.echo(f"{name:<16} {spec.summary}" + (f": {spec.repository}" if spec.repository else ""))
-        for number, head in enumerate(spec.heads, 1):
+        for number, head in enumerate([*(f"{path.name} (shipped)" for path in spec.drafts), *spec.heads], 1):
             click.echo(f"{'':<16} --draft {number}  {head}")
 
 

@@ -18,11 +18,11 @@ TARGETS: dict[str, TargetSpec] = {
         heads=("RedHatAI/gemma-4-31B-it-speculator.eagle3", "google/gemma-4-31B-it-assistant"),
     ),
     "gemma4-tiny": TargetSpec(
-        "5.3 M parameters of Gemma 4 trained on Python's standard library; shipped, with its draft head",
+        "5.3 M parameters of Gemma 4 trained on Python's standard library; shipped, with draft heads",
         "eagle3.targets.gemma4",
         model_types=("gemma4_text",),
         checkpoint=SHIPPED / "gemma4_tiny" / "target",
-        draft=SHIPPED / "gemma4_tiny" / "draft",
+        drafts=tuple(SHIPPED / "gemma4_tiny" / name for name in ("draft", "assistant", "dflash")),
         max_seq_len=1024,
     ),
     "gemma3-27B": TargetSpec(

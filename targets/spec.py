@@ -148,7 +148,8 @@ class TargetSpec:
     """transformers' ``model_type`` of the text configurations that the family reads; none: any."""
     checkpoint: Path | None = None
     """Shipped with the package."""
-    draft: Path | None = None
+    drafts: tuple[Path, ...] = ()
+    """Draft heads shipped with the package. The first is taken where ``--draft`` is not given."""
     repository: str | None = None
     """The model's repository on the Hugging Face hub, which is taken where ``--checkpoint`` is not given."""
     heads: tuple[str, ...] = ()
@@ -160,6 +161,10 @@ class TargetSpec:
         sliding_window(config) or config.max_position_embeddings
     )
     """Takes the configuration; returns the rows a forward may have. A longer chunk cuts sliding attention short."""
+
+    @property
+    def draft(self) -> Path | None:
+        return self.drafts[0] if self.drafts else None
 
     def module(self) -> ModuleType:
         return importlib.import_module(self.family)

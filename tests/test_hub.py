@@ -20,8 +20,9 @@ from transformers import Gemma4ForCausalLM
 from eagle3.export.cli import main as export_main
 from eagle3.export.exporting import output_name
 from eagle3.export.hub.names import HubName, hub_name
-from eagle3.export.hub.sources import Sources, find_sources, names_of
+from eagle3.export.hub.sources import Sources, find_sources, names_of, with_shipped_head
 from eagle3.export.pipeline import make_manifest
+from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.targets import TARGETS
 
@@ -427,6 +428,19 @@ def test_the_list_of_targets_has_repositories_and_heads():
     assert list(listed) == list(TARGETS)
     for name, entry in listed.items():
         assert (entry["repository"], tuple(entry["heads"])) == (TARGETS[name].repository, TARGETS[name].heads)
+
+
+def test_a_shipped_head_is_chosen_by_its_number_or_name():
+    text = run_command(export_main, "--list-targets").stdout
+    drafts = TARGETS["gemma4-tiny"].drafts
+    for number, folder in enumerate(drafts, 1):
+        assert f"--draft {number}  {folder.name} (shipped)" in text
+        for written in (str(number), folder.name):
+            assert with_shipped_head(ExportConfig("gemma4-tiny", draft=Path(written))).draft == folder
+    assert with_shipped_head(ExportConfig("gemma4-tiny", draft=Path("ORG/NAME"))).draft == Path("ORG/NAME")
+    assert with_shipped_head(ExportConfig("gemma4-tiny")).draft is None
+    code, line = fail_command(export_main, "--target-model", "gemma4-tiny", "--draft", "9", "--dry-run")
+    assert code == 1 and "--draft 9: gemma4-tiny has 3 heads: eagle3-export --list-targets lists them" in line
 
 
 def test_every_entry_names_repositories_in_their_form():

@@ -141,6 +141,7 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
         FileNotFoundError: a repository does not exist, or only the entry names it and the cache is not complete
         OSError, ValueError: see ``listed``
     """
+    config = with_shipped_head(config)
     named, given = names_of(config)
     if not named:
         return Sources(config)
@@ -156,6 +157,18 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
     if unasked:
         raise FileNotFoundError(_not_here(config.target_model, unasked))
     return Sources(config, found)
+
+
+def with_shipped_head(config: ExportConfig) -> ExportConfig:
+    """Replace the number or the name of a head that ships with the target by its folder. Raises ValueError for a number
+    that the target does not have."""
+    drafts, text = TARGETS[config.target_model].drafts, str(config.draft)
+    if not drafts or config.draft is None or config.draft.exists():
+        return config
+    if text.isdecimal() and not 1 <= int(text) <= len(drafts):
+        raise _no_such_head(text, config.target_model, len(drafts))
+    chosen = [path for number, path in enumerate(drafts, 1) if text in (str(number), path.name)]
+    return replace(config, draft=chosen[0]) if chosen else config
 
 
 def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
@@ -193,10 +206,14 @@ def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
     """Return the head with this number, or with this name after the organization's. None if ``text`` is neither."""
     if text.isdecimal():
         if not 1 <= int(text) <= len(heads):
-            has = f"has {len(heads)} heads" if heads else "has no heads"
-            raise ValueError(f"--draft {text}: {target} {has}: eagle3-export --list-targets lists them")
+            raise _no_such_head(text, target, len(heads))
         return HubName(heads[int(text) - 1])
     return next((HubName(head) for head in heads if text == head.partition("/")[2]), None)
+
+
+def _no_such_head(text: str, target: str, count: int) -> ValueError:
+    has = f"has {count} heads" if count else "has no heads"
+    return ValueError(f"--draft {text}: {target} {has}: eagle3-export --list-targets lists them")
 
 
 def _look_up(name: HubName, role: "Role", allowed: bool) -> "Snapshot":
