@@ -50,9 +50,10 @@ def unread(
     layers = config.num_hidden_layers
     spare = _further_layers(headers, layers).intersection(without)
     wrapper = _wrapper(checkpoint) if len(spare) < len(without) else None
-    for owner in (model, wrapper and wrapper.model):
+    own = list(model.state_dict())
+    for owner in (model, getattr(model, "model", None), wrapper and wrapper.model):
         listed = getattr(owner, "_keys_to_ignore_on_load_unexpected", None) or ()
-        patterns = [pattern for pattern in listed if _lies_behind(pattern, layers)]
+        patterns = [pattern for pattern in listed if _is_of_no_layer(pattern, own)]
         spare |= {name for name in without if any(re.search(pattern, name) for pattern in patterns)}
     return spare | {name for name in without if wrapper is not None and wrapper.is_elsewhere(name)}
 
@@ -72,11 +73,10 @@ def _further_layers(names: Collection[str], layers: int) -> set[str]:
     }
 
 
-def _lies_behind(pattern: str, layers: int) -> bool:
-    """Return True if a pattern of transformers matches no layer of the model itself. A class has a pattern for each
-    model size."""
-    found = re.search(r"\.(\d+)", pattern)
-    return found is None or int(found[1]) >= layers
+def _is_of_no_layer(pattern: str, own: Collection[str]) -> bool:
+    """Return True if a pattern of transformers matches none of the model's ``own`` layers. A class has a pattern for
+    each model size, and Gemma 4 has one for each layer that shares keys."""
+    return re.search(r"\.\d+", pattern) is None or not any(re.search(pattern, name) for name in own)
 
 
 def _wrapper(checkpoint: Path) -> "Wrapper | None":

@@ -17,6 +17,27 @@ TARGETS: dict[str, TargetSpec] = {
         repository="google/gemma-4-31B-it",
         heads=("RedHatAI/gemma-4-31B-it-speculator.eagle3", "google/gemma-4-31B-it-assistant"),
     ),
+    "gemma4-E2B": TargetSpec(
+        "Gemma 4 E2B, text only",
+        "eagle3.targets.gemma4",
+        model_types=("gemma4_text",),
+        repository="google/gemma-4-E2B-it",
+        heads=("google/gemma-4-E2B-it-assistant",),
+    ),
+    "gemma4-E4B": TargetSpec(
+        "Gemma 4 E4B, text only",
+        "eagle3.targets.gemma4",
+        model_types=("gemma4_text",),
+        repository="google/gemma-4-E4B-it",
+        heads=("google/gemma-4-E4B-it-assistant",),
+    ),
+    "gemma4-26B-A4B": TargetSpec(
+        "Gemma 4 26B-A4B, 128 experts, text only",
+        "eagle3.targets.gemma4",
+        model_types=("gemma4_text",),
+        repository="google/gemma-4-26B-A4B-it",
+        heads=("google/gemma-4-26B-A4B-it-assistant",),
+    ),
     "gemma4-tiny": TargetSpec(
         "5.3 M parameters of Gemma 4 trained on Python's standard library; shipped, with draft heads",
         "eagle3.targets.gemma4",

@@ -268,12 +268,21 @@ def _attend(
         plain = isinstance(argument, bool | float)
         if argument is not None and not (plain and argument in _NEUTRAL.get(name, ())):
             raise ValueError(f"its attention takes {name}, which ours does not compute")
+    if shares_keys(module):
+        (kept,) = module.kept
+        return kept(query.transpose(1, 2), None, None, rows, scaling), None
     narrower = key.shape[-1] - value.shape[-1]  # multi-head latent attention: keys have an additional rotary part
     value = F.pad(value, (0, narrower)) if narrower else value
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
     extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
     out = module.kv_attention(query, key, value, rows, scaling, **extras)
     return out[..., :-narrower] if narrower else out, None
+
+
+def shares_keys(module: nn.Module) -> bool:
+    """Return True if an attention layer of transformers attends to the keys of an earlier layer, the last of its kind
+    that has its own, and writes none."""
+    return getattr(module, "is_kv_shared_layer", False)
 
 
 def has_sinks(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from eagle3.targets.attention import (
     KVCacheShape,
     has_sinks,
     ring_window,
+    shares_keys,
 )
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
@@ -50,15 +51,19 @@ class DecoderLayersTarget(nn.Module):
         config._attn_implementation = HF_ATTENTION
         self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
         self.cap, self.caps_itself = _softcap(model)
-        for layer, window in zip(self.layers, layer_windows(config), strict=True):
+        for index, (layer, window) in enumerate(zip(self.layers, layer_windows(config), strict=True)):
             if not attends_to_text(layer):
                 continue
             attn: Any = layer.self_attn  # of a class of transformers
             attn.kv_window, attn.forward_rows = window, self.rows
+            if shares_keys(attn):
+                attn.kept = [self.kept(attn.layer_type)]  # in a list: it is the submodule of another layer
+                continue
+            own = config.per_layer_config[index]
             ring = ring_window(window.tokens, max_seq_len)
-            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
             head_dim = getattr(attn, "qk_head_dim", None) or attn.head_dim
-            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn), attn.kv_window.chunked)
+            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn), window.chunked)
             attn.kv_attention = attention(shape)
 
     @property
@@ -80,7 +85,7 @@ class DecoderLayersTarget(nn.Module):
     def kept(self, kind: str) -> nn.Module | None:
         kinds = getattr(self.causal_lm.config, "layer_types", None) or ["full_attention"] * len(self.layers)
         attns: list[Any] = [layer.self_attn for layer, own in zip(self.layers, kinds, strict=True) if own == kind]
-        keeping = [attn for attn in attns if not getattr(attn, "is_kv_shared_layer", False)]
+        keeping = [attn for attn in attns if not shares_keys(attn)]
         return keeping[-1].kv_attention if keeping else None
 
     def forward(self, tokens: Tensor, input_pos: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -132,7 +137,7 @@ class DecoderLayersTarget(nn.Module):
         attending: Iterator[Any] = (layer.self_attn for layer in self.layers if attends_to_text(layer))
         for attn in attending:
             window = attn.kv_window
-            if window not in rows:
+            if window not in rows and not shares_keys(attn):
                 rows[window] = attn.kv_attention.rows(input_pos)
         return rows
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
 Flatten = Callable[[Tensor], Tensor]
@@ -74,14 +75,21 @@ class Experts(nn.Module):
         return out if self.gate_up.bias is None else out + each @ self.down_bias
 
 
+class Router(nn.Linear):
+    """A linear that scores experts. No recipe quantizes it, as it quantizes no router that is not a linear."""
+
+
 def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
-    """Replace transformers' own experts by ``Experts``, on the meta device.
+    """Replace transformers' own experts by ``Experts`` and routers that are linears by ``Router``, on the meta device.
 
     Returns for each tensor that they held its new name and the function that converts it. Raises ValueError for an
     unknown kind of experts.
     """
     replaced: dict[str, tuple[str, Flatten]] = {}
     for path, parent in list(model.named_modules()):
+        if isinstance(parent, Gemma4TextRouter):
+            with torch.device("meta"):
+                parent.proj = Router(parent.proj.in_features, parent.proj.out_features, bias=False)
         for name, child in list(parent.named_children()):
             with torch.device("meta"):
                 experts = _experts_for(child)

@@ -1,7 +1,10 @@
-"""Gemma 4, text only: ExecuTorch's own ``Gemma4_31B`` with taps; the backend computes attention.
+"""Gemma 4, text only. The dense 31B is ExecuTorch's own ``Gemma4_31B`` with taps; the backend computes attention.
 
 Norms, MLP, ring caches and masks are ExecuTorch's. Two things differ: an attention layer calls its ``kv_attention``
 submodule, and the rotary tables are those of transformers, computed once per forward instead of once per layer.
+
+E2B, E4B and 26B-A4B have per-layer inputs, layers that share keys, or experts, which ``Gemma4_31B`` does not have. They
+are transformers' own model (``decoder_layers.py``).
 """
 
 from types import MethodType
@@ -21,6 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from eagle3.targets import decoder_layers
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
 from eagle3.targets.spec import Convert, Skeleton, Weights
 
@@ -68,18 +72,11 @@ def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BC
     )
 
 
-def refuse_variants(config: Gemma4TextConfig) -> None:
-    """Raise ValueError for features of other Gemma 4 sizes that ``Gemma4_31B`` does not have."""
-    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block", "use_double_wide_mlp"):
-        if getattr(config, name):
-            raise ValueError(
-                f"{name} is {getattr(config, name)} in config.json, but only dense Gemma 4 (31B) has a port"
-            )
-    for kind in ("sliding_attention", "full_attention"):
-        if kind not in config.layer_types:
-            raise ValueError(f"layer_types in config.json has no {kind} layer, but Gemma 4 31B has both kinds")
-    if config.final_logit_softcapping is None:
-        raise ValueError("final_logit_softcapping is null in config.json, but Gemma 4 31B has one")
+def is_dense(config: Gemma4TextConfig) -> bool:
+    """Return True for a configuration that ``Gemma4_31B`` computes, False for one that transformers' own model must."""
+    others = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block", "use_double_wide_mlp")
+    both = {"sliding_attention", "full_attention"} <= set(config.layer_types)
+    return both and config.final_logit_softcapping is not None and not any(getattr(config, each) for each in others)
 
 
 def _attend(self: Gemma4Attention, x: Tensor, _input_pos: Tensor, rows: SharedInputs) -> Tensor:
@@ -156,12 +153,18 @@ def rotary(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
     return cos.to(dtype), sin.to(dtype)
 
 
-Target = Gemma4TapTarget
+def Target(  # noqa: N802 - the name of a class in other families
+    model: nn.Module, max_seq_len: int, attention: AttentionFactory, dtype: torch.dtype
+) -> Gemma4TapTarget | decoder_layers.DecoderLayersTarget:
+    """Return the ``TapTarget`` over the model of a ``skeleton``."""
+    family: Any = Gemma4TapTarget if isinstance(model, Gemma4_31B) else decoder_layers.Target
+    return family(model, max_seq_len, attention, dtype)
 
 
 def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
-    """Return the model without weights. Raises ValueError for a Gemma 4 that is not dense."""
-    refuse_variants(config)
+    """Return the model without weights: ExecuTorch's, or transformers' own for one that is not dense."""
+    if not is_dense(config):
+        return decoder_layers.skeleton(config, max_seq_len)
     with no_init_weights(), torch.device("meta"):
         model = Gemma4_31B(executorch_config(config, max_seq_len))
     tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
@@ -185,11 +188,13 @@ def load(
     dtype: torch.dtype,
     attention: AttentionFactory,
     convert: Convert | None = None,
-) -> Gemma4TapTarget:
+) -> Gemma4TapTarget | decoder_layers.DecoderLayersTarget:
+    if not is_dense(config):
+        return decoder_layers.load(weights, config, max_seq_len, dtype, attention, convert)
     unfilled = skeleton(config, max_seq_len)
     model = unfilled.model
     unfilled.fill(weights, dtype, convert)
-    target = Target(model, max_seq_len, attention, dtype)
+    target = Gemma4TapTarget(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     use_rotary_tables(model, config)
     return target.eval().requires_grad_(False)

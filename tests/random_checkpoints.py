@@ -52,6 +52,14 @@ GEMMA4 = {
     "sliding_window": 16,
     "final_logit_softcapping": 30.0,
 }
+GEMMA4_E2B = GEMMA4 | {
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_E4B = GEMMA4_E2B | {"use_double_wide_mlp": False}
+GEMMA4_MOE = GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 0.5,
@@ -83,8 +91,21 @@ MAVERICK = LLAMA4 | {
     "use_qk_norm": False,
     "attention_chunk_size": 24,
 }
+
+
+def gemma4_sharing_keys(size: dict, fields: dict) -> Gemma4ForCausalLM:
+    """The last third of the layers share keys. Of six layers, those that store keys for them are the third and the
+    fourth, each behind another of its kind."""
+    count = size["num_hidden_layers"]
+    kinds = ["sliding_attention", "full_attention"] * (count // 2)
+    return Gemma4ForCausalLM(Gemma4TextConfig(**size, **fields, layer_types=kinds, num_kv_shared_layers=count // 3))
+
+
 FAMILIES = {
     "gemma4-31B": lambda size: Gemma4ForCausalLM(Gemma4TextConfig(**size, **GEMMA4)),
+    "gemma4-E2B": lambda size: gemma4_sharing_keys(size, GEMMA4_E2B),
+    "gemma4-E4B": lambda size: gemma4_sharing_keys(size, GEMMA4_E4B),
+    "gemma4-26B-A4B": lambda size: Gemma4ForCausalLM(Gemma4TextConfig(**size, **GEMMA4_MOE)),
     "llama3.1-8B": lambda size: LlamaForCausalLM(LlamaConfig(**size, rope_parameters=LLAMA3_ROPE)),
     "qwen3-4B": lambda size: Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)),
     "mistral-7B": lambda size: MistralForCausalLM(MistralConfig(**size, sliding_window=16)),
@@ -105,6 +126,8 @@ def random_model(name: str, **changes):
     for key, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if "norm" in key or "layer_scalar" in key:
             value.add_(0.3 * torch.randn_like(value))
+        elif key.endswith(("router.scale", "per_expert_scale")):
+            value.mul_(1 + 0.3 * torch.randn_like(value))
         elif "sinks" in key:
             value.copy_(torch.randn_like(value))
         elif value.ndim >= 2 and "embed" not in key:

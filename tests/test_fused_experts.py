@@ -29,7 +29,8 @@ from eagle3.targets.decoder_layers import skeleton
 from eagle3.targets.experts import Experts
 
 fused_moe = import_module("executorch.backends.cuda.triton.kernels.fused_moe")
-FUSED = {"qwen3-30B-A3B": 6, "llama4-scout": 6, "llama4-maverick": 3, "gpt-oss-20b": 0}  # layers with such experts
+FUSED = {"qwen3-30B-A3B": 6, "llama4-scout": 6, "llama4-maverick": 3, "gpt-oss-20b": 0, "gemma4-26B-A4B": 0}
+"""The layers with such experts."""
 
 
 def by_interpreter(kernel):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from random_checkpoints import FAMILIES
 
-from eagle3.targets import TARGETS
 from eagle3.targets.decoder_layers import text_name
 
 TAPS = (0, 2, 5, 6)  # the embedding, two inner layers, the last layer's output
@@ -70,10 +69,3 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_found_by_its_names():
         "language_model.lm_head.weight": "lm_head.weight",
     }
     assert {name: text_name(name) for name in names} == names
-
-
-def test_a_gemma_with_experts_or_per_layer_inputs_is_refused(checkpoints):
-    model, _ = checkpoints("gemma4-31B")
-    config = type(model.config).from_dict(model.config.to_dict() | {"hidden_size_per_layer_input": 16})
-    with pytest.raises(ValueError, match="hidden_size_per_layer_input is 16"):
-        TARGETS["gemma4-31B"].module().skeleton(config, 128)

@@ -14,16 +14,18 @@ from torch.nn import functional as F
 
 from eagle3.export.backends import SMALL_M_ROWS
 from eagle3.export.lowering.cuda.graph.attention import most_rows
-from eagle3.targets.experts import Experts
+from eagle3.targets.experts import Experts, Router
 
 GROUP = 32
 SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_max")
 
 
 def expert_rules(model: nn.Module) -> list[QuantRule]:
-    """Return the quantization rules for experts with fused kernels. Their routers are not quantized."""
+    """Return the quantization rules for experts with fused kernels, and for routers, which are not quantized."""
     fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and is_fused(module)]
-    rules = [QuantRule(rf"(.*\.)?{name.rpartition('.')[0]}\.router\.weight", None) for name in fused]
+    routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
+    routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # Llama 4's
+    rules = [QuantRule(rf"(.*\.)?{name}\.weight", None) for name in routers]
     return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
 
 

@@ -32,7 +32,7 @@ INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width o
 
 def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None = None) -> QuantRecipe:
     """Return the recipe ``default`` or ``sensitive`` for a model of transformers' ``config``. With ``model``, it also
-    has rules for experts and for widths that INT4 has no layout for."""
+    has rules for experts, for a table of per-layer inputs and for widths that INT4 has no layout for."""
     width, layers = config.hidden_size, config.num_hidden_layers
 
     def fitted(rule: QuantRule) -> QuantRule:
@@ -43,8 +43,17 @@ def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None
             sensitive = {layer for layer in range(layers) if layer * _WRITTEN_FOR_LAYERS // layers in sensitive}
         return QuantRule(rf"(.*\.)?{rule.pattern}", config, sensitive)
 
-    own = [] if model is None else [*expert_rules(model), *_rules_of_widths(model)]
+    own = [] if model is None else [*_rules_of_tables(model, config), *expert_rules(model), *_rules_of_widths(model)]
     return QuantRecipe([*own, *(fitted(rule) for rule in _RECIPES[name].rules)])
+
+
+def _rules_of_tables(model: nn.Module, config: "PreTrainedConfig") -> list[QuantRule]:
+    """Return rules that use INT8 for the table of per-layer inputs, with a scale for each layer's part of a row. CUDA
+    looks up no INT4, which the recipes have for every other weight."""
+    table = re.escape("embed_tokens_per_layer.weight")
+    has_one = any(name.endswith("embed_tokens_per_layer") for name, _ in model.named_modules())
+    width = getattr(config, "hidden_size_per_layer_input", 0)
+    return [QuantRule(rf"(.*\.)?{table}", replace(INT8, group_size=width))] if has_one else []
 
 
 def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
