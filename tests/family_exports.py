@@ -29,6 +29,7 @@ def taps(config) -> tuple[int, ...]:
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 DRAFTS = {
     "gemma4-31B": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "gemma4-E2B": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
     "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: [0, 2, 3]}),
     "auto": lambda folder, config: save_random_draft(folder, config, taps(config), window=12),
@@ -38,9 +39,10 @@ DRAFTS = {
     "mlp": lambda folder, config: save_random_mlp(folder, config),
     "dflash": lambda folder, config: save_random_dflash(folder, config, taps(config), layer=MIXED),
 }
-"""An EAGLE-3, an EAGLE that shares the target's embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets
-with sinks and experts with biases, with chunks, rotations on complex numbers and experts in some of the layers; an
-assistant with centroids, an MLP speculator and a DFlash for ``TARGET_OF`` each."""
+"""An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
+and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
+complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator and a DFlash for
+``TARGET_OF`` each."""
 TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B", "dflash": "llama3.1-8B"}
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
@@ -55,6 +57,8 @@ def family_model(name: str):
     layers."""
     if name == "dflash":
         return random_model(TARGET_OF[name], num_hidden_layers=3)
+    if name == "gemma4-E2B":
+        return random_model(name, num_hidden_layers=4)  # a layer of each kind, and one of each that shares its keys
     if name in TARGET_OF:
         return random_model(TARGET_OF[name])  # all six layers: the last is the one that attends to everything
     if name != "auto":

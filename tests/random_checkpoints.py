@@ -1,6 +1,7 @@
 """Random tiny checkpoints of every target family, in the formats of the real ones."""
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -94,11 +95,12 @@ MAVERICK = LLAMA4 | {
 
 
 def gemma4_sharing_keys(size: dict, fields: dict) -> Gemma4ForCausalLM:
-    """The last third of the layers share keys. Of six layers, those that store keys for them are the third and the
-    fourth, each behind another of its kind."""
+    """The last third of the layers share keys, of four layers two. Of six, those that store keys for them are the third
+    and the fourth, each behind another of its kind."""
     count = size["num_hidden_layers"]
     kinds = ["sliding_attention", "full_attention"] * (count // 2)
-    return Gemma4ForCausalLM(Gemma4TextConfig(**size, **fields, layer_types=kinds, num_kv_shared_layers=count // 3))
+    config = Gemma4TextConfig(**size, **fields, layer_types=kinds, num_kv_shared_layers=math.ceil(count / 3))
+    return Gemma4ForCausalLM(config)
 
 
 FAMILIES = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.glm4 import modeling_glm4 as glm4
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -197,6 +198,7 @@ class Layers(nn.Module):
         self.bias = nn.Parameter(torch.randn(128)) if bias else None
         self.q_norm, self.k_norm = (norm(16, eps=1e-5) if norm else nn.Identity() for _ in range(2))
         self.v_norm = nn.RMSNorm(16, 1e-5, elementwise_affine=False) if norm is nn.RMSNorm else nn.Identity()
+        self.v_norm = Gemma4RMSNorm(16, 1e-5, with_scale=False) if norm is Gemma4RMSNorm else self.v_norm
         for each in (self.q_norm, self.k_norm):
             each.requires_grad_(False)
             for parameter in each.parameters():
@@ -248,7 +250,7 @@ def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm])
 def test_what_is_between_a_product_and_its_attention_is_found(norm, swapped, window):
     assert fused_and_left(Layers(norm, swapped, window), most=8) == (2, 0)
 

@@ -51,7 +51,7 @@ def use_product_norms(owner: nn.Module) -> None:
 
     for parent in list(owner.modules()):
         for name, child in list(parent.named_children()):
-            found = _rms_norm(child)
+            found = _rms_norm(child, getattr(parent, "head_dim", getattr(parent, "hidden_size", 0)))
             if found is None:
                 continue
             size, eps, weight = found
@@ -60,13 +60,14 @@ def use_product_norms(owner: nn.Module) -> None:
             setattr(parent, name, ProductRMSNorm(mean, epsilon, weight))
 
 
-def _rms_norm(module: nn.Module) -> tuple[int, float, Tensor | None] | None:
+def _rms_norm(module: nn.Module, width: int) -> tuple[int, float, Tensor | None] | None:
     """Return size, epsilon and factor of a module that computes an RMSNorm, None of any other: every family of
-    transformers has a class of its own, some with a weight that is added to 1, so that it is tried."""
+    transformers has a class of its own, some with a weight that is added to 1, so that it is tried. ``width``: the size
+    of one that holds neither a weight nor a shape, as Gemma 4's of values."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    shape: Sequence[int] = getattr(module, "normalized_shape", ()) if weight is None else weight.shape
-    if "Norm" not in type(module).__name__ or not isinstance(eps, float) or len(shape) != 1:
+    shape: Sequence[int] = getattr(module, "normalized_shape", (width,)) if weight is None else weight.shape
+    if "Norm" not in type(module).__name__ or not isinstance(eps, float) or len(shape) != 1 or not shape[0]:
         return None
     x = torch.linspace(-1, 2, 2 * shape[0]).reshape(2, -1)
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

@@ -162,7 +162,7 @@ def _normed(node: Node) -> Heads | None:
             return None
     else:
         scaled, weight, plus = _weighted(node)
-        if not is_(scaled, aten.mul.Tensor) or not is_(scaled.args[1], aten.rsqrt.default):
+        if not is_(scaled, aten.mul.Tensor) or not _is_rsqrt(scaled.args[1]):
             return None
         x, mean = scaled.args[0], scaled.args[1].args[0]
         if not is_(mean, aten.add.Tensor) or mean.kwargs or not is_(mean.args[0], aten.mean.dim):
@@ -175,6 +175,10 @@ def _normed(node: Node) -> Heads | None:
     if found is None or found.eps or found.rotary or not fits:
         return None
     return replace(found, eps=eps, weight=weight, plus=plus)
+
+
+def _is_rsqrt(node: Argument) -> bool:
+    return is_(node, aten.rsqrt.default) or is_(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5
 
 
 def _weighted(node: Node) -> tuple[Node, Node | None, float]:
