@@ -30,6 +30,7 @@ from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
 from eagle3.targets.attention import EagerAttention
 
+SIZES = ("31B", "E2B", "E4B", "26B-A4B")
 KINDS = {"tied": False, "ordered": True}
 
 
@@ -50,10 +51,10 @@ def folder(target, tmp_path_factory):
     return folder
 
 
-def plan_of(folder: Path, kind: str, **flags):
+def plan_of(folder: Path, kind: str, target_model: str = "gemma4-31B", **flags):
     given = {"checkpoint": folder / "target", "draft": folder / kind, "max_seq_len": 128, "chain_len": 3}
     arch = None if torch.cuda.is_available() else "sm_90"
-    return make_plan(ExportConfig("gemma4-31B", output_dir=None, cuda_arch=arch, **given, **flags))
+    return make_plan(ExportConfig(target_model, output_dir=None, cuda_arch=arch, **given, **flags))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -88,6 +89,33 @@ def test_its_twin_is_transformers_own_class(kind, folder):
     assert (draft.kind, draft.dialect, draft.has_cache, draft.chain_len) == (GEMMA4_ASSISTANT, "transformers", False, 3)
     compared = check_draft(draft, 0)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 2 * 16
+
+
+@pytest.fixture(scope="module")
+def pair_sharing_keys(tmp_path_factory):
+    """A target whose last layers share keys, and its head; and the folder of both."""
+    folder = tmp_path_factory.mktemp("sharing")
+    model = random_model("gemma4-E2B")
+    model.save_pretrained(folder / "target")
+    save_random_assistant(folder / "tied", model.config)
+    return model, random_assistant(model.config), folder
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_it_attends_to_the_last_layers_that_keep_keys(length, pair_sharing_keys):
+    model, assistant, folder = pair_sharing_keys
+    compared = check_draft(read_draft(folder / "tied"), 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+    plan = plan_of(folder, "tied", target_model="gemma4-E2B")
+    session = EagerSession(
+        load_speculator(plan, EagerAttention, torch.float32), make_metadata(plan, make_manifest(plan))
+    )
+    tokens, rounds = proposed(model, assistant, prompt_of(length), 24, 3)
+    ours = Recorded(session)
+    assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
+    found = [each for position, each in ours.rounds.items() if position >= length]
+    wanted = [each for each in rounds if len(each) == 3]
+    assert found[: len(wanted)] == wanted and len(wanted) > 15
 
 
 @pytest.mark.parametrize("length", [3, 12, 40])  # within the window of 16, and past it
@@ -223,7 +251,7 @@ def test_a_config_that_transformers_does_not_read_is_one_line(folder, tmp_path):
 
 def test_kinds_are_listed_with_published_heads():
     listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
-    assert listed[GEMMA4_ASSISTANT]["heads"] == ["google/gemma-4-31B-it-assistant"]
+    assert listed[GEMMA4_ASSISTANT]["heads"] == [f"google/gemma-4-{each}-it-assistant" for each in SIZES]
     assert "RedHatAI/gemma-4-31B-it-speculator.eagle3" in listed["EAGLE-3"]["heads"]
     assert not set(listed["EAGLE-3"]["heads"]) & {*listed["P-EAGLE"]["heads"], "google/gemma-4-31B-it-assistant"}
     assert "no cache" in run_command(export_main, "--list-drafts").stdout

@@ -23,7 +23,7 @@ KINDS: dict[str, Kind] = {
     GEMMA4_ASSISTANT: Kind(
         "the target's final state and KV caches; no cache; a step for each proposal",
         "eagle3.export.draft.kinds.gemma4_assistant",
-        published=("google/gemma-4-31B-it-assistant",),
+        published=tuple(f"google/gemma-4-{size}-it-assistant" for size in ("31B", "E2B", "E4B", "26B-A4B")),
         model_types=("gemma4_assistant", "gemma4_unified_assistant"),
         architectures="^Gemma4(Unified)?Assistant",
     ),
