@@ -1,0 +1,216 @@
+"""Gemma 4 E2B, E4B and 26B-A4B: layers that share keys, per-layer inputs and experts, in the shapes as published and
+small, against transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from random_checkpoints import random_model, save_random_draft
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Gemma4Config, Gemma4ForCausalLM, Gemma4TextConfig
+
+from eagle3.export import ExportConfig, prepare
+from eagle3.export.checkpoints.target_config import read_target_config
+from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, module_bytes
+from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
+from eagle3.export.lowering.xnnpack.recipe import recipes
+from eagle3.export.planning.memory import target_cache_bytes
+from eagle3.export.planning.plan import make_plan
+from eagle3.export.twin.comparison import TOLERANCE
+from eagle3.export.twin.randomize import randomize
+from eagle3.export.twin.target import check_target, compare, make_twin
+from eagle3.targets import TARGETS, gemma4, spec_for
+from eagle3.targets.attention import EagerAttention
+from eagle3.targets.experts import Router
+
+EVERY_FIFTH, EVERY_SIXTH = (["sliding_attention"] * run + ["full_attention"] for run in (4, 5))
+SIZES = {
+    "gemma4-E2B": {
+        **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1},
+        **{"layer_types": EVERY_FIFTH * 7, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+    },
+    "gemma4-E4B": {
+        **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42, "num_key_value_heads": 2},
+        **{"layer_types": EVERY_SIXTH * 7, "num_kv_shared_layers": 18},
+    },
+    "gemma4-26B-A4B": {
+        **{"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_key_value_heads": 8},
+        **{
+            "num_attention_heads": 16,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+        },
+        **{"layer_types": EVERY_SIXTH * 5, "hidden_size_per_layer_input": 0, "enable_moe_block": True},
+        **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    },
+}
+"""What sets the sizes apart; other fields have transformers' defaults, 8 heads of 256, 512 in full layers."""
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16}
+SMALL |= {"vocab_size": 96, "vocab_size_per_layer_input": 96, "max_position_embeddings": 256}
+STORED = {"gemma4-E2B": (13, 14), "gemma4-E4B": (22, 23)}  # the last sliding and the last full layer with keys
+
+
+def config_of(name: str, **changes) -> Gemma4TextConfig:
+    return Gemma4TextConfig(**SIZES[name] | {"final_logit_softcapping": 30.0} | changes)
+
+
+def small_config(name: str) -> Gemma4TextConfig:
+    """Every layer of the published shape, each of them small."""
+    return config_of(name, **SMALL, **({} if "26B" in name else {"hidden_size_per_layer_input": 8}))
+
+
+def loaded(model, folder: Path):
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors").items()
+    return gemma4.load(weights, model.config, 128, torch.float32, EagerAttention)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_twin_of_the_published_shape_agrees(name):
+    twin = make_twin(config_of(name))
+    kinds = set(twin.config.kv_sharing_modes)
+    assert kinds == ({None} if "26B" in name else {None, "store", "reuse"}) and twin.tokens > 2 * max(twin.lengths)
+    assert compare(TARGETS[name], twin, seed=0).difference <= TOLERANCE / 3
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_all_layers_in_chunks_windows_steps_and_rollbacks(name, tmp_path):
+    config = small_config(name)
+    model = Gemma4ForCausalLM(config).eval().requires_grad_(False)
+    randomize(model, seed=3)
+    target = loaded(model, tmp_path)
+    tokens, wrong = torch.randint(0, 96, (2, 1, 64), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens, use_cache=False).logits
+    walk = [
+        (0, 16),
+        (16, 32),
+        (32, 41),
+        *((at, at + 4) for at in range(41, 57, 4)),
+        *((at, at + 1) for at in range(57, 64)),
+    ]
+    for start, end in walk:
+        rejected = torch.arange(start, min(start + 4, 64))
+        target(wrong[:, rejected], rejected, ())
+        rows = torch.arange(start, end)
+        found = target.logits(target(tokens[:, rows], rows, ())[0])
+        assert (found - expected[:, start:end]).abs().max() < 1e-4 * expected.std(), (start, end)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_layers_that_share_keys_have_no_cache(name, tmp_path):
+    config, shapes = small_config(name), []
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+
+    def note(shape):
+        shapes.append(shape)
+        return EagerAttention(shape)
+
+    target = gemma4.Target(gemma4.skeleton(config, 128).model, 128, note, torch.float32)
+    assert [shape.window for shape in shapes] == [16 if "sliding" in kind else 0 for kind in config.layer_types[:own]]
+    assert sum(shape.bytes for shape in shapes) == target_cache_bytes(TARGETS[name], config, 128, torch.float32)
+    for kind, index in zip(("sliding_attention", "full_attention"), STORED[name], strict=True):
+        assert target.kept(kind) is target.layers[index].self_attn.kv_attention
+        sharing = [at for at in range(own, config.num_hidden_layers) if config.layer_types[at] == kind]
+        assert all(target.layers[at].self_attn.kept == [target.kept(kind)] for at in sharing) and sharing
+    assert len([name for name, _ in target.named_modules() if name.endswith("kv_attention")]) == own
+
+
+def test_full_layers_of_a_model_with_experts_have_their_own_count_of_keys():
+    shapes = []
+    family = TARGETS["gemma4-26B-A4B"].module()
+    model = family.skeleton(config_of("gemma4-26B-A4B"), 4096).model
+    family.Target(model, 4096, lambda shape: shapes.append(shape) or nn.Module(), torch.bfloat16)
+    assert {(shape.kv_heads, shape.head_dim, shape.window) for shape in shapes} == {(8, 256, 1024), (2, 512, 0)}
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("name", ["gemma4-E2B", "gemma4-26B-A4B"])
+@pytest.mark.parametrize("kind", ["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"])
+def test_it_is_the_class_that_its_file_names(name, kind, tmp_path):
+    config = Gemma4Config(text_config=random_model(name).config.to_dict())
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    text = read_target_config(tmp_path, "auto")
+    spec = spec_for("auto", text.model_type)
+    assert check_target(spec, "auto", tmp_path, text)["logits"] <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory):
+    """E2B's text part under the names of ``Gemma4ForConditionalGeneration``. Published files also hold keys and values
+    of the layers that share others', which transformers leaves out; and a head."""
+    folder = tmp_path_factory.mktemp("multimodal")
+    model = random_model("gemma4-E2B")
+    config = Gemma4Config(text_config=model.config.to_dict(), architectures=["Gemma4ForConditionalGeneration"])
+    config.save_pretrained(folder / "target")
+    tensors = {f"model.language_model.{name}": value for name, value in model.model.state_dict().items()}
+    layer = "model.language_model.layers.5.self_attn"
+    tensors |= {f"{layer}.{name}.weight": torch.ones(64, 64) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "target" / "model.safetensors")
+    save_random_draft(folder / "draft", model.config, aux_layers=(0, 3, 6))
+    return model, folder
+
+
+def flags(folder: Path, **others) -> ExportConfig:
+    given = {"checkpoint": folder / "target", "draft": folder / "draft", "max_seq_len": 128, "output_dir": None}
+    return ExportConfig("gemma4-E2B", **given | {"backend": "xnnpack"} | others)
+
+
+def test_a_multimodal_file_is_read_without_the_keys_that_nobody_uses(multimodal, tmp_path):
+    model, folder = multimodal
+    plan = prepare(flags(folder, output_dir=tmp_path / "out", dry_run=True)).plan
+    assert not [name for name in plan.target_headers if "layers.5.self_attn.k_" in name]
+    target = plan.spec.module().load(
+        plan.target_source.tensors(), plan.target_config, 128, torch.float32, EagerAttention
+    )
+    tokens = torch.randint(0, 96, (1, 16), generator=torch.Generator().manual_seed(2))
+    found = target.logits(target(tokens, torch.arange(16), ())[0])
+    torch.testing.assert_close(found, model(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_of_a_layer_that_has_its_own_place_are_not_left_out(multimodal, tmp_path):
+    _, folder = multimodal
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text((folder / "target" / "config.json").read_text())
+    tensors = load_file(folder / "target" / "model.safetensors")
+    tensors["model.language_model.layers.3.self_attn.k_proj.bias"] = torch.ones(64)
+    save_file(tensors, tmp_path / "target" / "model.safetensors")
+    with pytest.raises(ValueError, match="layers.3.self_attn.k_proj.bias"):
+        make_plan(replace(flags(folder), checkpoint=tmp_path / "target"))
+
+
+# --- quantization and memory
+
+
+def test_the_table_of_per_layer_inputs_is_quantized_and_counted(multimodal):
+    """On the CPU by --qembedding; on CUDA, which looks up no INT4, to INT8 with a scale for each layer's part."""
+    _, folder = multimodal
+    plan = make_plan(flags(folder, qlinear="8da8w"))
+    model = plan.skeleton.model
+    table = model.model.embed_tokens_per_layer
+    assert table.weight.numel() == 96 * 6 * 32
+    assert recipes(plan)[0].covers(table) and not recipes(make_plan(flags(folder)))[0].covers(table)
+    recipe = fitted_recipe("default", plan.target_config, model)
+    rule = recipe.get_config("model.embed_tokens_per_layer.weight")
+    assert (rule.bits, rule.group_size) == (8, 32)
+    whole = gpu_memory(make_plan(flags(folder, backend="cuda", cuda_arch="sm_90"))).target
+    del model.model.embed_tokens_per_layer
+    assert whole - module_bytes(model, recipe) == table.weight.numel() * (1 + 3 / 32)  # a bfloat16 scale, a zero point
+
+
+@pytest.mark.parametrize("name", ["default", "sensitive"])
+def test_routers_are_not_quantized(name, tmp_path):
+    config = random_model("gemma4-26B-A4B").config
+    model = gemma4.skeleton(config, 128).model
+    routers = [path for path, module in model.named_modules() if isinstance(module, Router)]
+    recipe = fitted_recipe(name, config, model)
+    assert len(routers) == 6 and not any(recipe.get_config(f"{path}.weight") for path in routers)
+    random_model("gemma4-26B-A4B").save_pretrained(tmp_path / "target")
+    draft = save_random_draft(tmp_path / "draft", config)
+    plan = make_plan(replace(flags(tmp_path, qlinear="8da8w"), target_model="gemma4-26B-A4B", draft=draft))
+    assert not any(recipes(plan)[0].covers(model.get_submodule(path)) for path in routers)
