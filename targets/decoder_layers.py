@@ -280,10 +280,22 @@ def load(
     attention: AttentionFactory,
     convert: Convert | None = None,
 ) -> DecoderLayersTarget:
-    unfilled = skeleton(config, max_seq_len)
+    return filled(skeleton(config, max_seq_len), weights, max_seq_len, dtype, attention, convert)
+
+
+def filled(
+    unfilled: Skeleton,
+    weights: Weights,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    attention: AttentionFactory,
+    convert: Convert | None = None,
+) -> DecoderLayersTarget:
+    """Fill a ``skeleton`` with the tensors of a checkpoint, and return the target over it."""
     unfilled.fill(weights, dtype, convert)
-    make_buffers(unfilled.model)
-    return Target(unfilled.model, max_seq_len, attention, dtype).eval().requires_grad_(False)
+    model: Any = unfilled.model
+    make_buffers(model)
+    return Target(model, max_seq_len, attention, dtype).eval().requires_grad_(False)
 
 
 def make_buffers(model: PreTrainedModel | TextPart) -> None:

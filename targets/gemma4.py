@@ -7,6 +7,7 @@ E2B, E4B and 26B-A4B have per-layer inputs, layers that share keys, or experts, 
 are transformers' own model (``decoder_layers.py``).
 """
 
+from dataclasses import replace
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -164,7 +165,13 @@ def Target(  # noqa: N802 - the name of a class in other families
 def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
     """Return the model without weights: ExecuTorch's, or transformers' own for one that is not dense."""
     if not is_dense(config):
-        return decoder_layers.skeleton(config, max_seq_len)
+        unfilled = decoder_layers.skeleton(config, max_seq_len)
+        known = set(unfilled.model.state_dict())
+
+        def key_map(name: str) -> str | None:  # a GGUF file's names are in ExecuTorch's form
+            return f"model.{name}" if f"model.{name}" in known else unfilled.key_map(name)
+
+        return replace(unfilled, key_map=key_map)
     with no_init_weights(), torch.device("meta"):
         model = Gemma4_31B(executorch_config(config, max_seq_len))
     tied = {"embed_tokens.weight": ("lm_head.weight", False)} if config.tie_word_embeddings else {}
@@ -189,10 +196,10 @@ def load(
     attention: AttentionFactory,
     convert: Convert | None = None,
 ) -> Gemma4TapTarget | decoder_layers.DecoderLayersTarget:
-    if not is_dense(config):
-        return decoder_layers.load(weights, config, max_seq_len, dtype, attention, convert)
     unfilled = skeleton(config, max_seq_len)
-    model = unfilled.model
+    if not is_dense(config):
+        return decoder_layers.filled(unfilled, weights, max_seq_len, dtype, attention, convert)
+    model: Any = unfilled.model
     unfilled.fill(weights, dtype, convert)
     target = Gemma4TapTarget(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)

@@ -179,11 +179,16 @@ def transformers_gguf(
 
 
 def gemma4_gguf(
-    path: Path, model: torch.nn.Module, kinds: dict[str, str], fields: dict[str, Any] | None = None
+    path: Path,
+    model: torch.nn.Module,
+    kinds: dict[str, str],
+    fields: dict[str, Any] | None = None,
+    others: dict[str, tuple[Tensor, str]] | None = None,
 ) -> Path:
-    """A transformers Gemma 4 as llama.cpp's converter writes it (``Gemma4Model`` there).
+    """A transformers Gemma 4 as llama.cpp's converter writes it (``Gemma4Model`` there), without experts.
 
-    ``kinds``: by the ends of the file's tensor names, the type of matrices; F32 where none fits.
+    ``kinds``: by the ends of the file's tensor names, the type of matrices; F32 where none fits. ``others``: further
+    tensors with their types.
     """
     config = model.config
     full = config.layer_types.index("full_attention")
@@ -224,4 +229,4 @@ def gemma4_gguf(
         "final_logit_softcapping": config.final_logit_softcapping,
         ".general.type": "model",
     }
-    return write_gguf(path, "gemma4", metadata | (fields or {}), tensors)
+    return write_gguf(path, "gemma4", metadata | (fields or {}), tensors | (others or {}))

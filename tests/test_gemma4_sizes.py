@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import gemma4_gguf
 from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,6 +17,7 @@ from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, module_bytes
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.lowering.xnnpack.recipe import recipes
+from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.memory import target_cache_bytes
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.comparison import TOLERANCE
@@ -182,6 +184,38 @@ def test_keys_of_a_layer_that_has_its_own_place_are_not_left_out(multimodal, tmp
     save_file(tensors, tmp_path / "target" / "model.safetensors")
     with pytest.raises(ValueError, match="layers.3.self_attn.k_proj.bias"):
         make_plan(replace(flags(folder), checkpoint=tmp_path / "target"))
+
+
+@pytest.mark.parametrize(
+    "kinds", [{}, {"per_layer_token_embd.weight": "Q8_0", "_proj.weight": "Q8_0"}], ids=["F32", "Q8_0"]
+)
+def test_a_gguf_file_holds_the_same_model(kinds, multimodal, tmp_path):
+    """As llama.cpp's converter writes it (``Gemma4Model`` there): keys of layers that share others' are in it too."""
+    model, folder = multimodal
+    fields = {"feed_forward_length": [128] * 4 + [256] * 2, "attention.shared_kv_layers": 2}
+    fields |= {"embedding_length_per_layer_input": 32}
+    unused = {"blk.5.attn_k.weight": (torch.ones(64, 64), "F32"), "blk.5.attn_k_norm.weight": (torch.ones(32), "F32")}
+    file = gemma4_gguf(tmp_path / "e2b.gguf", model, kinds, fields, unused)
+    plan = prepare(flags(folder, checkpoint=file, config_folder=folder / "target", output_dir=tmp_path / "out")).plan
+    target = load_speculator(plan, EagerAttention, torch.float32).target
+    tokens = torch.randint(0, 96, (1, 16), generator=torch.Generator().manual_seed(2))
+    found, expected = target.logits(target(tokens, torch.arange(16), ())[0]), model(tokens).logits
+    assert (found - expected).abs().max() < (0.1 if kinds else 1e-4) * expected.std()
+    file = gemma4_gguf(tmp_path / "other.gguf", model, kinds, fields | {"feed_forward_length": 128})
+    with pytest.raises(ValueError, match="feed_forward_length"):
+        make_plan(flags(folder, checkpoint=file, config_folder=folder / "target"))
+
+
+def test_a_gguf_file_of_experts_is_refused_by_name(tmp_path):
+    model = random_model("gemma4-26B-A4B")
+    model.save_pretrained(tmp_path / "target")
+    save_random_draft(tmp_path / "draft", model.config)
+    experts = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
+    dense = random_model("gemma4-31B")
+    unread = {"blk.0.ffn_gate_inp.scale": (torch.ones(64), "F32")}
+    file = gemma4_gguf(tmp_path / "moe.gguf", dense, {}, experts, unread)
+    with pytest.raises(ValueError, match="blk.0.ffn_gate_inp.scale"):
+        make_plan(flags(tmp_path, checkpoint=file, config_folder=tmp_path / "target"))
 
 
 # --- quantization and memory

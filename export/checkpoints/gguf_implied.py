@@ -35,7 +35,7 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     narrow = sliding and (getattr(sliding, "head_dim", None) or width)
     yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
     yield Implied("embedding_length", "hidden_size", config.hidden_size)
-    yield Implied("feed_forward_length", "intermediate_size", config.intermediate_size)
+    yield Implied("feed_forward_length", "intermediate_size", _widths(config))
     yield Implied("context_length", "max_position_embeddings", config.max_position_embeddings)
     yield Implied("vocab_size", "vocab_size", config.vocab_size)
     yield Implied("attention.head_count", "num_attention_heads", heads)
@@ -50,6 +50,14 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield Implied("attention.scale", _scale_field(config), _scale(config, width))
     yield from _switches(config)
     yield from _ropes(config, width, narrow)
+
+
+def _widths(config: "PreTrainedConfig") -> int | list[int]:
+    """Return the width of the MLPs, or of each layer's: Gemma 4 E2B's layers that share keys have twice the width."""
+    width = config.intermediate_size
+    if not getattr(config, "use_double_wide_mlp", False):
+        return width
+    return [width * (2 if mode == "reuse" else 1) for mode in config.kv_sharing_modes]
 
 
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:

@@ -19,26 +19,36 @@ _LAYER = (
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", *_NORMS),
 )
+_PER_LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+_PER_LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+"""Those of Gemma 4 E2B and E4B, of the model and of a layer."""
 _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)
 """transformers' names of the modules that the families below are made of."""
 
 
-def gemma4_names(_architecture: str, layers: int) -> dict[str, str]:
-    """Return names by ExecuTorch's own map, which has its model's names."""
+def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
+    """Return names by ExecuTorch's own map, which has its model's names, and those of per-layer inputs in the same
+    form: transformers' without ``model.``. Tensors of experts have none."""
     from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
 
     patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]
     names = [pattern.format(layer) for pattern, each in patterns for layer in each]
-    return {name: gguf_to_model_key(name) for name in names} | OUTPUT
+    inputs = transformers_names(
+        architecture, layers, _PER_LAYER_INPUT, tuple(f"model.{name}" for name in _PER_LAYER_INPUTS)
+    )
+    inputs = {name: own.removeprefix("model.") for name, own in inputs.items()}
+    return {name: gguf_to_model_key(name) for name in names} | inputs | OUTPUT
 
 
-def transformers_names(architecture: str, layers: int, modules: tuple[str, ...] = _LAYER) -> dict[str, str]:
-    """Return transformers' names by gguf-py's own map."""
+def transformers_names(
+    architecture: str, layers: int, modules: tuple[str, ...] = _LAYER, of_model: tuple[str, ...] = _MODEL
+) -> dict[str, str]:
+    """Return transformers' names by gguf-py's own map: of the ``modules`` of each layer, and of those ``of_model``."""
     import gguf
 
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(kind, layers)
-    every = [*_MODEL, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in modules)]
+    every = [*of_model, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in modules)]
     pairs = [(known.get_name(module), module) for module in every]
     return {
         f"{name}.{part}": f"{module}.{part}"
