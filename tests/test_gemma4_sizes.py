@@ -20,6 +20,7 @@ from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.memory import target_cache_bytes
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.planning.random_weights import random_weights
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.target import check_target, compare, make_twin
@@ -49,7 +50,7 @@ SIZES = {
         **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     },
 }
-"""What sets the sizes apart; other fields have transformers' defaults, 8 heads of 256, 512 in full layers."""
+"""The fields in which the sizes differ. Others have transformers' defaults, 8 heads of 256, 512 in full layers."""
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16}
 SMALL |= {"vocab_size": 96, "vocab_size_per_layer_input": 96, "max_position_embeddings": 256}
 STORED = {"gemma4-E2B": (13, 14), "gemma4-E4B": (22, 23)}  # the last sliding and the last full layer with keys
@@ -216,6 +217,16 @@ def test_a_gguf_file_of_experts_is_refused_by_name(tmp_path):
     file = gemma4_gguf(tmp_path / "moe.gguf", dense, {}, experts, unread)
     with pytest.raises(ValueError, match="blk.0.ffn_gate_inp.scale"):
         make_plan(flags(tmp_path, checkpoint=file, config_folder=tmp_path / "target"))
+
+
+@pytest.mark.parametrize(("layers", "sharing"), [(None, 4), (8, 2)])
+def test_with_random_weights_the_table_has_a_part_for_each_layer(layers, sharing, tmp_path):
+    random_model("gemma4-E2B", num_hidden_layers=10).save_pretrained(tmp_path / "target")
+    with random_weights(flags(tmp_path, draft=Path("none"), layers=layers)) as config:
+        plan = make_plan(config)
+        target = load_speculator(plan, EagerAttention, torch.float32).target
+    assert target.causal_lm.model.embed_tokens_per_layer.weight.shape == (96, 32 * (layers or 10))
+    assert plan.target_config.num_kv_shared_layers == sharing
 
 
 # --- quantization and memory

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from eagle3.export.checkpoints.safetensors_file import open_safetensors, save_header
@@ -13,12 +14,17 @@ LAYER = re.compile(r"^((?:.+?\.)?(?:layers|h|blocks)\.)(\d+)(\..+)$")
 READ = ("d2t", "t2d", "weight_shape", "g_idx")
 """The last parts of the names of tensors whose values are facts about the others, which are taken as they are."""
 
+PACKED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}
+"""The tensors of Gemma 4 E2B and E4B that hold a part for each layer, by the ends of their names, and the dimension of
+these parts."""
 
-def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None) -> Path:
+
+def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None, count: int = 0) -> Path:
     """Make ``into`` a checkpoint like that in ``folder``, with random weights, and return it.
 
     Files other than weights are links to those of ``folder``. With ``layers`` (ascending indices) it has only these
-    layers; its config.json is left for the caller to write.
+    layers; its config.json is left for the caller to write. ``count``: all layers of a model with tensors that are
+    ``PACKED``.
 
     Raises FileNotFoundError or ValueError for a folder that holds no weights in safetensors.
     """
@@ -29,12 +35,13 @@ def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None)
         )
     into.mkdir(parents=True)
     weights, rename = shard_paths(folder), _renaming(layers)
+    share = Fraction(len(layers), count) if layers is not None and count else Fraction(1)
     for file in folder.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE:
             (into / file.name).symlink_to(file.resolve())
     shards: dict[str, str] = {}
     for path in weights:
-        shards |= dict.fromkeys(_save_random(path, into / path.name, rename), path.name)
+        shards |= dict.fromkeys(_save_random(path, into / path.name, rename, share), path.name)
     if (folder / INDEX_FILE).is_file():
         (into / INDEX_FILE).write_text(json.dumps({"weight_map": shards}))
     return into
@@ -54,12 +61,20 @@ def _renaming(layers: Sequence[int] | None) -> Callable[[str], str | None]:
     return rename
 
 
-def _save_random(path: Path, random: Path, rename: Callable[[str], str | None]) -> list[str]:
+def _shape(name: str, shape: list[int], share: Fraction) -> list[int]:
+    """Return the shape of a tensor where a model keeps this ``share`` of its layers."""
+    dim = next((dim for end, dim in PACKED.items() if name.endswith(end)), None)
+    return shape if dim is None else [*shape[:dim], int(shape[dim] * share), *shape[dim + 1 :]]
+
+
+def _save_random(path: Path, random: Path, rename: Callable[[str], str | None], share: Fraction) -> list[str]:
     """Write the header file ``random`` for the file ``path``; returns the names of its tensors."""
     with open_safetensors(path) as file:
         names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118 (not a dict)
         slices = {new: file.get_slice(name) for name, new in names.items()}
-        tensors = {name: (list(piece.get_shape()), piece.get_dtype()) for name, piece in slices.items()}
+        tensors = {
+            name: (_shape(name, list(piece.get_shape()), share), piece.get_dtype()) for name, piece in slices.items()
+        }
         values = {new: file.get_tensor(name) for name, new in names.items() if name.rpartition(".")[2] in READ}
         metadata = dict(file.metadata() or {})
     described = json.loads(metadata.get("tensor_names", "[]"))  # of torchao: each name has an entry in the metadata

@@ -48,7 +48,7 @@ def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path) -> No
     assert config.layers is not None
     whole = read_target_config(checkpoint, config.target_model)
     fewer, layers = fewer_layers(common_fields(whole), partial(from_common_fields, whole), config.layers)
-    random_folder(checkpoint, into, layers)
+    random_folder(checkpoint, into, layers, whole.num_hidden_layers)
     (into / "config.json").unlink()
     whole_config(fewer).save_pretrained(into)
 
