@@ -1,4 +1,4 @@
-"""What is replaced in Triton's interpreter does what its own does."""
+"""The replaced parts of Triton's interpreter do what its own do."""
 
 import numpy as np
 import pytest
