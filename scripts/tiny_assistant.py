@@ -36,7 +36,8 @@ def initial_assistant(target: Gemma4ForCausalLM, seed: int) -> Gemma4AssistantFo
             }
         },
     }
-    text = Gemma4TextConfig.from_dict(config.to_dict() | changed)
+    usual = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    text = Gemma4TextConfig.from_dict(usual | changed)
     whole = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=config.hidden_size)
     assistant = Gemma4AssistantForCausalLM(whole).float()
     assistant.generation_config.num_assistant_tokens = CHAIN_LEN
