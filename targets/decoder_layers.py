@@ -137,7 +137,7 @@ class DecoderLayersTarget(nn.Module):
         attending: Iterator[Any] = (layer.self_attn for layer in self.layers if attends_to_text(layer))
         for attn in attending:
             window = attn.kv_window
-            if window not in rows and not shares_keys(attn):
+            if window not in rows:
                 rows[window] = attn.kv_attention.rows(input_pos)
         return rows
 

@@ -1,0 +1,100 @@
+"""The twin check of Gemma 4 E2B, E4B and 26B-A4B: it agrees, and it finds faults put in by hand.
+
+The scale of both per-layer inputs together (``per_layer_input_scale``) is none of them: the norm behind them takes it
+out again.
+"""
+
+import pytest
+from gemma4_sizes import SIZES, config_of
+from torch import nn
+
+from eagle3.export.twin.comparison import TOLERANCE
+from eagle3.export.twin.target import compare, make_twin
+from eagle3.targets import TARGETS, gemma4
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_twin_of_the_published_shape_agrees(name):
+    twin = make_twin(config_of(name))
+    kinds = set(twin.config.kv_sharing_modes)
+    assert kinds == ({None} if "26B" in name else {None, "store", "reuse"}) and twin.tokens > 2 * max(twin.lengths)
+    assert compare(TARGETS[name], twin, seed=0).difference <= TOLERANCE / 3
+
+
+def shares_the_first(target) -> None:
+    for layer in target.layers:
+        if layer.self_attn.is_kv_shared_layer:
+            kind = layer.self_attn.layer_type
+            first = next(each.self_attn for each in target.layers if each.self_attn.layer_type == kind)
+            layer.self_attn.kept = [first.kv_attention]
+
+
+def shifts_inputs(target) -> None:
+    model = target.causal_lm.model
+    project = model.project_per_layer_inputs
+    model.project_per_layer_inputs = lambda *given: project(*given).roll(1, dims=2)
+
+
+def halves_mlps(target) -> None:
+    for layer in target.layers:
+        if layer.self_attn.is_kv_shared_layer:
+            layer.mlp.down_proj.weight[:, layer.mlp.intermediate_size // 2 :] = 0
+
+
+def leaves_out(target, name: str) -> None:
+    for module in target.modules():
+        if hasattr(module, name):
+            getattr(module, name).fill_(1)
+
+
+def scales(target, name: str, factor: float) -> None:
+    model = target.causal_lm.model
+    setattr(model, name, getattr(model, name) * factor)
+
+
+def without_norm(target, owner: str, name: str) -> None:
+    for path, module in target.named_modules():
+        if path.endswith(owner) and hasattr(module, name):
+            setattr(module, name, nn.Identity())
+
+
+FAULTS = {
+    "the first layer's keys": ("gemma4-E2B", shares_the_first),
+    "another layer's inputs": ("gemma4-E4B", shifts_inputs),
+    "half of a wide MLP": ("gemma4-E2B", halves_mlps),
+    "no scale of the projection": ("gemma4-E4B", lambda target: scales(target, "per_layer_model_projection_scale", 8)),
+    "no scale of the table": (
+        "gemma4-E2B",
+        lambda target: target.causal_lm.model.embed_tokens_per_layer.embed_scale.fill_(1),
+    ),
+    "no norm of the projection": (
+        "gemma4-E4B",
+        lambda target: without_norm(target, "model", "per_layer_projection_norm"),
+    ),
+    "no norm of values": ("gemma4-E2B", lambda target: without_norm(target, "self_attn", "v_norm")),
+    "no scalar of layers": ("gemma4-E2B", lambda target: leaves_out(target, "layer_scalar")),
+    "no scale of routers": ("gemma4-26B-A4B", lambda target: leaves_out(target, "scale")),
+    "no scale of experts": ("gemma4-26B-A4B", lambda target: leaves_out(target, "per_expert_scale")),
+    "no norm before experts": (
+        "gemma4-26B-A4B",
+        lambda target: [setattr(layer, "pre_feedforward_layernorm_2", nn.Identity()) for layer in target.layers],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_twin_check_finds(fault):
+    name, break_ = FAULTS[fault]
+
+    class Broken:
+        max_forward_len = staticmethod(TARGETS[name].max_forward_len)
+
+        def module(self):
+            return self
+
+        def load(self, *given):
+            target = gemma4.load(*given)
+            break_(target)
+            return target
+
+    assert compare(Broken(), make_twin(config_of(name)), seed=0).difference > 10 * TOLERANCE
