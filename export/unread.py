@@ -51,7 +51,7 @@ def unread(
     spare = _further_layers(headers, layers).intersection(without)
     wrapper = _wrapper(checkpoint) if len(spare) < len(without) else None
     own = list(model.state_dict())
-    for owner in (model, getattr(model, "model", None), wrapper and wrapper.model):
+    for owner in (model, wrapper and wrapper.model):
         listed = getattr(owner, "_keys_to_ignore_on_load_unexpected", None) or ()
         patterns = [pattern for pattern in listed if _is_of_no_layer(pattern, own)]
         spare |= {name for name in without if any(re.search(pattern, name) for pattern in patterns)}
