@@ -17,6 +17,7 @@ from eagle3.export import ExportConfig, prepare
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, module_bytes
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
+from eagle3.export.lowering.xnnpack.forms import ProductRMSNorm, use_product_norms
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.memory import target_cache_bytes
@@ -225,3 +226,15 @@ def test_routers_are_not_quantized(name, tmp_path):
     draft = save_random_draft(tmp_path / "draft", config)
     plan = make_plan(replace(flags(tmp_path, qlinear="8da8w"), target_model="gemma4-26B-A4B", draft=draft))
     assert not any(recipes(plan)[0].covers(model.get_submodule(path)) for path in routers)
+
+
+@pytest.mark.parametrize("name", ["gemma4-E2B", "gemma4-26B-A4B"])
+def test_on_the_cpu_every_norm_is_a_product(name):
+    """Those without a weight too, of values and in routers: a mean would end XNNPACK's delegate."""
+    model = random_model(name)
+    tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(3))
+    expected = model(tokens, use_cache=False).logits
+    norms = sum("RMSNorm" in type(module).__name__ for module in model.modules())
+    use_product_norms(model)
+    assert sum(isinstance(module, ProductRMSNorm) for module in model.modules()) == norms
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, atol=1e-5, rtol=1e-4)
