@@ -1,7 +1,7 @@
 """Finds where the end of a text stood before, and proposes what followed there.
 
 This is prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, transformers'
-``prompt_lookup_num_tokens``) with an index. A hash of the last three tokens leads to the latest places where they
+``prompt_lookup_num_tokens``) with an index. The last three tokens lead to the latest places where they
 stood; the place that has the most tokens in common with the end of the text is taken. Adding a token, taking one back
 and finding the place take constant time each.
 
@@ -49,7 +49,8 @@ class TextIndex:
             if len(text) >= SHORTEST - 1:
                 key = (text[-2], text[-1], token)
                 place = len(text) + 1
-                earlier[place:] = [latest.get(key, 0)]
+                before = latest.get(key, 0)
+                earlier[place:] = [before if before < place else 0]  # not a place that an interruption left
                 latest[key] = place
             text.append(token)
 
@@ -60,7 +61,10 @@ class TextIndex:
         while len(text) > length:
             if len(text) >= SHORTEST:
                 key = (text[-3], text[-2], text[-1])
-                self._latest[key] = self._earlier[len(text)]
+                if before := self._earlier[len(text)]:
+                    self._latest[key] = before
+                else:
+                    self._latest.pop(key, None)
             text.pop()
         del self._earlier[max(len(text) + 1, SHORTEST) :]
 

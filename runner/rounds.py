@@ -41,7 +41,9 @@ class Rounds:
         lookup: LookupChoice | None = None,
     ):
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
-        self._lookup, self._by_lookup, self._behind_lookup = lookup, False, False
+        self._lookup, self._by_lookup = lookup, False
+        self._waiting = False  # draft slots of the lookup's rounds, which are in the seed
+        self._late = True  # the round's draft step wrote slots that had waited, or the prompt's
         self._seed = Seed()
         self._whole = session.has_speculate and choice.greedy
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
@@ -87,14 +89,13 @@ class Rounds:
         return ids, len(proposed)
 
     def _record(self, ids: list[int], proposed: int, seconds: float) -> None:
-        """Tell the chain length and the lookup of a round. The head's first round behind the lookup's is not timed: the
-        slots that waited were written in it."""
+        """Tell the chain length and the lookup of a round. One in which slots were written that had waited is not
+        timed."""
         if not self._by_lookup:
-            seconds = 0.0 if self._behind_lookup else seconds
-            self._chain.record(proposed, len(ids) - 1, seconds)
+            self._chain.record(proposed, len(ids) - 1, 0.0 if self._late and self._lookup is not None else seconds)
         if self._lookup is not None:
-            self._lookup.record(ids, proposed, self._by_lookup, seconds)
-        self._behind_lookup = self._by_lookup
+            self._lookup.record(ids, proposed, self._by_lookup, 0.0 if self._late else seconds)
+        self._waiting, self._late = self._waiting or self._by_lookup, False
 
     def _keep(self, tokens: Tensor, feature: Tensor | None) -> None:
         """Add draft slots up to the anchor's to the seed. A draft without a cache needs the last one alone, and without
@@ -202,6 +203,7 @@ class Rounds:
         Returns the window [1, 1 + k]: the anchor and k proposals; None where the context ends at the anchor.
         """
         session, seed, anchor_pos = self._session, self._seed, self._anchor_pos
+        self._by_lookup = False
         anchor = seed.tokens[-1][:, -1:]
         room = session.metadata.max_seq_len - 1 - anchor_pos
         if room < 1:
@@ -215,7 +217,9 @@ class Rounds:
         found = self._found(wanted, forced) if not all_forced else []
         proposed = found or forced
         seed_can_wait = seed.rows + max(wanted, len(found)) < session.metadata.max_prefill
-        if (found or len(forced) == wanted) and seed_can_wait and (proposed or not write_slots):
+        if write_slots:  # a prompt's: a generation that is left early is to leave them written
+            seed_can_wait = bool(proposed) and seed_can_wait and seed.rows <= session.metadata.chain_len + 1
+        if (found or len(forced) == wanted) and seed_can_wait:
             return window_of(anchor, proposed)
         step = self._write_slots(wanted)
         if found or not wanted:
@@ -253,8 +257,9 @@ class Rounds:
         tokens, feature = seed.all()
         began = time.perf_counter()
         step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
-        if self._behind_lookup and self._lookup is not None and self._has_draft_cache:
+        if self._waiting and self._lookup is not None and self._has_draft_cache:
             self._lookup.seeded(seed.rows, time.perf_counter() - began)
+        self._late, self._waiting = self._late or self._waiting, False
         cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
         return step
 
@@ -263,7 +268,7 @@ class Rounds:
         compute the target for them again. Where few wait, that costs less than writing them now."""
         metadata = self._session.metadata
         few, room = metadata.chain_len + 1, metadata.max_seq_len - 1 - self._anchor_pos
-        waits = self._chain.speculates and self._has_draft_cache and self._behind_lookup and self._seed.rows > few
+        waits = self._chain.speculates and self._has_draft_cache and self._waiting and self._seed.rows > few
         if room > 0 and waits:
             try:
                 self._write_slots(0)

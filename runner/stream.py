@@ -33,7 +33,7 @@ class Piece:
     text: str
     token_ids: list[int]
     proposed: int = 0
-    """Tokens that the draft proposed in this round; 0 for a step without a draft, as the first token is."""
+    """Tokens that the draft or the lookup proposed in this round; 0 for a step of the target, as the first token is."""
     accepted: int = 0
     """Proposals that the target accepted. ``token_ids`` begins with them; one more is the target's own. A generation
     that ends within a round has accepted more than it gives."""

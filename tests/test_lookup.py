@@ -109,8 +109,17 @@ def test_an_interrupted_addition_does_no_harm():
     with pytest.raises(KeyboardInterrupt):
         index.add([3])
     index.tokens = list(index.tokens)
-    index.become([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3])
-    assert index.ahead(1) == [5]
+    shorter = [2, 1, 2, 3]  # the place that was left lies behind its end
+    for text in (shorter, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]):
+        index.become(text)
+        assert index.ahead(1) == ([] if text is shorter else [5])
+
+
+def test_texts_that_are_gone_take_no_memory():
+    index, random = TextIndex(), Random(0)
+    for _ in range(20):
+        index.become([random.randrange(10**6) for _ in range(100)])
+    assert len(index._latest) == 100 - SHORTEST + 1
 
 
 # --- costs and the choice
@@ -387,6 +396,19 @@ def test_the_next_turn_reuses_a_reply_that_the_lookup_proposed(whole):
     assert again.stats.reused_prompt_tokens >= len(said) - 4
 
 
+@pytest.mark.parametrize("lookup", [None, LookupChoice(3, 7)], ids=["head", "lookup"])
+def test_the_next_turn_reuses_a_prompt_whose_reply_was_left_early(lookup):
+    """As by a stop string, or by a client that leaves."""
+    metadata = scripted_metadata(max_seq_len=600, max_prefill=250, verify_rows=8)
+    session, cached = ScriptedSession(metadata, repeating, wrong), CachedTokens()
+    prompt = [repeating(range(at)) for at in range(200)]
+    rounds = generate(session, prompt, max_new_tokens=60, cached=cached, lookup=lookup)
+    said = [token for _ in range(4) for token in next(rounds)]
+    rounds.close()
+    again = complete(session, [*prompt, *said, 9], max_new_tokens=1, cached=cached)
+    assert again.stats.reused_prompt_tokens >= len(prompt) - 1
+
+
 def test_the_lookup_alone_needs_no_draft():
     session = ScriptedSession(scripted_metadata(max_seq_len=120), repeating, wrong)
     session.draft_decode = None
@@ -499,6 +521,38 @@ def test_what_a_grammar_forces_goes_before_what_the_lookup_finds():
         assert not result.stats.num_lookup_drafts
         if chain == 2:
             assert result.stats.num_accepted_tokens > result.stats.num_drafts
+
+
+class ForcingFrom(Greedy):
+    """A grammar that leaves one way on from a position: the repeating text's own."""
+
+    greedy = False
+
+    def __init__(self, length, start):
+        self._length, self._start = length, start
+
+    def forced(self, proposed, count):
+        ahead = self._length + sum(tokens.shape[1] for tokens in proposed)
+        return [repeating(range(ahead + step)) for step in range(count)] if self._length >= self._start else []
+
+    def accept(self, tokens):
+        self._length += len(tokens)
+
+
+def test_rounds_that_a_grammar_forces_behind_the_lookups_are_not_counted_as_its_own():
+    session, lookup, taken = (
+        ScriptedSession(scripted_metadata(max_seq_len=200), repeating, wrong),
+        LookupChoice(3, 3),
+        [],
+    )
+    offer = lookup.offer
+    lookup.offer = lambda *given: taken.append(found := offer(*given)) or found
+    options = {"choice": ForcingFrom(len(REPEATED), 60), "lookup": lookup}
+    result = complete(session, REPEATED, max_new_tokens=100, **options)
+    assert result.token_ids == [repeating(range(at)) for at in range(25, 125)]
+    rounds = sum(map(bool, taken))
+    assert 0 < rounds <= result.stats.num_lookup_drafts + 1 and result.stats.num_lookup_drafts <= rounds
+    assert result.stats.num_drafts > rounds + 10
 
 
 def test_chain_lengths_in_turn_go_with_the_lookup():
