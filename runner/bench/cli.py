@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.runner.bench.contexts import contexts
 from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, version_option
 from eagle3.runner.flags import chain_length, options_from, text_flags
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
@@ -37,11 +36,28 @@ HEADINGS = {
 }
 
 
+UNIT = 1024
+"""Tokens of ``1k``."""
+
+
 def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int | str] | None:
     """Parse a list of chain lengths: each once, in the order given."""
     if text is None:
         return None
     return list(dict.fromkeys(chain_length(part.strip()) for part in (text.split(",") if text else ())))
+
+
+def contexts(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int] | None:
+    """Parse a list of contexts, in tokens or with a k for 1,024: each once, in ascending order."""
+    if text is None:
+        return None
+    found = set()
+    for part in (each.strip().lower() for each in text.split(",")):
+        number, unit = (part[:-1], UNIT) if part.endswith("k") else (part, 1)
+        if not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise click.BadParameter(f"{part!r} is no number of tokens: type for example 512,1k,4k")
+        found.add(int(number) * unit)
+    return sorted(found)
 
 
 @click.command(cls=OneLineFailures, epilog=EPILOG, headings=HEADINGS)

@@ -8,27 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-import click
-
 from eagle3.runner.bench.configurations import Workload
 from eagle3.runner.model import Model
 from eagle3.runner.prompts import Prompt
-
-UNIT = 1024
-"""Tokens of ``1k``."""
-
-
-def contexts(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int] | None:
-    """Parse a list of contexts, in tokens or with a k for 1,024: each once, in ascending order."""
-    if text is None:
-        return None
-    found = set()
-    for part in (each.strip().lower() for each in text.split(",")):
-        number, unit = (part[:-1], UNIT) if part.endswith("k") else (part, 1)
-        if not (number.isascii() and number.isdigit() and int(number) > 0):
-            raise click.BadParameter(f"{part!r} is no number of tokens: type for example 512,1k,4k")
-        found.add(int(number) * unit)
-    return sorted(found)
 
 
 def with_contexts(workload: Workload, lengths: Sequence[int], models: Sequence[Model]) -> Workload:
