@@ -50,7 +50,8 @@ def _is_best(speculator: Eagle3Speculator, logits: Tensor, proposed: int, positi
     ids = speculator.draft.ids_in_target()
     column = proposed if ids is None else int((ids == proposed).nonzero()[0])
     best = logits.argmax()
-    behind = float((logits[best] - logits[column]) / logits.float().std())
+    scored = logits[logits > logits.min()].float()  # some kinds give all but a few candidates one low score
+    behind = float((logits[best] - logits[column]) / scored.std())
     if behind > tie:
         wanted = int(best) if ids is None else int(ids[best])
         raise ValueError(

@@ -1,0 +1,31 @@
+"""The check of first proposals takes a near-tie for one, and nothing else, whatever a kind scores."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eagle3.export.checks.proposals import _is_best
+
+TIE = 0.5
+ALL_TOKENS = SimpleNamespace(draft=SimpleNamespace(ids_in_target=lambda: None))
+
+
+def logits_of(candidates: int, vocabulary: int = 150_000) -> torch.Tensor:
+    """Scores with a spread of 2.5; with ``candidates``, those of all other tokens are one below the least of them."""
+    scores = 2.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
+    if candidates:
+        best = scores.topk(candidates)
+        scores = torch.full_like(scores, float(best.values.min()) - 1).scatter(0, best.indices, best.values)
+    return scores
+
+
+@pytest.mark.parametrize("candidates", [0, 16])
+def test_a_second_best_token_is_a_near_tie_and_a_far_one_is_a_fault(candidates):
+    logits = logits_of(candidates)
+    best, second = logits.topk(2).indices.tolist()
+    logits[second] = logits[best] - 0.1
+    assert _is_best(ALL_TOKENS, logits, best, 7, TIE)
+    assert not _is_best(ALL_TOKENS, logits, second, 7, TIE)
+    with pytest.raises(ValueError, match=f"proposes token {int(logits.argmin())} behind position 7"):
+        _is_best(ALL_TOKENS, logits, int(logits.argmin()), 7, TIE)
