@@ -70,12 +70,14 @@ def _outcomes(
 
 
 def _check_room(cluster: Mapping[str, float], free: Mapping[str, float], replicas: int, of: str) -> None:
-    """Raise ValueError where a cluster never has a CPU, or a GPU, for each replica, and warn where it has none free:
+    """Raise ValueError where a cluster has no CPU, or no GPU, for each replica, and warn where it has none free:
     Ray would wait for it without a word."""
     if cluster.get(of, 0) < replicas:
+        most = int(cluster.get(of, 0))
+        advice = f"type --ray {most}, or add nodes" if most else "add nodes that have one"
         raise ValueError(
             f"--ray {replicas} takes {replicas} {of}s, one for each replica, but the Ray cluster has "
-            f"{cluster.get(of, 0):g}: type --ray {max(1, int(cluster.get(of, 0)))}, or add nodes"
+            f"{cluster.get(of, 0):g}: {advice}"
         )
     if free.get(of, 0) < replicas:
         click.echo(

@@ -8,6 +8,7 @@ import torch
 from commands import run_command
 from dflash_heads import GOLDEN, SLIDING, TARGET, changed, plan_of, random_target, refusal, save_pair, z_lab
 from random_checkpoints import random_model, save_random_assistant, save_random_dflash, save_random_draft
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from eagle3.export.checks.pairing import check_pair
@@ -155,6 +156,18 @@ def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
 @pytest.mark.parametrize("named", ["Qwen3DSparkModel", "XPressDraftModel", "DominoDraftModel"])
 def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
+
+
+@pytest.mark.parametrize("keys", [{}, {"markov_rank": 8}, {"markov_head_type": "gated", "sample_from_anchor": True}])
+def test_a_dspark_in_a_form_other_than_speculators_is_refused(keys, tmp_path):
+    head = z_lab(tmp_path / "head", architectures=["DSparkDraftModel"], **keys)
+    assert "is a DSpark head in a form other than speculators'" in refusal(read_draft, head)
+
+
+def test_a_tensor_with_two_names_is_refused(folder, tmp_path):
+    norm = load_file(folder / "full" / "model.safetensors")["norm.weight"]
+    head = changed(folder / "full", tmp_path / "head", tensors={"model.norm.weight": norm})
+    assert "has norm.weight twice, once as" in refusal(read_draft, head)
 
 
 def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, tmp_path):

@@ -16,7 +16,7 @@ from eagle3.export.draft.eagle_kinds import MASK_TOKENS, head_kind
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
-from eagle3.export.draft.tensor_names import MASK, SELECTOR, layer_count, own_name
+from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
 AUX_IDS, AUX_OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"
@@ -170,9 +170,7 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
     """Return a map from the checkpoint's names to ``DraftHead``'s, and the headers by the latter."""
     names = {name: known for name in headers if (known := own_name(name)) is not None}
     own = {each: headers[name] for name, each in names.items()}
-    if len(own) != len(names):
-        twice = next(name for name in names if list(names.values()).count(names[name]) > 1)
-        raise ValueError(f"{folder} has {names[twice]} twice, once as {twice}: which one is meant?")
+    check_named_once(folder, names)
     for name, each in names.items():
         shape, rank = headers[name].shape, 2 if each.endswith(_MATRICES) else None
         if 0 in shape or len(shape) != (rank or len(shape)):

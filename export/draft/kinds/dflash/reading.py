@@ -16,7 +16,7 @@ from eagle3.export.draft.dialects import DIALECTS, Proposal
 from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.layer_config import layer_config, windows
-from eagle3.export.draft.tensor_names import SELECTOR
+from eagle3.export.draft.tensor_names import SELECTOR, check_named_once
 from eagle3.targets.attention import Block
 
 if TYPE_CHECKING:
@@ -49,9 +49,12 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     file, headers = folder / "config.json", source.headers()
     speculators = KEYS in config
     kind = next(name for name in (DFLASH, DFLASH2, DSPARK) if KINDS[name].recognizes(config))
+    if kind == DSPARK and not speculators:
+        raise ValueError(f"{folder} is a DSpark head in a form other than speculators', which is not read")
     said = config if speculators else _of_z_lab(config, file, kind)
     fields = nested(config, KEYS, file) if speculators else config
     names = {name: own for name in headers if (own := own_name(name)) is not None}
+    check_named_once(folder, names)
     plain = {name.removeprefix("model."): header for name, header in headers.items()}
     for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"):
         if name not in plain:
@@ -179,7 +182,7 @@ def _taps(said: Mapping[str, Any], file: Path, speculators: bool) -> tuple[int, 
 def _required(said: Mapping[str, Any], key: str, file: Path, least: int) -> int:
     value = count(said, key, None, file, least=least)
     if value is None:
-        raise ValueError(f"{file} has no {key}, which a {DFLASH} head has: add it")
+        raise ValueError(f"{file} has no {key}, which every head of the {DFLASH} family has: add it")
     return value
 
 

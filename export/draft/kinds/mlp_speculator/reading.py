@@ -9,6 +9,7 @@ from eagle3.export.checkpoints.json_fields import boolean, count
 from eagle3.export.checkpoints.source import Source
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.kinds import MLP_SPECULATOR
+from eagle3.export.draft.tensor_names import check_named_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -65,6 +66,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> SpeculatorDesc
     names = {name: name.removeprefix("speculator.") for name in headers}
     names = {name: own for name, own in names.items() if not (tied and _is_copy(own))}
     names = {name: _own_name(own) for name, own in names.items()}
+    check_named_once(folder, names)
     return SpeculatorDescription(
         kind=MLP_SPECULATOR,
         dialect="fms-extras",
