@@ -30,9 +30,7 @@ def step_position(max_seq_len: int) -> int:
 def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
     """Return a call of each method to time: ``target_verify`` of a whole verify window, and ``decode`` and
     ``speculate`` if the artifact has them."""
-    position, rows = step_position(session.metadata.max_seq_len), session.metadata.chain_len + 1
-    if not session.metadata.has_draft:
-        rows = session.metadata.window
+    position, rows = step_position(session.metadata.max_seq_len), session.metadata.usual_window
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
     steps: dict[str, Callable[[], Any]] = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:

@@ -81,6 +81,15 @@ def test_a_peagle_whose_rows_are_more_than_the_small_m_kernel_takes_has_no_fused
     assert not there and "a P-EAGLE of 5 tokens has 10 rows in it, its quantized linears take 8" in line
     with pytest.raises(ValueError, match="--speculate: a P-EAGLE .*: type --no-speculate"):
         fused_rounds(replace(quantized, speculate=True), draft, 5, 1)
+    assert fused_rounds(quantized, draft, 5, 1, verify_rows=9)[0]  # whose kernels take 16
+
+
+@pytest.mark.parametrize(
+    ("window", "said"), [(2, "leaves 2 rows, .*--draft-window 4"), (8, "leaves chunks of 8 tokens")]
+)
+def test_a_draft_window_that_is_too_short_for_the_methods_is_refused_with_the_flag(window, said):
+    with pytest.raises(ValueError, match=f"--draft-window {window} {said}"):
+        make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", draft_window=window))
 
 
 def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():

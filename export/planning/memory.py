@@ -67,6 +67,7 @@ def target_cache_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len
 
 def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> int:
     layer = draft.layer  # of a head without caches there are no windows
-    rings = (ring_window(window, max_seq_len) for window in draft.windows)
-    shapes = (KVCacheShape(layer.num_key_value_heads, layer.head_dim, max_seq_len, ring, dtype) for ring in rings)
+    slots = max_seq_len + draft.block_rows  # a block lies behind the last position
+    rings = (ring_window(window, slots) for window in draft.windows)
+    shapes = (KVCacheShape(layer.num_key_value_heads, layer.head_dim, slots, ring, dtype) for ring in rings)
     return sum(shape.bytes for shape in shapes)

@@ -54,6 +54,11 @@ def plan_methods(
     chain_rows = chain_len + 1
     window = verify_rows or chain_rows
     backend = BACKENDS[config.backend]
+    if config.draft_window is not None and longest < window:
+        raise ValueError(
+            f"--draft-window {config.draft_window} leaves {longest} rows, but a verify window has {window}: type "
+            f"--draft-window {config.draft_window + window - longest} or more"
+        )
     fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
     if window > chain_rows and not fewest_rows <= window <= most_rows:
         raise ValueError(
@@ -77,6 +82,11 @@ def plan_methods(
             "--draft with a head of smaller blocks"
         )
     min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
+    if config.draft_window is not None and longest < min_prefill:
+        raise ValueError(
+            f"--draft-window {config.draft_window} leaves chunks of {longest} tokens, but prefill takes {min_prefill} "
+            f"or more: type --draft-window {config.draft_window + min_prefill - longest} or more"
+        )
     most = min(longest, max_seq_len - 1)
     if most < min_prefill:
         raise ValueError(
@@ -127,14 +137,14 @@ def own_verify_rows(config: ExportConfig, qlinear: str) -> int:
 
 
 def fused_rounds(
-    config: ExportConfig, draft: DraftDescription, chain_len: int, target_bytes: int
+    config: ExportConfig, draft: DraftDescription, chain_len: int, target_bytes: int, verify_rows: int = 0
 ) -> tuple[bool, tuple[str, ...]]:
     """Return whether to export the method ``speculate``, and a warning where the default would, but cannot.
 
     Raises ValueError where it is impossible and ``--speculate`` asks for it.
     """
     backend = BACKENDS[config.backend]
-    rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, draft.block_rows))
+    rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, verify_rows, draft.block_rows))
     wanted = target_bytes < backend.fuses_below if config.speculate is None else config.speculate
     quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
     if not (wanted and quantized and rows > most):

@@ -168,7 +168,7 @@ def make_plan(config: ExportConfig) -> Plan:
     target_bytes = sum(header.bytes for header in target_headers.values())
     qlinear = choose_recipe(config, target_headers)
     verify_rows = config.verify_rows or (chain_len + 1 if has_draft else own_verify_rows(config, qlinear))
-    fused, left_out = fused_rounds(config, draft, chain_len, target_bytes) if has_draft else (False, ())
+    fused, left_out = fused_rounds(config, draft, chain_len, target_bytes, verify_rows) if has_draft else (False, ())
     return Plan(
         config=config,
         spec=spec,
@@ -240,7 +240,7 @@ def check_flags(config: ExportConfig) -> None:
         )
     if config.draft == Path(NO_HEAD):
         for flag in HEAD_FLAGS:
-            if getattr(config, flag) not in (None, False):
+            if getattr(config, flag) is not None and (flag, getattr(config, flag)) != ("speculate", False):
                 name = f"--{flag.replace('_', '-')}"
                 raise ValueError(f"{name} is for a draft head, and --draft none exports none: leave one of the two out")
     if config.verify_rows is not None and config.chain_len is not None and config.verify_rows <= config.chain_len:

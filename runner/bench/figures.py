@@ -64,7 +64,7 @@ def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
 def artifact_facts(configuration: Configuration) -> dict[str, Any]:
     metadata = configuration.model.metadata
     facts = {name: getattr(metadata, name) for name in ("chain_len", "max_seq_len", "has_logits", "manifest")}
-    facts["window"] = metadata.chain_len + 1 if metadata.has_draft else metadata.window
+    facts["window"] = metadata.usual_window
     return {"artifact": configuration.artifact, "has_decode": configuration.model.session.has_decode} | facts
 
 

@@ -77,7 +77,7 @@ def calls(session: Session) -> dict[str, Call]:
     chunk begins earlier if it would exceed the context."""
     metadata = session.metadata
     at, chunk = step_position(metadata.max_seq_len), metadata.max_prefill
-    window = metadata.chain_len + 1 if metadata.has_draft else metadata.window
+    window = metadata.usual_window
     first = min(at, metadata.max_seq_len - chunk)
     tokens, positions = torch.arange(1, chunk + 1)[None] % metadata.vocab_size, session.positions
     rows, token = tokens[:, :window].contiguous(), tokens[:, :1].contiguous()

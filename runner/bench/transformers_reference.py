@@ -26,7 +26,7 @@ def add_transformers(
     """
     metadata, completions = outcomes[0].configuration.model.metadata, outcomes[0].passes[0]
     reference = TransformersReference(checkpoint)
-    step = {"transformers": reference.step(metadata.chain_len + 1, step_position(metadata.max_seq_len))}
+    step = {"transformers": reference.step(metadata.usual_window, step_position(metadata.max_seq_len))}
     step_milliseconds(step, repeats=10)  # warm
     reference.complete(completions[0], metadata)
     theirs, seconds = zip(*(reference.complete(completion, metadata) for completion in completions), strict=True)

@@ -152,6 +152,11 @@ class Metadata:
         """The most rows of ``target_verify``."""
         return self.chain_len + 1 if self.verify_rows is None else self.verify_rows
 
+    @property
+    def usual_window(self) -> int:
+        """The rows of a verify window of the head's proposals; without a head, of the longest one."""
+        return self.chain_len + 1 if self.has_draft else self.window
+
     def constant_methods(self) -> dict[str, Any]:
         """Map names to values, for ``to_edge_transform_and_lower(constant_methods=...)``. Defaults are left out."""
         values = {
