@@ -99,8 +99,9 @@ HEADINGS = {
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),
-    help="The draft head: a folder, ORG/NAME[@REVISION], or a number or a name of --list-targets. none exports the "
-    "target alone, for eagle3-run's lookup in the text. Default: 1.",
+    help="The draft head: a folder, ORG/NAME[@REVISION], or a number or a name of --list-targets. mtp takes the "
+    "MTP layer of the target's own checkpoint. none exports the target alone, for eagle3-run's lookup in the text. "
+    "Default: 1; mtp for a checkpoint's folder with such a layer, where no head is listed.",
 )
 @click.option(
     "--download",

@@ -73,6 +73,12 @@ class DraftDescription:
         return self.hidden_size
 
     @property
+    def key_size(self) -> int:
+        """The size of a head of the keys that its own attention keeps."""
+        config = self.layer
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
     def draft_vocab_size(self) -> int:
         return self.target_vocab_size
 

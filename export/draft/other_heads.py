@@ -5,13 +5,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from eagle3.export.draft.own_layer import MODEL_TYPES
+
+_MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_ARCHITECTURE = {
     r"DSpark": "a DSpark head in a form other than speculators'",
     r"XPress": "an xPress head (a block with a refiner)",
     r"Domino": "a Domino head (a block-parallel head)",
     r"MuseGlimmerAssistant": "a Muse Glimmer assistant",
     r"Medusa": "a Medusa head",
-    r"MTP|NextN": "an MTP head (a layer of the target's own)",
+    r"MTP|NextN": _MTP,
     r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",
     r"ReDrafter": "a ReDrafter head",
 }
@@ -19,7 +22,7 @@ _BY_TENSOR = {
     r".*kv_a_proj_with_mqa\..*|.*kv_b_proj\..*": "an EAGLE-3 head with MLA attention",
     r".*medusa.*|parallel_draft_heads\..*": "a head with Medusa's parallel layers",
     r".*\.experts\..*": "a head with experts",
-    r"(.*\.)?(eh_proj|enorm|hnorm)\..*": "an MTP head (a layer of the target's own)",
+    r"(.*\.)?(eh_proj|enorm|hnorm)\..*|mtp_layers\..*": _MTP,
 }
 _BY_KEY = {"dflash_config": "a head of the DFlash family of a class of its own", "medusa_num_heads": "a Medusa head"}
 _SPECULATORS = ("eagle", "eagle3", "peagle")
@@ -37,6 +40,11 @@ def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[s
     ]
     if isinstance(kind, str) and kind not in _SPECULATORS:
         found.insert(0, f"a speculator of the kind {kind}")
+    if _MTP in found and config.get("model_type") in MODEL_TYPES:
+        raise ValueError(
+            f"{file.parent} is a {config['model_type']} model with an MTP layer, no head by itself: type --checkpoint "
+            f"{file.parent} --draft mtp"
+        )
     if found:
         raise ValueError(
             f"{file.parent} is {found[0]} (architectures: {', '.join(architectures) or 'none'}), which is not "

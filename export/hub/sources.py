@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.hub.names import HubName, hub_name
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
+from eagle3.export.planning.paths import uses_own_layer
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -184,14 +185,17 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
     if config.checkpoint is None and spec.repository is not None:
         named["checkpoint"] = HubName(spec.repository)
     heads = spec.heads or _heads_for(named.get("checkpoint"))
-    if config.draft == Path(NO_HEAD):
+    if config.draft == Path(NO_HEAD) or uses_own_layer(config):
         named.pop("draft", None)
     elif config.draft is not None and not os.path.exists(config.draft):
         head = _head(str(config.draft), heads, config.target_model)
         named |= {"draft": head} if head else {}
     elif config.draft is None and spec.draft is None:
         if not heads:
-            raise ValueError(f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME")
+            raise ValueError(
+                f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME, or --draft mtp if "
+                "the target's checkpoint has an MTP layer"
+            )
         named["draft"] = HubName(heads[0])
     return named, {name for name in named if getattr(config, name) is not None}
 

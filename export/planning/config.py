@@ -9,6 +9,8 @@ from eagle3.export.hub.names import HubName
 
 NO_HEAD = "none"
 """The value of ``--draft`` for a target without a draft head."""
+OWN_LAYER = "mtp"
+"""The value of ``--draft`` for the MTP layer that the target's own checkpoint holds."""
 CUDA_RECIPES = ("none", "default", "sensitive")
 XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 """Dynamic activations in 8 bits, weights in 4 or 8: ExecuTorch's names (``extension/llm/export/quantize.py``)."""

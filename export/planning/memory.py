@@ -69,5 +69,5 @@ def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dt
     layer = draft.layer  # of a head without caches there are no windows
     slots = max_seq_len + draft.block_rows  # a block lies behind the last position
     rings = (ring_window(window, slots) for window in draft.windows)
-    shapes = (KVCacheShape(layer.num_key_value_heads, layer.head_dim, slots, ring, dtype) for ring in rings)
+    shapes = (KVCacheShape(layer.num_key_value_heads, draft.key_size, slots, ring, dtype) for ring in rings)
     return sum(shape.bytes for shape in shapes)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.draft.own_layer import has_own_layer
+from eagle3.export.planning.config import OWN_LAYER, ExportConfig
 from eagle3.targets import TARGETS, TargetSpec
 
 
@@ -32,6 +33,17 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
 def draft_folder(config: ExportConfig) -> Path:
     """Return the folder of the draft head. Raises ValueError or FileNotFoundError where there is none."""
     return _folder(config.draft or TARGETS[config.target_model].draft, config.target_model, "--draft")
+
+
+def uses_own_layer(config: ExportConfig) -> bool:
+    """Return True if the draft head is the MTP layer in the target's checkpoint: ``--draft mtp``, or no ``--draft`` for
+    a folder that has such a layer and a target without a head of its own."""
+    if config.draft is not None:
+        return config.draft == Path(OWN_LAYER)
+    spec = TARGETS[config.target_model]
+    if spec.draft is not None or spec.heads or config.checkpoint is None or not config.checkpoint.is_dir():
+        return False
+    return has_own_layer(config.checkpoint)
 
 
 def _folder(path: Path | None, target: str, flag: str) -> Path:

@@ -17,12 +17,13 @@ from eagle3.export.checks.pairing import check_pair, check_trained_for, within_v
 from eagle3.export.checks.tensors import check_target
 from eagle3.export.draft.description import DraftDescription, EagleDescription
 from eagle3.export.draft.no_head import no_head
+from eagle3.export.draft.own_layer import read_own_layer
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.windowed import windowed
-from eagle3.export.planning.config import GROUPED, NO_HEAD, ExportConfig
+from eagle3.export.planning.config import GROUPED, NO_HEAD, OWN_LAYER, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
-from eagle3.export.planning.paths import draft_folder, target_paths
+from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.runner.contract import SPECULATE
 from eagle3.targets import TARGETS, TargetSpec, spec_for
@@ -35,6 +36,7 @@ HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
     "draft_window",
 )  # fmt: skip
+EAGLE_FLAGS = ("draft_dialect", "norm_before_residual", "draft_window")
 LARGE = 100_000_000
 """Weights of a target whose steps take as long as reading them does."""
 
@@ -148,7 +150,9 @@ def make_plan(config: ExportConfig) -> Plan:
     skeleton = spec.module().skeleton(target_config, max_seq_len)
     target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
     has_draft = config.draft != Path(NO_HEAD)
-    if has_draft:
+    if has_draft and uses_own_layer(config):
+        draft: DraftDescription = read_own_layer(target_source, target_config, checkpoint)
+    elif has_draft:
         draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual)
     else:
         draft = no_head(checkpoint, whole_config)
@@ -243,6 +247,11 @@ def check_flags(config: ExportConfig) -> None:
             if getattr(config, flag) is not None and (flag, getattr(config, flag)) != ("speculate", False):
                 name = f"--{flag.replace('_', '-')}"
                 raise ValueError(f"{name} is for a draft head, and --draft none exports none: leave one of the two out")
+    if config.draft == Path(OWN_LAYER):
+        for flag in EAGLE_FLAGS:
+            if getattr(config, flag) is not None:
+                name = f"--{flag.replace('_', '-')}"
+                raise ValueError(f"{name} is for EAGLE heads, and --draft mtp is the target's MTP layer: leave it out")
     if config.verify_rows is not None and config.chain_len is not None and config.verify_rows <= config.chain_len:
         raise ValueError(
             f"--verify-rows {config.verify_rows} is too short for --chain-len {config.chain_len}, which verifies "

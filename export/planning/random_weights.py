@@ -12,7 +12,7 @@ from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.hub.sources import named_as_typed
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
-from eagle3.export.planning.paths import draft_folder, target_paths
+from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.taps import spread_taps
 from eagle3.export.twin.layers import fewer_layers
 from eagle3.export.twin.shrink import common_fields, from_common_fields
@@ -28,7 +28,8 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
     Raises ValueError or FileNotFoundError where a checkpoint has no shapes to take, or not every kind of layer is kept.
     """
     checkpoint, _ = target_paths(config, TARGETS[config.target_model])
-    draft = None if config.draft == Path(NO_HEAD) else draft_folder(config)
+    own = uses_own_layer(config)
+    draft = None if own or config.draft == Path(NO_HEAD) else draft_folder(config)
     with TemporaryDirectory(prefix="eagle3-random-") as folder, named_as_typed(folder):
         target, head = _within(Path(folder, "target"), checkpoint), config.draft
         if draft is not None:
@@ -40,15 +41,17 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
             taps = config.aux_layers
             if draft is not None and not taps:
                 taps = spread_taps(read_draft(draft, config.draft_dialect), config.layers)
-            _save_fewer_layers(checkpoint, config, target)
+            _save_fewer_layers(checkpoint, config, target, own)
         yield replace(config, checkpoint=target, draft=head, aux_layers=taps)
 
 
-def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path) -> None:
+def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path, own: bool) -> None:
+    """``own``: the MTP layer behind the last one is kept too."""
     assert config.layers is not None
     whole = read_target_config(checkpoint, config.target_model)
     fewer, layers = fewer_layers(common_fields(whole), partial(from_common_fields, whole), config.layers)
-    random_folder(checkpoint, into, layers, whole.num_hidden_layers)
+    behind = [whole.num_hidden_layers] if own else []
+    random_folder(checkpoint, into, [*layers, *behind], whole.num_hidden_layers)
     (into / "config.json").unlink()
     whole_config(fewer).save_pretrained(into)
 

@@ -20,7 +20,6 @@ from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.eagle_kinds import MASK_TOKENS
 from eagle3.export.draft.formulas import Drafter
-from eagle3.export.draft.head import DraftHead
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.tensor_names import own_name
@@ -49,24 +48,26 @@ def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, 
         length = max(
             prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
         )  # a head may know fewer positions than a chunk has
-        target = _target(small.hidden_size, generator)
+        target = stand_in(VOCABULARY, small.hidden_size, generator)
         head: Any = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
         tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
         shared = target.embed_tokens.weight, target.lm_head.weight
-        return _play(Drafter(draft.dialect, config, twin.layer, tensors, *shared), head, tokens, states)
+        return play(Drafter(draft.dialect, config, twin.layer, tensors, *shared), head, tokens, states)
 
 
-def _target(size: int, generator: torch.Generator) -> SimpleNamespace:
+def stand_in(vocabulary: int, size: int, generator: torch.Generator) -> Any:  # noqa: ANN401 - part of a target
     """Return a stand-in for the target, with the two modules that a draft head may share: embedding and lm_head."""
-    embedding, lm_head = nn.Embedding(VOCABULARY, size), nn.Linear(size, VOCABULARY, bias=False)
+    embedding, lm_head = nn.Embedding(vocabulary, size), nn.Linear(size, vocabulary, bias=False)
     for module in (embedding, lm_head):
         module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
     return SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
 
 
-def _play(drafter: Drafter, head: DraftHead, tokens: Tensor, taps: list[Tensor]) -> Comparison:
-    """Seed the head chunk by chunk. After each chunk, chain some rows; the next chunk overwrites them."""
+def play(drafter: Any, head: Any, tokens: Tensor, taps: list[Tensor]) -> Comparison:  # noqa: ANN401 - of several kinds
+    """Seed the head chunk by chunk. After each chunk, chain some rows; the next chunk overwrites them.
+
+    ``drafter`` has the methods of the ``Drafter`` of EAGLE heads, ``head`` is a ``CachedHead``."""
     length = tokens.shape[1]
     compared = Comparison(length)
     features = head.fuse(tuple(taps))

@@ -6,6 +6,7 @@ from eagle3.export.draft.kinds.kind import Kind, KindModule
 
 GEMMA4_ASSISTANT, MLP_SPECULATOR = "Gemma 4 assistant", "MLP speculator"
 DFLASH, DFLASH2, DSPARK = "DFlash", "DFlash2", "DSpark"
+MTP = "MTP"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
 KINDS: dict[str, Kind] = {
@@ -53,6 +54,13 @@ KINDS: dict[str, Kind] = {
         speculators_type="dspark",
         architectures="^DSpark",
     ),
+    MTP: Kind(
+        "the target's last state; a KV cache of its own; a step for each proposal. --draft mtp: the target's own layer",
+        "eagle3.export.draft.kinds.mtp",
+        published=("zai-org/GLM-4.5", "deepseek-ai/DeepSeek-V3"),
+        speculators_type="mtp",
+        architectures="^MTPDraftModel",
+    ),
 }
 
 __all__ = [
@@ -64,6 +72,7 @@ __all__ = [
     "GEMMA4_ASSISTANT",
     "KINDS",
     "MLP_SPECULATOR",
+    "MTP",
     "P_EAGLE",
     "Kind",
     "KindModule",

@@ -138,11 +138,12 @@ class NvidiaBackend:
         return CudaWeights(target, recipe, self.dtype)
 
     def prepare(self, speculator: Eagle3Speculator, plan: Plan) -> None:
-        """Fuse the target's experts; quantize the draft head as the plan says and lay it out for its kernels."""
+        """Fuse experts; quantize the draft head as the plan says and lay it out for its kernels."""
         use_fused_experts(speculator.get_submodule("target"))
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
             recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
             quantize(speculator.draft, recipe, spare=speculator.target.parameters())
+            use_fused_experts(speculator.draft)
             lay_out(speculator.draft, spare=speculator.target.parameters())
 
     @contextmanager

@@ -1,0 +1,27 @@
+"""MTP heads: a decoder layer of the target's own kind over the token's embedding and the state before it.
+
+    x = layer(eh_proj(cat[enorm(embed(token)), hnorm(f)]));  f' = norm(x);  logits = lm_head(f')
+
+Embedding and lm_head are the target's. f' is the next step's f: the state after the head's last norm, in every source
+below. The first f is a state of the target, and there the sources differ:
+
+- **A target's own layer** takes the state after the target's last norm, which is what lm_head takes: transformers'
+  ``MTPCandidateGenerator`` (its ``hidden_states[-1]`` is normed), vLLM (``gpu_model_runner`` hands on what the model's
+  forward returns; deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py), SGLang (deepseek_nextn.py, glm4_moe_nextn.py),
+  Megatron-LM (multi_token_prediction.py behind the decoder's final norm), llama.cpp since its pull request 24025 for
+  Qwen.
+- **A head of speculators** (``MTPDraftModel``) takes the state before that norm. It is trained on the last layer's
+  output as vLLM's ``extract_hidden_states`` captures it (``--target-layer-ids N`` of N layers; speculators' pull
+  request 313 says that the final norm is not applied), and ``MTPDraftModel`` applies none of the target's.
+
+The order of the concatenation, token first, is that of all of them (not that of DeepSeek's paper: Megatron-LM's issue
+1588). vLLM replaces the embedding of slot 0 by zeros, the others do not, nor do we: it is one key of thousands.
+Slot p rotates by p, as in vLLM; transformers rotates by p + 1, and only differences matter. vLLM fed x instead of f' to
+later steps before its pull request 45895.
+"""
+
+from eagle3.export.draft.kinds.mtp.head import Head
+from eagle3.export.draft.kinds.mtp.reading import check_pair, read
+from eagle3.export.draft.kinds.mtp.twin import compare
+
+__all__ = ["Head", "check_pair", "compare", "read"]

@@ -1,0 +1,44 @@
+"""The reference for an MTP head: norms and projection in plain PyTorch around transformers' own decoder layer with its
+eager attention. Every row is computed again in each call; nothing is kept.
+
+It goes by the names of DeepSeek's checkpoints. Sources: see ``mtp/__init__.py``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Computes a head. ``model`` is transformers' model of one layer, the head's; ``tensors`` (float32) are enorm,
+    hnorm, eh_proj and norm, ``embedding`` and ``lm_head`` [V, H] the target's."""
+
+    model: Any
+    tensors: dict[str, Tensor]
+    embedding: Tensor
+    lm_head: Tensor
+
+    def fuse(self, states: list[Tensor]) -> Tensor:
+        """Return the first feature [T, H]: the target's state itself."""
+        (state,) = states
+        return state
+
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute tokens [T], each the one after its slot, and features [T, H] -> logits [T, V] and the features of
+        the next step [T, H]."""
+        length = len(tokens)
+        joined = torch.cat([self._norm(self.embedding[tokens], "enorm"), self._norm(features, "hnorm")], dim=-1)
+        x = (joined @ self.tensors["eh_proj"].T)[None]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        rotary = self.model.model.rotary_emb(x, torch.arange(length)[None])
+        x = self.model.model.layers[0](x, attention_mask=mask, position_embeddings=rotary)
+        state = self._norm(x[0], "norm")
+        return F.linear(state, self.lm_head), state
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(variance + self.model.config.rms_norm_eps) * self.tensors[name]

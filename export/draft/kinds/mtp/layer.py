@@ -1,0 +1,42 @@
+"""Makes the decoder layer of an MTP head: a layer of transformers' own model of the target's type, unmodified."""
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.initialization import no_init_weights
+
+from eagle3.targets.conversion import Conversion
+from eagle3.targets.text_part import build
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+LAYER = "layers.0."
+
+
+def one_layer_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """Return the configuration of a model whose only layer is the one behind the last of ``config``: full attention,
+    and experts where the last layers have them."""
+    fewer = deepcopy(config)
+    if getattr(fewer, "first_k_dense_replace", None) is not None:
+        fewer.first_k_dense_replace = int(config.num_hidden_layers < config.first_k_dense_replace)
+    if getattr(fewer, "layer_types", None):
+        fewer.layer_types = ["full_attention"]
+    fewer.num_hidden_layers = 1
+    return fewer
+
+
+def one_layer_model(config: "PreTrainedConfig") -> "PreTrainedModel":
+    """Return transformers' model with that layer alone, on the meta device. ``config`` is the target's."""
+    with torch.device("meta"), no_init_weights():
+        return build(one_layer_config(config))
+
+
+def layer_of(model: Any) -> Any:  # noqa: ANN401 - a class of transformers for each type
+    return model.model.layers[0]
+
+
+def conversion_of(config: "PreTrainedConfig") -> Conversion:
+    """Return the conversion of that model's checkpoints, which puts our ``Experts`` into its layer."""
+    return Conversion(one_layer_model(config))

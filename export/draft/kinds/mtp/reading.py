@@ -1,0 +1,152 @@
+"""Reads an MTP head: as speculators saves it, or out of its target's own checkpoint."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.export.checkpoints.json_fields import count, nested
+from eagle3.export.checkpoints.rope import check_rope
+from eagle3.export.checkpoints.source import Source
+from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.dialects import DIALECTS
+from eagle3.export.draft.kinds import MTP
+from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
+from eagle3.export.draft.own_layer import inverse, own_naming, renamed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SPECULATORS, OWN = "speculators", "the target's own checkpoint"
+KEYS, COUNT = "transformer_layer_config", "num_nextn_predict_layers"
+_HYBRID = re.compile(r"qwen3_next|qwen3_5")
+_NAMES = {
+    "mtp_layers.0.token_layernorm.": "enorm.",
+    "mtp_layers.0.hidden_layernorm.": "hnorm.",
+    "mtp_layers.0.input_proj.": "eh_proj.",
+    "mtp_layers.0.final_layernorm.": "norm.",
+    "mtp_layers.0.": "layers.0.",
+}
+_UNREAD = "verifier_lm_head.weight"  # that its class does not use
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPDescription(DraftDescription):
+    """An MTP head. ``layer`` is transformers' configuration of the target, whose kind of layer the head has."""
+
+    shares_lm_head: bool = True
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def key_size(self) -> int:
+        config = self.layer
+        if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
+            return config.qk_nope_head_dim + config.qk_rope_head_dim
+        return super().key_size
+
+
+def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription:
+    """Describe the head in ``folder``, of speculators' ``MTPDraftModel``. Raises ValueError, one line."""
+    file, headers = folder / "config.json", source.headers()
+    fields = nested(config, KEYS, file)
+    if not fields:
+        raise ValueError(f"{file} has no {KEYS}, as a head of speculators has: correct it")
+    model_type = fields.get("model_type", "qwen2")  # speculators' default
+    if model_type != "qwen3":
+        reason = "hybrid layers (linear attention)" if _HYBRID.match(str(model_type)) else "layers of no known kind"
+        raise ValueError(
+            f"{folder} is an MTP head of a {model_type} model, which has {reason}: qwen3 is what is read of speculators"
+        )
+    layer, proposal = _layer(file, fields), DIALECTS[SPECULATORS].proposal(config, file)
+    if (layer.layer_types or ["full_attention"])[0] != "full_attention":
+        raise ValueError(
+            f"{file}: the first of layer_types is {layer.layer_types[0]}, which speculators' head computes as full "
+            "attention and vLLM does not: not supported"
+        )
+    _check_count(config, file)
+    names = {name: renamed(name, _NAMES) for name in headers if name != _UNREAD}
+    return MTPDescription(
+        kind=MTP,
+        dialect=SPECULATORS,
+        source=source,
+        layer=layer,
+        tensor_names=names,
+        headers={own: headers[name] for name, own in names.items()},
+        target_vocab_size=layer.vocab_size,
+        aux_layers=(layer.num_hidden_layers,),  # the last layer's output, before the target's norm
+        chain_len=proposal.chain_len,
+        verifier=proposal.verifier,
+        verifier_architectures=proposal.verifier_architectures,
+    )
+
+
+def read_own(source: Source, names: Mapping[str, str], config: "PreTrainedConfig", folder: Path) -> MTPDescription:
+    """Describe the MTP layer in a target's checkpoint.
+
+    Args:
+        source: the target's tensors
+        names: the checkpoint's names of the layer's tensors, mapped to the head's
+        config: transformers' text configuration of the target
+        folder: where the target's ``config.json`` is
+
+    Raises ValueError, one line, for more than one such layer, and for experts that are not all there.
+    """
+    _check_count(config.to_dict(), folder / "config.json")
+    tensors = LayerTensors(source, names, config)
+    headers = tensors.headers()
+    return MTPDescription(
+        kind=MTP,
+        dialect=OWN,
+        source=tensors,
+        layer=config,
+        tensor_names={own: own for own in headers},
+        headers=headers,
+        target_vocab_size=config.vocab_size,
+        takes_final_state=True,
+    )
+
+
+def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str]:
+    """Return a function from the head's names to those of a checkpoint such as ``draft`` is of, for a target of
+    ``layers`` layers."""
+    if isinstance(draft.source, LayerTensors):
+        return own_naming(draft.source.names, layers)
+    return lambda name: renamed(name, inverse(_NAMES))
+
+
+def check_pair(
+    draft: MTPDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
+) -> None:
+    """Raise ValueError for a head of another target. speculators copies the configuration of the target's layers."""
+    named = taps not in ((), draft.aux_layers)  # --aux-layers says which layer
+    for key in ("model_type", "hidden_size", *(() if named else ("num_hidden_layers",))):
+        theirs, given = getattr(draft.layer, key), getattr(target_config, key)
+        if theirs != given:
+            raise ValueError(
+                f"the draft is an MTP head for a target with {key} {theirs}, but the target has {given}: likely not a "
+                f"matched pair{trained_for}"
+            )
+    if len(taps) > 1:
+        raise ValueError(
+            f"an MTP head takes one state of its target, but {len(taps)} aux layers are named "
+            f"({','.join(map(str, taps))}): leave --aux-layers out"
+        )
+
+
+def _check_count(config: Mapping[str, Any], file: Path) -> None:
+    layers = count(config, COUNT, count(config, "num_mtp_layers", 1, file, least=0), file, least=0)
+    if layers != 1:
+        raise ValueError(f"{file}: {COUNT} is {layers}, but MTP heads of one layer are what is supported")
+
+
+def _layer(file: Path, fields: dict[str, Any]) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**fields)
+    except Exception as error:  # transformers validates field by field, with errors of its own kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{file}: transformers makes no decoder layer of this ({reason[:200]}): correct it") from error
+    check_rope(config, str(file))
+    return config

@@ -1,0 +1,77 @@
+"""The tensors of an MTP layer in a target's own checkpoint, under the names and in the shapes of the head's module.
+
+Experts, which are single on the disk, are merged as the target's are (``targets/conversion.py``).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.export.draft.kinds.mtp.layer import LAYER, conversion_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class LayerTensors(Source):
+    """The part of ``source`` that ``names`` lists: the checkpoint's name to the head's, or to the name of an expert's
+    tensor below ``layers.0.``."""
+
+    def __init__(self, source: Source, names: Mapping[str, str], config: "PreTrainedConfig"):
+        super().__init__(source.path)
+        self._source, self._conversion, self.names = source, conversion_of(config), names
+        self._names = {name: self._converted(own) for name, own in names.items()}
+        shapes = self._conversion.model.state_dict()
+        self._shapes = {name: tuple(value.shape) for name, value in shapes.items()}
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:  # noqa: ARG004 - it is a part of another
+        return False
+
+    def files(self) -> list[Path]:
+        return self._source.files()
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """Return the headers by the head's names. Raises ValueError for an expert that is missing or of another
+        shape."""
+        found, parts = {}, {}
+        for name, header in self._source.headers().items():
+            own = self._names.get(name)
+            if own in self._conversion.parts:
+                parts[own] = header
+            elif own is not None:
+                found[_head_name(own)] = header
+        return found | self._merged(parts)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        given = ((self._names[name], tensor) for name, tensor in self._source.tensors() if name in self._names)
+        for own, tensor in self._conversion.joined(given):
+            yield _head_name(own), tensor
+
+    def _converted(self, own: str) -> str:
+        """Return the name by which the conversion knows a tensor of the layer."""
+        return (self._conversion.name(f"model.{own}") if own.startswith(LAYER) else None) or own
+
+    def _merged(self, parts: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        merged: dict[str, TensorHeader] = {}
+        for name, part in self._conversion.parts.items() if parts else ():
+            if name.startswith(f"model.{LAYER}"):
+                header, place = parts.get(name), _head_name(name)
+                if header is None:
+                    raise ValueError(f"{self.path}: its MTP layer lacks {place}: is a shard missing?")
+                if header.shape != part.shape:
+                    raise ValueError(
+                        f"{self.path}: {place} of its MTP layer is {list(header.shape)}, but config.json implies "
+                        f"{list(part.shape)}"
+                    )
+                own, _ = self._conversion.replaced[part.target]
+                size = merged[_head_name(own)].bytes if _head_name(own) in merged else 0
+                merged[_head_name(own)] = TensorHeader(self._shapes[own], header.dtype, size + header.bytes)
+        return merged
+
+
+def _head_name(own: str) -> str:
+    return own.removeprefix("model.")

@@ -1,0 +1,89 @@
+"""Finds the MTP layer that a target's own checkpoint holds behind its last layer (``--draft mtp``), and the names of
+its tensors. ``kinds/mtp`` computes it."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.export.checkpoints import open_source
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.source import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from eagle3.export.draft.description import DraftDescription
+
+MODEL_TYPES = ("deepseek_v3", "glm4_moe", "qwen3")
+"""Targets whose MTP layers are read."""
+OF_DEEPSEEK = {"shared_head.norm.": "norm.", **{f"{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")}}
+"""Names in DeepSeek V3 and GLM-4.5 behind ``model.layers.N.``, N the number of the target's layers, and the head's.
+All others are the decoder layer's."""
+OF_QWEN = {
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.fc.": "eh_proj.",
+    "mtp.norm.": "norm.",
+    "mtp.layers.0.": "layers.0.",
+}
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies of the target's tensors: SGLang and transformers take the target's."""
+
+
+def has_own_layer(folder: Path) -> bool:
+    """Return True if ``folder`` holds a target's checkpoint with an MTP layer."""
+    if not (folder / "config.json").is_file():
+        return False
+    layers = read_object(folder / "config.json").get("num_hidden_layers")
+    return isinstance(layers, int) and bool(own_names(open_source(folder).headers(), layers))
+
+
+def own_names(names: Collection[str], layers: int) -> dict[str, str]:
+    """Map the tensors of the MTP layer of a target of ``layers`` layers to the head's names; empty if it has none."""
+    behind = f"model.layers.{layers}."
+    if f"{behind}eh_proj.weight" in names:
+        found = {name: name.removeprefix(behind) for name in names if name.startswith(behind)}
+        found = {name: rest for name, rest in found.items() if rest not in _SHARED}
+        return {name: renamed(rest, OF_DEEPSEEK, "layers.0.") for name, rest in found.items()}
+    if "mtp.fc.weight" in names:
+        return {name: renamed(name, OF_QWEN) for name in names if name.startswith("mtp.")}
+    return {}
+
+
+def own_naming(names: Collection[str], layers: int) -> Callable[[str], str]:
+    """Return a function from the head's names to a checkpoint's of a target of ``layers`` layers, as ``names`` are."""
+    if any(name.startswith("mtp.") for name in names):
+        return lambda name: renamed(name, inverse(OF_QWEN))
+    ours = inverse(OF_DEEPSEEK) | {"layers.0.": ""}
+    return lambda name: f"model.layers.{layers}.{renamed(name, ours)}"
+
+
+def renamed(name: str, names: Mapping[str, str], otherwise: str = "") -> str:
+    """Return ``name`` with its beginning replaced by ``names``, or behind ``otherwise``."""
+    for before, after in names.items():
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return otherwise + name
+
+
+def inverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {after: before for before, after in names.items()}
+
+
+def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> "DraftDescription":
+    """Describe the MTP layer in a target's tensors ``source``. ``config`` is transformers' text configuration of the
+    target, ``folder`` has its ``config.json``. Raises ValueError, one line, for a target that has none."""
+    from eagle3.export.draft.kinds.mtp.reading import read_own
+
+    names = own_names(source.headers(), config.num_hidden_layers)
+    if not names:
+        raise ValueError(
+            f"--draft mtp: {source.path} has no MTP layer (model.layers.{config.num_hidden_layers}.eh_proj.weight or "
+            "mtp.fc.weight): type --draft with a head's folder or its name on the hub"
+        )
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"--draft mtp: the MTP layer of a {config.model_type} is not supported, but those of "
+            f"{', '.join(MODEL_TYPES)} are: type --draft with another head"
+        )
+    return read_own(source, names, config, folder)
