@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mtp_heads import CASES, GOLDEN, OWN, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, OWN, drafter_of, plan_of, save_target, transformers_head
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -13,14 +13,11 @@ from transformers.cache_utils import DynamicCache
 
 from eagle3.export.checks.pairing import check_pair
 from eagle3.export.draft.kinds import MTP
-from eagle3.export.draft.kinds.mtp.formulas import Drafter
-from eagle3.export.draft.kinds.mtp.layer import one_layer_config
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.taps import choose_taps
 from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
-from eagle3.targets.text_part import build
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 TARGET = Qwen3Config(hidden_size=64, vocab_size=96, num_hidden_layers=4)
@@ -95,20 +92,7 @@ def test_a_fused_round_takes_the_accepted_row(name):
 @pytest.mark.parametrize("name", CASES)
 def test_its_formulas_are_speculators(name):
     case = Case(name)
-    tensors = load_file(GOLDEN / name / "model.safetensors")
-    model = build(one_layer_config(case.draft.layer), real=True).eval()
-    model.config._attn_implementation = "eager"
-    layer = {key.removeprefix("mtp_layers.0."): value for key, value in tensors.items()}
-    around = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "norm": "final_layernorm",
-    }
-    missing = model.model.layers[0].load_state_dict(layer, strict=False).missing_keys
-    assert not missing
-    named = {ours: tensors[f"mtp_layers.0.{theirs}.weight"] for ours, theirs in around.items()}
-    drafter = Drafter(model, named, case.golden["embedding"], case.golden["lm_head"])
+    drafter = drafter_of(name, case.golden["embedding"], case.golden["lm_head"])
     with torch.no_grad():
         logits, states = drafter(case.golden["tokens"][0], case.golden["states"][0])
     torch.testing.assert_close(logits, case.golden["logits"][0], **CLOSE)

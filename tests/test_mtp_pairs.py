@@ -9,7 +9,7 @@ import torch
 from commands import fail_command, run_command
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
-from mtp_heads import GOLDEN, changed, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, changed, drafter_of, plan_of, save_target, transformers_head
 from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file
 from scripted import ThreeMethods
@@ -25,6 +25,8 @@ from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, trace
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.loop import complete
+from eagle3.runner.sampling.options import Sampling
+from eagle3.runner.sampling.sampler import Sampler
 
 
 def prompt_of(length: int) -> list[int]:
@@ -101,14 +103,52 @@ def test_a_head_of_speculators_takes_the_state_before_the_norm(qwen):
     torch.testing.assert_close(torch.cat(session.features, dim=1), seen[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["glm", "qwen"])
-def test_every_way_to_generate_says_the_same(kind, request):
-    target = request.getfixturevalue(kind)
-    plan = plan_of(target, "mtp" if kind == "glm" else GOLDEN / "qwen3")
+class ByFormulas(ThreeMethods):
+    """Compares every draft step with the formulas, over the tokens and features that were written last in each slot."""
+
+    def __init__(self, session, name: str):
+        super().__init__(session)
+        target = session._speculator.target
+        self.drafter = drafter_of(name, target.embed_tokens.weight, target.lm_head.weight)
+        self.tokens, self.features, self.steps = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 64), 0
+
+    def draft_decode(self, tokens, feature, input_pos):
+        step, start = self._session.draft_decode(tokens, feature, input_pos), int(input_pos[0])
+        self.tokens = torch.cat([self.tokens[:start], tokens[0]])
+        self.features = torch.cat([self.features[:start], feature[0]])
+        logits, state = self.drafter(self.tokens, self.features)
+        torch.testing.assert_close(step.logits[0, 0], logits[-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(step.feature[0, 0], state[-1], atol=1e-4, rtol=1e-4)
+        self.steps += 1
+        return step
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_of_a_generation_is_its_formulas(name, qwen):
+    """Seeded in chunks, chained, and rolled back by accepted windows of several lengths: a bias leaves the target four
+    tokens, so that some are accepted."""
+    session = eager_session(plan_of(qwen, GOLDEN / name))
+    checked, prompt = ByFormulas(session, name), prompt_of(40)
+    sampling = Sampling(temperature=1.0, seed=2, logit_bias={token: 50.0 for token in (10, 12, 13, 14)})
+    biased = []
+    for chain in (0, None):
+        choice = Sampler(sampling, session.metadata, prompt)
+        biased.append(complete(checked, prompt, chain=chain, max_new_tokens=50, stop_ids=[], choice=choice))
+    assert biased[0].token_ids == biased[1].token_ids and biased[1].stats.num_accepted_tokens > 5
+    assert checked.steps > 50
+    options = {"max_new_tokens": 16, "stop_ids": []}
+    plain, three = complete(checked, prompt, chain=0, **options), complete(checked, prompt, **options)
+    fused = complete(session, prompt, **options)
+    assert plain.token_ids == three.token_ids == fused.token_ids and three.stats.counts() == fused.stats.counts()
+    assert fused.stats.method_calls[SPECULATE] > 5
+
+
+def test_every_way_to_generate_says_the_same(glm):
+    plan = plan_of(glm)
     session, prompt = eager_session(plan), prompt_of(30)
     metadata, manifest = session.metadata, make_manifest(plan)
     assert metadata.has_draft_cache and metadata.proposals == 1 and metadata.chain_len == 3
-    assert manifest["draft_kind"] == MTP and manifest["taps"] == ([] if kind == "glm" else [4])
+    assert manifest["draft_kind"] == MTP and manifest["taps"] == []
     plain = same_tokens_by_every_path(session, prompt)
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
 
@@ -121,14 +161,12 @@ def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels(model_type, tmp
     plan = plan_of(tmp_path / "target", draft_qlinear="default", speculate=True)
     speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
-    for name in (DRAFT_DECODE, SPECULATE):
-        with cuda.tracing(speculator, plan):
-            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
-        counted = check_linears(name, program)
-        assert not counted["large_m"] and not counted["dequantize"], counted
-        fused = [node for node in program.graph.nodes if "fused_moe" in str(node.target)]
-        if name == DRAFT_DECODE:  # eh_proj, the layer (of one with experts the shared one's MLP), lm_head
-            assert counted["small_m"] == 9 and len(fused) == (model_type == "glm4_moe")
+    with cuda.tracing(speculator, plan):
+        program = trace(speculator, plan.method(DRAFT_DECODE), plan.draft.hidden_size, cuda.dtype)
+    counted = check_linears(DRAFT_DECODE, program)
+    fused = [node for node in program.graph.nodes if "fused_moe" in str(node.target)]
+    # eh_proj, the layer (of one with experts the shared one's MLP), lm_head
+    assert counted == {"small_m": 9, "large_m": 0, "dequantize": 0} and len(fused) == (model_type == "glm4_moe")
 
 
 # --- what is chosen and said

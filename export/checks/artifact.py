@@ -20,6 +20,7 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 from eagle3.export.checks.proposals import compare_proposals
 from eagle3.export.draft.description import EagleDescription
+from eagle3.export.draft.kinds import MTP
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
@@ -211,13 +212,13 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
         "nothing. Likely causes, the most frequent first:"
     ]
     other = "input" if "outputs" in plan.chosen_taps.origin else "output"
-    if plan.taps:
+    if plan.taps and draft.kind != MTP:
         lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
     if plan.taps and draft.aux_layers is None and config.aux_layers is None:
         lines.append("  the checkpoint names no taps and the default was taken: type --aux-layers with its training's")
     if draft.verifier:
         lines.append(f"  the target: the head was trained for {draft.verifier}, this is {plan.checkpoint}")
-    else:
+    elif draft.folder != plan.checkpoint:  # a layer of the target's own
         lines.append(f"  the target: the head does not say what it was trained for, this is {plan.checkpoint}")
     if isinstance(draft, EagleDescription):
         said = str(draft.norm_before_residual).lower()
