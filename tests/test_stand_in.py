@@ -16,7 +16,7 @@ FAULTS = {
     "written_out_of_bounds_by_one": "illegal memory access .*writes 4 bytes .*byte 252 of argument OUT, byte 252 of",
     "used_after_free": "illegal memory access .*argument X is 0x.*: byte 0 of 256, which is free",
     "workspace_of_a_graph_freed": "illegal memory access .*argument X is 0x.*: byte 0 of 256, which is free",
-    "int32_offset_at_131072_slots": "illegal memory access .*byte -2147483648 of argument CACHE",
+    "int32_offset_at_131072_slots": "int32 overflow detected for operation mul",
     "misaligned_element": r"misaligned address \(two_apart: reads 4 bytes .*byte 2 of argument X",
     "misaligned_vector": r"misaligned address \(add_one: argument X .*compiled for multiples of 16",
     "counter_not_set_back": "arrive_and_leave: counters that argument ARRIVED leads to are not zero behind it",

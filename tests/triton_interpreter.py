@@ -42,7 +42,8 @@ WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def _check_overflow(self, lhs: tl.tensor, rhs: tl.tensor, operation: Callable) -> None:
-    """The interpreter's own check of integers that overflow, in a tenth of its time: it makes a dozen tensors."""
+    """Refuse integers that overflow. The interpreter's own check refuses them in debug mode alone, and makes a dozen
+    tensors in any mode."""
     kind = lhs.type.scalar
     if kind.int_bitwidth >= 64:
         return
