@@ -11,9 +11,9 @@ from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from mtp_heads import CASES, GOLDEN, changed, drafter_of, plan_of, save_target, transformers_head
 from random_checkpoints import random_model, save_random_draft
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
@@ -249,6 +249,13 @@ def test_other_targets_are_refused_by_name(glm, qwen, tmp_path):
     assert "is a glm4_moe model with an MTP layer" in line and f"type --checkpoint {glm} --draft mtp" in line
     own = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
     assert "of a llama is not supported" in refusal(plan_of, changed(llama, tmp_path / "own", tensors=own))
+
+
+def test_a_hybrid_target_is_refused_by_name(tmp_path):
+    keys = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 96, "linear_num_value_heads": 4, "num_experts": 4}
+    AutoConfig.for_model("qwen3_next", **keys).save_pretrained(tmp_path)
+    save_file({"mtp.fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
+    assert "layer_types has linear_attention" in refusal(plan_of, tmp_path)
 
 
 def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):
