@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.hub.names import HubName, hub_name
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
+from eagle3.export.planning.paths import uses_own_layer
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -183,8 +184,6 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
             named[name] = found
     if config.checkpoint is None and spec.repository is not None:
         named["checkpoint"] = HubName(spec.repository)
-    from eagle3.export.planning.paths import uses_own_layer  # imports torch: after the checks that need no weights
-
     heads = spec.heads or _heads_for(named.get("checkpoint"))
     if config.draft == Path(NO_HEAD) or uses_own_layer(config):
         named.pop("draft", None)

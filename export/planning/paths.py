@@ -1,15 +1,19 @@
-"""Finds the folders and files of both checkpoints."""
+"""Finds the folders and files of both checkpoints.
+
+The command imports this module before it checks the output folder, and should not wait for torch there: what reads
+checkpoints is imported where it is called.
+"""
 
 from pathlib import Path
 
-from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.export.draft.own_layer import has_own_layer
 from eagle3.export.planning.config import OWN_LAYER, ExportConfig
 from eagle3.targets import TARGETS, TargetSpec
 
 
 def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
     """Return the path of the target's weights, and the folder with its configuration and tokenizer."""
+    from eagle3.export.checkpoints.gguf_file import GGUFFile
+
     path, folder = config.checkpoint or spec.checkpoint, config.config_folder
     if path is None or not GGUFFile.recognizes(path):
         if folder is not None:
@@ -43,6 +47,8 @@ def uses_own_layer(config: ExportConfig) -> bool:
     spec = TARGETS[config.target_model]
     if spec.draft is not None or spec.heads or config.checkpoint is None or not config.checkpoint.is_dir():
         return False
+    from eagle3.export.draft.own_layer import has_own_layer
+
     return has_own_layer(config.checkpoint)
 
 
