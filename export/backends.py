@@ -139,7 +139,7 @@ BACKENDS: dict[str, BackendEntry] = {
     "cuda": BackendEntry(
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
         "eagle3.export.lowering.cuda.backend",
-        flags=frozenset({"cuda_arch"}),
+        flags=frozenset({"cuda_arch", "kv_cache"}),
         recipes=CUDA_RECIPES,
         quantizes=True,
         fuses_below=math.inf,

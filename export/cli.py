@@ -9,7 +9,7 @@ import click
 from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.kinds import EAGLE3, KINDS
-from eagle3.export.planning.config import EMBEDDING_RECIPES, ExportConfig
+from eagle3.export.planning.config import EMBEDDING_RECIPES, KV_CACHES, ExportConfig
 from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
@@ -163,6 +163,12 @@ HEADINGS = {
     type=click.Choice(EMBEDDING_RECIPES),
     help="Recipe for both models' embeddings on xnnpack: 8w is 8 bits with a scale per token. Default: 8w with a "
     "quantized target.",
+)
+@click.option(
+    "--kv-cache",
+    type=click.Choice(KV_CACHES),
+    help="How the target's layers of full attention keep keys and values on cuda: int8 halves their memory. Default: "
+    "bfloat16.",
 )
 @click.option(
     "--aux-layers",

@@ -23,7 +23,7 @@ from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
-from eagle3.targets.attention import AttentionFactory
+from eagle3.targets.attention import AttentionFactory, with_int8_caches
 from eagle3.targets.spec import Convert
 
 
@@ -101,8 +101,9 @@ def load_speculator(
     plan: Plan, attention: AttentionFactory, dtype: torch.dtype, convert: Convert | None = None
 ) -> Eagle3Speculator:
     """Load both models. ``attention`` makes their attention; the target's tensors are converted as they are read."""
+    of_target = with_int8_caches(attention) if plan.config.int8_caches else attention
     target = plan.spec.module().load(
-        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, attention, convert
+        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, of_target, convert
     )
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
     return Eagle3Speculator(target, draft, plan.taps, plan.config.logits)
@@ -146,6 +147,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "taps_are": str(plan.chosen_taps),
         "qlinear": plan.qlinear,
         "draft_qlinear": plan.draft_qlinear,
+        "kv_cache": plan.config.kv_cache,
         "backend": config.backend,
         "random_weights": config.random_weights,
         "packages": package_versions(),

@@ -6,8 +6,8 @@ is a module made by an ``AttentionFactory``. ``EagerAttention`` here is the refe
 position, so rejected tokens need no other rollback.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle3.targets.spec import Window
 
+SCALE_BYTES = 4
+"""A float32 scale of a token's head in a cache of 8 bits."""
+SMALLEST = 1e-20
+"""The smallest magnitude that a scale is made of: a head of zeros has a scale all the same."""
+
 
 @dataclass(frozen=True)
 class KVCacheShape:
     """The shape of one layer's KV cache. ``window`` is the sliding window or the attention chunk in tokens, 0 for full
-    attention; ``chunked``: it is a chunk; ``sinks``: each head has an attention sink."""
+    attention; ``chunked``: it is a chunk; ``sinks``: each head has an attention sink; ``int8``: keys and values are
+    kept as codes of 8 bits, with a scale for each token and head."""
 
     kv_heads: int
     head_dim: int
@@ -32,6 +38,7 @@ class KVCacheShape:
     dtype: torch.dtype = torch.float32
     sinks: bool = False
     chunked: bool = False
+    int8: bool = False
 
     @property
     def slots(self) -> int:
@@ -43,7 +50,8 @@ class KVCacheShape:
     def bytes(self) -> int:
         """The bytes of keys and values. With sinks this is an upper bound, because a backend may make heads twice as
         wide."""
-        return (4 if self.sinks else 2) * self.kv_heads * self.head_dim * self.slots * self.dtype.itemsize
+        head = self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.dtype.itemsize
+        return (4 if self.sinks else 2) * self.kv_heads * head * self.slots
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,58 @@ AttentionFactory = Callable[[KVCacheShape], nn.Module]
 per layer, and ``write``."""
 
 
+def with_int8_caches(attention: AttentionFactory) -> AttentionFactory:
+    """Return a factory whose layers of full attention keep keys and values in 8 bits. Sliding layers, whose caches do
+    not grow with the context, keep theirs."""
+    return lambda shape: attention(replace(shape, int8=not shape.window))
+
+
+class Int8KVCache(nn.Module):
+    """Keys and values as symmetric int8 codes [1, kv_heads, slots, head_dim], and float32 scales [1, kv_heads, slots]:
+    the largest magnitude of a token's head divided by 127."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_cache_scales: Tensor
+    v_cache_scales: Tensor
+
+    def __init__(self, shape: KVCacheShape):
+        super().__init__()
+        size = 1, shape.kv_heads, shape.slots, shape.head_dim
+        for name in ("k", "v"):
+            self.register_buffer(f"{name}_cache", torch.zeros(size, dtype=torch.int8))
+            self.register_buffer(f"{name}_cache_scales", torch.zeros(size[:3]))
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The codes of keys and values, then their scales."""
+        return self.k_cache, self.v_cache, self.k_cache_scales, self.v_cache_scales
+
+    def update(self, input_pos: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Write ``key`` and ``value`` [1, kv_heads, T, head_dim] at ``input_pos`` [T]; return ``parts``."""
+        (keys, key_scales), (values, value_scales) = int8_codes(key), int8_codes(value)
+        for kept, new in zip(self.parts, (keys, values, key_scales, value_scales), strict=True):
+            kept.index_copy_(2, input_pos, new)
+        return self.parts
+
+
+def int8_codes(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 codes of heads [..., head_dim] and their float32 scales [...]."""
+    heads = heads.float()
+    scales = heads.abs().amax(-1).clamp_min(SMALLEST) / 127
+    return (heads / scales.unsqueeze(-1) + 0.5).floor().to(torch.int8), scales
+
+
 class EagerAttention(nn.Module):
-    """The reference attention: plain PyTorch over ExecuTorch's own caches."""
+    """The reference attention: plain PyTorch over ExecuTorch's own caches, and over one of 8 bits."""
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
         self.shape = shape
-        if shape.window:
+        self.kv_cache: Int8KVCache | RingKVCache | Gemma4KVCache
+        if shape.int8:
+            self.kv_cache = Int8KVCache(shape)
+        elif shape.window:
             self.kv_cache = RingKVCache(1, shape.window, shape.kv_heads, shape.head_dim).to(shape.dtype)
         else:
             self.kv_cache = Gemma4KVCache(
@@ -120,7 +173,9 @@ class EagerAttention(nn.Module):
         """
         input_pos, mask = rows
         query = query.transpose(1, 2)  # [1, heads, T, head_dim]
-        keys, values = self.written(input_pos, key, value)
+        keys, values, *scales = self.written(input_pos, key, value)
+        if scales:
+            keys, values = dequantized((keys, values), scales, query.dtype)
         if softcap is None and sinks is None:
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         else:
@@ -131,11 +186,18 @@ class EagerAttention(nn.Module):
         """Write ``key`` and ``value`` [1, T, kv_heads, head_dim] at the rows' positions."""
         self.written(rows[0], key, value)
 
-    def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return both caches [1, kv_heads, slots, head_dim], with ``key`` and ``value`` written into them."""
+    def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Return both caches [1, kv_heads, slots, head_dim], with ``key`` and ``value`` written into them, and their
+        scales [1, kv_heads, slots] where they hold codes."""
         if key is None or value is None:
-            return self.kv_cache.k_cache, self.kv_cache.v_cache
+            kept = self.kv_cache
+            return kept.parts if isinstance(kept, Int8KVCache) else (kept.k_cache, kept.v_cache)
         return self.kv_cache.update(input_pos, key.transpose(1, 2), value.transpose(1, 2))
+
+
+def dequantized(codes: Iterable[Tensor], scales: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return keys and values of their codes [1, kv_heads, slots, head_dim] and scales [1, kv_heads, slots]."""
+    return [(each * by.unsqueeze(-1)).to(dtype) for each, by in zip(codes, scales, strict=True)]
 
 
 def attend(

@@ -67,21 +67,38 @@ def product(launch: Callable, rows: int, parts: tuple, **more) -> Callable:
     return lambda kernel: launch(kernel, on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"), **more)
 
 
-def attends(width: int, groups: int, rows: int, divided: int, made: bool = False, **options) -> Callable:
-    """A launch of attention to 4096 positions; ``made``: queries, keys and values too."""
+def attends(
+    width: int, groups: int, rows: int, divided: int, made: bool = False, int8: bool = False, **options
+) -> Callable:
+    """A launch of attention to 4096 positions; ``made``: queries, keys and values too; ``int8``: a cache of codes."""
     heads, slots = 8 * groups, 4096
     tables = on_meta(rows, width, dtype=torch.bfloat16)
     query, cache = (
         on_meta(1, rows, heads, width, dtype=torch.bfloat16),
-        on_meta(1, 8, slots, width, dtype=torch.bfloat16),
+        on_meta(1, 8, slots, width, dtype=torch.int8 if int8 else torch.bfloat16),
     )
+    scales = (on_meta(1, 8, slots, dtype=torch.float32),) * 2 if int8 else (None, None)
     starts, weight = (0, heads * width, (heads + 8) * width), on_meta(width, dtype=torch.bfloat16)
     outputs = on_meta(rows, (heads + 16) * width, dtype=torch.bfloat16)
     more = attention.Product(
         outputs, None, tables, tables, weight, weight, heads, starts, (1e-6,) * 3, 0.0, (width, width // 2, 1)
     )
     at = on_meta(rows, dtype=torch.int64)
-    given = query, cache, cache, at, at, counters("meta"), 0.1, slots, divided, 0.0, None, more if made else None
+    given = (
+        query,
+        cache,
+        cache,
+        at,
+        at,
+        counters("meta"),
+        0.1,
+        slots,
+        divided,
+        0.0,
+        None,
+        *scales,
+        more if made else None,
+    )
     return lambda kernel: attention.launch(kernel, *given, **options)
 
 
@@ -89,6 +106,7 @@ TILE = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
 KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "attention": (attention._attention_kernel, attends(128, 2, 4, 4, **TILE)),
     "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, **TILE)),
+    "attention of codes": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, int8=True, **TILE)),
     "attention of wide heads": (attention._attention_kernel, attends(512, 8, 4, 4, made=True, **TILE)),
     "attention of a chunk": (attention._attention_kernel, attends(64, 4, 128, 0, **TILE)),
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),

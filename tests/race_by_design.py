@@ -65,10 +65,10 @@ def _zeros(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None:
     return None if any(each.any() for each in pieces) else NOWHERE
 
 
-_WRITES = r"write_queries: tl\.store\(Q |write_keys_and_values: tl\.store\([KV] "
-_READS = r"_attention_kernel: (q = tl\.load\(Q |[kv] = tl\.load\([KV] )"
-_WRITES_CACHE = r"write_keys_and_values: tl\.store\([KV] "
-_READS_CACHE = r"_attention_kernel: [kv] = tl\.load\([KV] "
+_WRITES_CACHE = r"write_keys_and_values: tl\.store\([KV](_SCALES)? "
+_READS_CACHE = r"_attention_kernel: ([kv] = tl\.load\([KV] |(scores|weights) \*= tl\.load\([KV]_SCALES )"
+_WRITES = rf"write_queries: tl\.store\(Q |{_WRITES_CACHE}"
+_READS = rf"_attention_kernel: q = tl\.load\(Q |{_READS_CACHE}"
 _FUSED_EXPERTS = r"_fused_moe_silu_batched_kernel: tl\.store\(c_ptrs, "
 _INDUCTOR = r"triton_\w+: .*\bin_out_ptr\d+\b"
 

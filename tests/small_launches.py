@@ -24,6 +24,7 @@ from eagle3.export.lowering.cuda.kernels import (
     small_m,
     sums,
 )
+from eagle3.targets.attention import int8_codes
 
 
 class Small(NamedTuple):
@@ -85,13 +86,17 @@ def attend(rows: int, last: int, slots: int) -> None:
     attention.launch(attention._attention_kernel, query, keys, values, *rest, BLOCK_N=32)
 
 
-def attend_to_product(rows: int, first: int, window: int = 0) -> None:
-    """Launch attention of a matmul's rows from position ``first``, 8 in a tile. With a ``window`` the cache is a
-    ring."""
+def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False) -> None:
+    """Launch attention of a matmul's rows from position ``first``, 8 in a tile. With a ``window`` the cache is a ring;
+    ``int8``: it holds codes."""
     product, keys, values, begins, last, scale, longest, *made = made_product(rows, first, 2, 2, 16, window, True)
     query = torch.empty(1, rows, made[5], 16).bfloat16()
     given = query, keys, values, begins, last, sums.counters(), scale, longest, 8, 0.0, None
-    attention.launch(attention._attention_kernel, *given, attention.Product(product, *made), BLOCK_N=64)
+    scales = None, None
+    if int8:
+        (keys, *of_keys), (values, *of_values) = int8_codes(keys), int8_codes(values)
+        given, scales = (query, keys, values, *given[3:]), (*of_keys, *of_values)
+    attention.launch(attention._attention_kernel, *given, *scales, attention.Product(product, *made), BLOCK_N=64)
 
 
 SMALL_M = sums, small_m, bf16, int4, k_quants
@@ -110,4 +115,5 @@ SMALL = {
     "attention in one part": Small(lambda: attend(17, 31, 600), ATTENTION),
     "attention of a product": Small(lambda: attend_to_product(12, 116), ATTENTION),
     "attention of a product, a ring": Small(lambda: attend_to_product(4, 114, 64), ATTENTION),
+    "attention of a product, codes": Small(lambda: attend_to_product(12, 116, int8=True), ATTENTION),
 }

@@ -193,6 +193,47 @@ def test_tiles_that_overlap_are_reported():
     assert [fault.what.split(",")[0] for fault in found] == ["stored by two threads"]
 
 
+@triton.jit
+def _tile(x, m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
+    # Stores the rows before m of a tile, and the columns before BOUND. The matrix has WIDTH columns.
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.program_id(0) % tl.num_programs(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    tl.store(x + row * WIDTH + column, row + column, mask=(row < m) & (column < BOUND))
+
+
+@pytest.mark.parametrize("columns", [16, 64])
+@pytest.mark.parametrize("width", [8, 24, 40])
+def test_a_tile_wider_than_its_matrix_meets_no_other_row_unless_its_mask_lets_it(width, columns):
+    tile = {"ROWS": 16, "COLUMNS": columns, "WIDTH": width}
+    assert found_in(_tile, X, 77, BOUND=width, **tile) == []
+    assert found_in(_tile, X, 1, BOUND=width, **tile) == []  # m is a constant: one row alone is stored
+    if columns > width:
+        assert found_in(_tile, X, 77, BOUND=width + 8, **tile) == ["stored by two threads, two"]
+
+
+@triton.jit
+def _few_in_place(x, y, N: tl.constexpr, SUMMED: tl.constexpr):
+    at = tl.arange(0, N)
+    loaded = tl.load(x + at)
+    tl.store(x + at, loaded * tl.sum(loaded) if SUMMED else loaded + 1)
+    if SUMMED:
+        tl.store(y, tl.sum(loaded))
+
+
+@triton.jit
+def _few_reversed(x, y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + N - 1 - at, tl.load(x + at))
+
+
+def test_threads_that_repeat_others_work_and_store_nothing_do_not_matter():
+    """A block has 128 threads; what they load of fewer elements is stored by one of each."""
+    assert found_in(_few_in_place, X, X, N=8, SUMMED=False) == []
+    assert found_in(_few_in_place, X, on_meta(1), N=32, SUMMED=True) == []
+    assert found_in(_few_reversed, X, X, N=8) == ["loaded, stored"]
+    assert found_in(_few_reversed, X, X, N=64) == ["loaded, stored"]
+
+
 def test_steps_of_a_loop_meet_where_they_are_shorter_than_a_tile():
     assert found_in(_in_place, X, 4096, STEP=1024, N=1024) == []
     assert found_in(_in_place, X, 4096, STEP=768, N=1024) == []  # a thread's places are 128 apart

@@ -26,7 +26,7 @@ from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.cost import bound as cost_module
-from eagle3.runner.cost.bound import LATENCY_SECONDS, LAUNCH_SECONDS, cost, main_loop
+from eagle3.runner.cost.bound import LATENCY_SECONDS, LAUNCH_SECONDS, NO_CONTEXT, Context, cost, main_loop
 from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
 from eagle3.runner.inspect.cli import main
 from eagle3.runner.machine_code.ptx import Load, loads
@@ -212,10 +212,10 @@ def counted(monkeypatch):
     """``cost`` of launches of a method, whose kernels all have the code ``CODE``."""
     monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, CODE))
 
-    def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE)):
+    def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE), context=NO_CONTEXT):
         recorded = {"rows": 4, "weight_bytes": 10**9, "launches": entries}
         kernels = {entry["kernel"]: b"fatbin" for entry in entries}
-        return cost(dict.fromkeys(methods, recorded), dict.fromkeys(methods, kernels), [GPUS[gpu]], steps)
+        return cost(dict.fromkeys(methods, recorded), dict.fromkeys(methods, kernels), [GPUS[gpu]], steps, context)
 
     return count
 
@@ -235,6 +235,31 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
     assert bound["bound"] == 2 * max(seconds.values())
     assert bound["bound_with_launches"] == pytest.approx(bound["bound"] + 2 * LAUNCH_SECONDS)
     assert bound["share_of_limit"] == pytest.approx(1e9 / 4.8e12 / bound["bound"])
+
+
+ATTENTION = {"slots": 4096, "position_bytes": 8192, "chunk": 128, "block": 64, "multiply_adds": 8192}
+
+
+def attention(**changed):
+    cache = ATTENTION | changed
+    return launch(kernel="_attention_kernel_0", grid=[1, 8, 32], weight_bytes=0, products=None, count=1, cache=cache)
+
+
+@pytest.mark.parametrize(("slots", "positions"), [(4096, 1000), (800, 400)])
+def test_attention_reads_the_positions_that_there_are_or_a_rings_window(counted, slots, positions):
+    gpu, found = GPUS["H200"], counted(attention(slots=slots), launch(), context=Context(1000, 4096))
+    method = found["methods"][TARGET_VERIFY]
+    kernel = method["kernels"][0]
+    assert kernel["cache_bytes"] == method["cache_bytes"] == positions * 8192
+    seconds, blocks = kernel["seconds"]["H200"], 8 * math.ceil(positions / 128)
+    assert seconds["memory"] == positions * 8192 / gpu.bandwidth
+    assert seconds["issue"] == pytest.approx(100 * 4 * 8 * math.ceil(positions / 64) / (132 * 4 * gpu.clock))
+    assert seconds["latency"] == pytest.approx(
+        LATENCY_SECONDS * positions * 8192 / (blocks * kernel["bytes_in_flight"])
+    )
+    assert kernel["instructions_per_weight"] is None
+    assert method["bounds"]["H200"]["limit"] == (10**9 + positions * 8192) / gpu.bandwidth
+    assert counted(attention(), launch())["methods"][TARGET_VERIFY]["cache_bytes"] == 0
 
 
 def test_a_buffer_counts_where_no_l2_holds_it(counted):

@@ -29,8 +29,9 @@ SLOTS, WINDOW, DIM = 300, 100, 16
 
 
 def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
-    """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16."""
-    given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest)]
+    """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales."""
+    given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest[:10])]
+    given += rest[10:]
     with interpreted(kernels):
         found = kernels.launch(kernels._attention_kernel, *given, BLOCK_N=keys)
     return found.to(query.dtype)
@@ -39,10 +40,11 @@ def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
 class Attend(nn.Module):
     """``heads`` of queries to 2 of keys and values."""
 
-    def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS):
+    def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS, int8=False):
         super().__init__()
         self.softcap, self.sinks = softcap, sinks
-        self.attention = kind(KVCacheShape(2, width, slots, window, sinks=sinks is not None, chunked=chunked))
+        shape = KVCacheShape(2, width, slots, window, sinks=sinks is not None, chunked=chunked, int8=int8)
+        self.attention = kind(shape)
 
     def forward(self, query, key, value, input_pos):
         rows = self.attention.rows(input_pos)
@@ -70,12 +72,14 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     keys=some.sampled_from([16, 32, 64]),
     calls=some.lists(some.tuples(some.integers(1, 18), some.integers(0, 5)), min_size=1, max_size=4),
     start=some.integers(0, 240),
+    int8=some.booleans(),
 )
-def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with_sinks, keys, calls, start):
-    """The heads are any, rings are at any phase, and positions were written again."""
+def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with_sinks, keys, calls, start, int8):
+    """The heads are any, rings are at any phase, positions were written again, and a cache may hold codes."""
     sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
     eager, ours = (
-        Attend(kind, window, chunked and window > 0, softcap, sinks, width) for kind in (EagerAttention, CudaAttention)
+        Attend(kind, window, chunked and window > 0, softcap, sinks, width, int8=int8 and not window)
+        for kind in (EagerAttention, CudaAttention)
     )
     with patch(
         "eagle3.export.lowering.cuda.graph.attention.attention", lambda *given: by_interpreter(*given, keys=keys)
@@ -126,19 +130,19 @@ def test_a_block_attends_as_the_eager_reference_does(window, block):
             assert_equal(ours(*given_now), eager(*given_now))
 
 
-@pytest.mark.parametrize("window", [0, WINDOW])
-def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window):
-    eager, ours = (Attend(kind, window) for kind in (EagerAttention, CudaAttention))
+@pytest.mark.parametrize(("window", "int8"), [(0, False), (WINDOW, False), (0, True)])
+def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int8):
+    eager, ours = (Attend(kind, window, int8=int8) for kind in (EagerAttention, CudaAttention))
     for first, rows in ((0, 60), (60, 50)):
         given_now = inputs(first, rows)
         expected = eager(*given_now)
         torch.testing.assert_close(ours(*given_now), expected)  # the op on the host
         last = given_now[3]
         begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
-        cache = ours.attention.kv_cache
-        rest = cache.k_cache, cache.v_cache, begins, last, counters(), 0.25, window or SLOTS
+        keys, values, *scales = ours.attention.written(last, None, None)
+        rest = keys, values, begins, last, counters(), 0.25, window or SLOTS
         for divided in (0, 16):
-            assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None), expected)
+            assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None, *scales), expected)
 
 
 def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,7 +248,7 @@ def compiled(
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     constants = dict(
         KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
-        DIRECT=not divided, BLOCK_D=width, COLUMNS=min(width, 128),
+        DIRECT=not divided, CODES=False, BLOCK_D=width, COLUMNS=min(width, 128),
         BLOCK_M=kernels.rows_of_tile(groups, divided, width), WIDTH=heads + 16 * width, Q_WEIGHTED=True,
         K_WEIGHTED=True, BIASED=False, PLUS=0.0, ROTARY=width, APART=width // 2, REPEATED=1, ANGLES=width,
         **config.kwargs,
@@ -252,7 +256,9 @@ def compiled(
     constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
     constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6) | more
     types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
-    types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16"]
+    types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16", "*fp32", "*fp32"]
+    if constants["CODES"]:
+        types[1:3] = ["*i8", "*i8"]
     kernel = kernels._attention_kernel
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
@@ -274,8 +280,10 @@ def compiled(
         ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
         ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
         ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "ROTARY": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
+        ("sm_90", 512, 8, 8, 32, 4, 2, {"CODES": True}),
+        ("sm_89", 128, 4, 4, 64, 4, 3, {"CODES": True}),
     ],
-    ids=["sm_90", "sm_89", "sm_120", "one more than a weight", "by half a table", "neighbours of a half"],
+    ids=["sm_90", "sm_89", "sm_120", "one more", "half a table", "neighbours of a half", "int8", "int8 in sm_89"],
 )
 def test_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
     arch, width, groups, divided, keys, warps, stages, more

@@ -195,6 +195,7 @@ def test_lengths_that_no_target_takes_are_usage_errors(flag, value, tmp_path):
         ("--max-prefill", 65, "9 to 64"),
         ("--max-prefill", 8, "9 to 64"),
         ("--cuda-arch", "sm_90", "xnnpack"),
+        ("--kv-cache", "int8", "xnnpack"),
         ("--qlinear", "default", "xnnpack"),
     ],
 )

@@ -20,7 +20,7 @@ from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.lowering.xnnpack.forms import ProductRMSNorm, use_product_norms
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.memory import target_cache_bytes
+from eagle3.export.planning.memory import cache_bytes, target_caches
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.random_weights import random_weights
 from eagle3.export.twin.comparison import TOLERANCE
@@ -80,7 +80,7 @@ def test_layers_that_share_keys_have_no_cache(name, tmp_path):
 
     target = gemma4.Target(gemma4.skeleton(config, 128).model, 128, note, torch.float32)
     assert [shape.window for shape in shapes] == [16 if "sliding" in kind else 0 for kind in config.layer_types[:own]]
-    assert sum(shape.bytes for shape in shapes) == target_cache_bytes(TARGETS[name], config, 128, torch.float32)
+    assert sum(shape.bytes for shape in shapes) == cache_bytes(target_caches(TARGETS[name], config, 128, torch.float32))
     for kind, index in zip(("sliding_attention", "full_attention"), STORED[name], strict=True):
         assert target.kept(kind) is target.layers[index].self_attn.kv_attention
         sharing = [at for at in range(own, config.num_hidden_layers) if config.layer_types[at] == kind]

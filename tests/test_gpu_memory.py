@@ -13,6 +13,7 @@ from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.memory import cache_bytes, longest_context
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.gpu_needs import workspace_of
 from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, PREFILL, WORKSPACE
@@ -48,7 +49,20 @@ def test_quantizing_the_draft_takes_less(cuda_artifact):
     assert quantized.target == plain.target and quantized.draft < 0.5 * plain.draft
 
 
-@pytest.mark.parametrize("share", [0.999, 0.7, 0.66])
+def test_caches_in_8_bits_take_half_of_what_grows_and_the_dry_run_says_how_much_context_that_holds():
+    wide, narrow = planned(max_seq_len=1024), planned(max_seq_len=1024, kv_cache="int8")
+    of_target = 6  # layers; the seventh is the head's
+    full, sliding = (sum(s.bytes for s in wide.caches[:of_target] if bool(s.window) is ring) for ring in (False, True))
+    kept = cache_bytes(narrow.caches[:of_target])
+    assert sliding and kept == sliding + full * (128 + 4) / (2 * 128)  # a head of 128 codes, and its scale
+    assert narrow.caches[of_target:] == wide.caches[of_target:]
+    growing = sum(shape.bytes // shape.slots for shape in narrow.caches if not shape.window)
+    assert longest_context(narrow.caches, 1024, 2560 * growing, 131072) == 1024 + 2560
+    assert longest_context(narrow.caches, 1024, -(10**9), 131072) == 0
+    assert longest_context(narrow.caches, 1024, 10**12, 4096) == 4096
+
+
+@pytest.mark.parametrize("share", [0.999, 0.72, 0.7, 0.66])
 def test_a_cure_is_one(share):
     """CUDA's own part is left out, next to which a model this small is nothing."""
     plan = planned(max_seq_len=1024)
@@ -89,6 +103,10 @@ def test_a_dry_run_says_it_for_a_gpu_alone(tmp_path):
 
     assert "memory   a run takes 0.51 GiB of GPU memory (target" in said("--cuda-arch", "sm_90")
     assert "GPU" not in said("--backend", "xnnpack")
+    assert "tokens   the longest context, with caches in bfloat16: H100, H200 1,024 tokens" in said(
+        "--cuda-arch", "sm_90"
+    )
+    assert "with caches in 8 bits: H100, H200 1,024 tokens" in said("--cuda-arch", "sm_90", "--kv-cache", "int8")
 
 
 @pytest.mark.parametrize("record", ["{}", "[]", "no JSON", json.dumps({LAUNCHES: {PREFILL: {}}})])

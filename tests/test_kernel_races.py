@@ -89,9 +89,7 @@ LARGE_ARRIVES = "        if arrive(ARRIVED + own) == parts - 1:\n"
 STATS = "        tl.store(STATS + mine * 2, top, mask=here)\n"
 KEPT = "        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=kept)\n"
 ARRIVES = "            arrived = arrive(counter)\n"
-NEW_ROWS = (
-    "K, V, PRODUCT, BIAS, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0), end - written, kv_head, D,"
-)
+NEW_ROWS = "COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0),\n            end - written, kv_head, D,"
 SEEN = '        scores = tl.where(seen, scores, float("-inf"))\n'
 
 
@@ -162,8 +160,12 @@ FAULTS = {
     ),
     "new rows written by one part": (
         "attention of a product", attention, NEW_ROWS,
-        NEW_ROWS.replace("tl.maximum(start - written, 0), end - written", "0, tl.where(part == 0, rows, 0)"), LOADED,
+        "COS, SIN, K_WEIGHT, written, 0, tl.where(part == 0, rows, 0), kv_head, D,", LOADED,
         "[kv] = tl.load",
+    ),
+    "scales written by one tile": (
+        "attention of a product, codes", heads, "tl.store(K_SCALES + slot, k_scales, mask=here)",
+        "tl.store(K_SCALES + slot, k_scales, mask=here & (tl.program_id(0) == 0))", LOADED, "scores",
     ),
     "queries written by one part": (
         "attention of a product", heads, "        here = row < rows\n",

@@ -28,7 +28,7 @@ from eagle3.export.lowering.cuda.kernels import heads as helpers
 from eagle3.export.lowering.cuda.kernels.attention_of_product import attention_of_product
 from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
-from eagle3.targets.attention import KVCacheShape
+from eagle3.targets.attention import KVCacheShape, int8_codes
 
 SLOTS, WINDOW = 300, 40
 CLOSE = {"atol": 3e-2, "rtol": 2e-2}  # bfloat16, rounded in fewer places
@@ -38,9 +38,10 @@ class Alone:
     """Runs the programs of a launch, each with nothing that another has written; ``keys`` and ``values`` are what they
     have written together."""
 
-    def __init__(self, product: Tensor, keys: Tensor, values: Tensor, *rest, keys_a_block: int = 16):
+    def __init__(self, product: Tensor, keys: Tensor, values: Tensor, *rest, keys_a_block: int = 16, scales=()):
         first, last, scale, longest, *made = rest
-        self.before, self.query = (keys, values), torch.empty(1, len(product), made[5], keys.shape[3]).bfloat16()
+        self.before = keys, values, *scales
+        self.query = torch.empty(1, len(product), made[5], keys.shape[3]).bfloat16()
         self.now = [cache.clone() for cache in self.before]
         self.written = [cache.clone() for cache in self.before]
         begin = interpreter.interpreter_builder.set_grid_idx
@@ -49,12 +50,13 @@ class Alone:
             self.collect()
             begin(*index)
 
-        given_now = self.query, *self.now, first, last, counters(), scale, longest, 16, 0.0, None
+        caches, now = self.now[:2], self.now[2:] or (None, None)
+        given_now = self.query, *caches, first, last, counters(), scale, longest, 16, 0.0, None, *now
         with interpreted(kernels, helpers), patch.object(interpreter.interpreter_builder, "set_grid_idx", begin_alone):
             product = kernels.Product(product, *made)
             self.out = kernels.launch(kernels._attention_kernel, *given_now, product, BLOCK_N=keys_a_block)
         self.collect()
-        self.keys, self.values = self.written
+        self.keys, self.values, *self.scales = self.written
 
     def collect(self) -> None:
         for now, before, written in zip(self.now, self.before, self.written, strict=True):
@@ -106,10 +108,12 @@ def made(
     return product, *caches, begins, last, 0.25, window or slots, *fused
 
 
-def reference(product, keys, values, first, last, scale, longest, *fused) -> tuple[Tensor, ...]:
-    floats = [x.float() if isinstance(x, Tensor) else x for x in (product, keys, values, *fused)]
+def reference(product, keys, values, first, last, scale, longest, *fused, scales=()) -> list[Tensor]:
+    floating = not scales
+    floats = [x.float() if isinstance(x, Tensor) and floating else x for x in (product, keys, values, *fused)]
     product, keys, values, bias, *fused = floats
-    return attention_of_product(product, bias, keys, values, first, last, counters(), *fused, scale, longest, 16)
+    rest = *fused, scale, longest, 16, 0.0, None, *scales
+    return attention_of_product(product, bias, keys, values, first, last, counters(), *rest)
 
 
 ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the programs of a launch
@@ -144,6 +148,23 @@ def test_each_program_writes_what_it_reads(
     others[given_now[4] % len(others)] = False
     for x, before in zip((found.keys, found.values), given_now[1:3], strict=True):
         assert torch.equal(x[:, :, others], before[:, :, others])
+
+
+@ONCE
+@pytest.mark.parametrize(("rows", "groups", "width"), [(1, 3, 24), (8, 8, 16), (16, 1, 64)])
+def test_each_program_writes_the_codes_that_it_reads(rows, groups, width):
+    given_now = list(made(rows, 40, 2, groups, width, 0, True))
+    given_now[1:3], scales = zip(*map(int8_codes, given_now[1:3]), strict=True)
+    found, expected = Alone(*given_now, scales=scales), reference(*given_now, scales=scales)
+    torch.testing.assert_close(found.out.float(), expected[0].float(), **CLOSE)
+    for x, y in zip((found.keys, found.values), expected[1:3], strict=True):
+        assert int((x.int() - y.int()).abs().max()) <= 1  # heads are rounded in fewer places, see CLOSE
+        assert (x != y).float().mean() < 0.02
+    for x, y in zip(found.scales, expected[3:], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=0)
+    new = torch.zeros(SLOTS, dtype=torch.bool).index_fill_(0, given_now[4], True)
+    for x, before in zip((found.keys, found.values, *found.scales), (*given_now[1:3], *scales), strict=True):
+        assert torch.equal(x[:, :, ~new], before[:, :, ~new]) and not torch.equal(x[:, :, new], before[:, :, new])
 
 
 @ONCE
@@ -190,7 +211,7 @@ class NormOfAll(LlamaRMSNorm):
 class Layers(nn.Module):
     """Attention twice over one cache, at the rows' positions and behind them."""
 
-    def __init__(self, norm=None, swapped=False, window=0, bias=False, rotation="whole", norm_last=False):
+    def __init__(self, norm=None, swapped=False, window=0, bias=False, rotation="whole", norm_last=False, int8=False):
         super().__init__()
         self.rotate, angles, self.columns = ROTATIONS[rotation]
         self.swapped, self.norm_last = swapped, norm_last
@@ -203,7 +224,8 @@ class Layers(nn.Module):
             each.requires_grad_(False)
             for parameter in each.parameters():
                 nn.init.uniform_(parameter, 0.5, 2).sub_(1.0 if norm is Gemma3RMSNorm else 0.0)
-        self.attention = CudaAttention(KVCacheShape(2, 16, 64, window))
+        self.to(torch.bfloat16)
+        self.attention = CudaAttention(KVCacheShape(2, 16, 64, window, torch.bfloat16, int8=int8))
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
         for _ in range(2):
@@ -232,7 +254,6 @@ def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
     """Compare a traced module's numbers with the eager ones. Return how many of its attentions take a matmul's output
     and how many cache writes are left."""
     torch.manual_seed(1)
-    module = module.to(torch.bfloat16)
     eager, shortest = deepcopy(module), 20 if most > 16 else 1
     rows = Dim("rows", min=shortest, max=most)
     example = torch.randn(1, 24 if most > 16 else 5, 64).bfloat16(), torch.arange(24 if most > 16 else 5)
@@ -244,7 +265,10 @@ def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
         torch.testing.assert_close(lowered(*given_now), eager(*given_now), **CLOSE)
     caches = dict(eager.named_buffers())
     for name, cache in lowered.named_buffers():
-        torch.testing.assert_close(cache, caches[name], **CLOSE)
+        codes = cache.dtype == torch.int8
+        torch.testing.assert_close(cache.int(), caches[name].int(), atol=2, rtol=0) if codes else (
+            torch.testing.assert_close(cache, caches[name], **CLOSE)
+        )
     return tuple(sum(name in str(node.target) for node in program.graph.nodes) for name in ("of_product", "index_copy"))
 
 
@@ -259,6 +283,13 @@ def test_what_is_between_a_product_and_its_attention_is_found(norm, swapped, win
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_rotary_embeddings_are_found_of_heads_with_a_bias(rotation, swapped):
     assert fused_and_left(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("norm", [None, Gemma4RMSNorm])
+def test_writes_into_a_cache_of_codes_are_found(norm, swapped):
+    assert fused_and_left(Layers(norm, swapped, int8=True), most=8) == (2, 0)
+    assert fused_and_left(Layers(norm, swapped, int8=True), most=40) == (0, 8)
 
 
 OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": LlamaRMSNorm, "norm_last": True}}

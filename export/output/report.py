@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
+from eagle3.export.planning.memory import longest_context
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 
@@ -30,6 +31,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "shares_embedding": not draft.has_embedding,
         "export_bytes": BACKENDS[plan.config.backend].load().export_bytes(plan),
         "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
+        "longest_context": memory and {gpu.name: _longest_context(plan, gpu) for gpu in _gpus(plan)},
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},
     }
 
@@ -54,6 +56,7 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
     if memory := plan.footprint:
         lines.append(f"memory   a run takes {memory}")
         lines.append(f"gpus     {_gpus_text(facts['fits'])}")
+        lines.append(f"tokens   {_contexts_text(plan, facts['longest_context'])}")
     if takes := facts["export_bytes"]:
         lines.append(f"memory   the export takes about {_mb(takes)}")
     if plan.quantized_headers:
@@ -69,6 +72,24 @@ def _gpus(plan: Plan) -> list[Gpu]:
     """Return the known GPUs of the architecture in ``--cuda-arch``; all known GPUs without the flag."""
     arch = plan.config.cuda_arch
     return gpus_of(arch) if arch else list(GPUS.values())
+
+
+def _longest_context(plan: Plan, gpu: Gpu) -> int:
+    """Return the longest ``--max-seq-len`` with which a run fits on a GPU, 0 if none does."""
+    memory = plan.footprint
+    assert memory is not None
+    most = plan.target_config.max_position_embeddings
+    return longest_context(plan.caches, plan.max_seq_len, gpu.memory - memory.total, most)
+
+
+def _contexts_text(plan: Plan, longest: Mapping[str, int]) -> str:
+    """Return the longest context that each GPU holds."""
+    by_tokens: dict[int, list[str]] = {}
+    for name, tokens in longest.items():
+        by_tokens.setdefault(tokens, []).append(name)
+    held = (f"{', '.join(names)} {tokens:,} tokens" for tokens, names in by_tokens.items() if tokens)
+    kept = "8 bits" if plan.config.int8_caches else "bfloat16"
+    return f"the longest context, with caches in {kept}: {'; '.join(held) or 'none'}"
 
 
 def _gpus_text(fits: Mapping[str, bool]) -> str:

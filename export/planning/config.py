@@ -16,6 +16,7 @@ XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 """Dynamic activations in 8 bits, weights in 4 or 8: ExecuTorch's names (``extension/llm/export/quantize.py``)."""
 GROUPED = "8da4w"  # whose inputs share scales in groups; 8da8w has a scale a row
 EMBEDDING_RECIPES = ("none", "8w")
+KV_CACHES = ("bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ExportConfig:
     draft_qlinear: str | None = None
     qembedding: str | None = None
     group_size: int | None = None
+    kv_cache: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     draft_dialect: str | None = None
@@ -58,6 +60,11 @@ class ExportConfig:
     def reads_weights(self) -> bool:
         """False where configurations and headers suffice."""
         return not (self.dry_run or self.random_weights)
+
+    @property
+    def int8_caches(self) -> bool:
+        """True where the target's layers of full attention keep keys and values in 8 bits."""
+        return self.kv_cache == "int8"
 
     @property
     def folder(self) -> Path:

@@ -1,5 +1,6 @@
 """The memory that a run takes by parts, and the bytes of an artifact's KV caches, computed from configurations."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 from eagle3.export.draft.description import DraftDescription
 from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
-from eagle3.targets.attention import KVCacheShape, ring_window
+from eagle3.targets.attention import KVCacheShape, ring_window, with_int8_caches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,8 +53,11 @@ def linux_bytes(file: str, key: str) -> int | None:
     return None
 
 
-def target_cache_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the KV caches of a target with transformers' text configuration ``config``."""
+def target_caches(
+    spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype, int8: bool = False
+) -> list[KVCacheShape]:
+    """Return the KV caches of a target with transformers' text configuration ``config``. ``int8``: its layers of full
+    attention keep codes."""
     shapes: list[KVCacheShape] = []
 
     def note(shape: KVCacheShape) -> nn.Module:
@@ -61,13 +65,25 @@ def target_cache_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len
         return nn.Module()
 
     family = spec.module()
-    family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, note, dtype)
-    return sum(shape.bytes for shape in shapes)
+    attention = with_int8_caches(note) if int8 else note
+    family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, attention, dtype)
+    return shapes
 
 
-def draft_cache_bytes(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> int:
+def draft_caches(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> list[KVCacheShape]:
     layer = draft.layer  # of a head without caches there are no windows
     slots = max_seq_len + draft.block_rows  # a block lies behind the last position
     rings = (ring_window(window, slots) for window in draft.windows)
-    shapes = (KVCacheShape(layer.num_key_value_heads, draft.key_size, slots, ring, dtype) for ring in rings)
+    return [KVCacheShape(layer.num_key_value_heads, draft.key_size, slots, ring, dtype) for ring in rings]
+
+
+def cache_bytes(shapes: Iterable[KVCacheShape]) -> int:
     return sum(shape.bytes for shape in shapes)
+
+
+def longest_context(shapes: Iterable[KVCacheShape], tokens: int, spare: int, most: int) -> int:
+    """Return the tokens of the longest context, at most ``most``, whose caches take at most ``spare`` bytes more than
+    ``shapes``, those for ``tokens``. Rings do not grow with it."""
+    each = sum(shape.bytes / shape.slots for shape in shapes if not shape.window)
+    more = int(spare / each) // 256 * 256 if each else most
+    return max(0, min(most, tokens + more))

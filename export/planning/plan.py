@@ -21,7 +21,7 @@ from eagle3.export.draft.own_layer import read_own_layer
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.windowed import windowed
 from eagle3.export.planning.config import GROUPED, NO_HEAD, OWN_LAYER, ExportConfig
-from eagle3.export.planning.memory import GpuMemory, draft_cache_bytes, target_cache_bytes
+from eagle3.export.planning.memory import GpuMemory, cache_bytes, draft_caches, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.taps import Taps, choose_taps
@@ -31,6 +31,8 @@ from eagle3.targets.spec import Skeleton, sliding_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from eagle3.targets.attention import KVCacheShape
 
 HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
@@ -78,11 +80,16 @@ class Plan:
         return self.spec.module().skeleton(self.target_config, self.max_seq_len)
 
     @cached_property
+    def caches(self) -> "list[KVCacheShape]":
+        """Both models' KV caches."""
+        dtype = BACKENDS[self.config.backend].load().dtype
+        target = target_caches(self.spec, self.target_config, self.max_seq_len, dtype, self.config.int8_caches)
+        return target + draft_caches(self.draft, self.max_seq_len, dtype)
+
+    @property
     def cache_bytes(self) -> int:
         """The bytes of both models' KV caches."""
-        dtype = BACKENDS[self.config.backend].load().dtype
-        target = target_cache_bytes(self.spec, self.target_config, self.max_seq_len, dtype)
-        return target + draft_cache_bytes(self.draft, self.max_seq_len, dtype)
+        return cache_bytes(self.caches)
 
     @cached_property
     def footprint(self) -> GpuMemory | None:
@@ -282,7 +289,7 @@ def check_context(spec: TargetSpec, target_config: "PreTrainedConfig", max_seq_l
 
     most = target_config.max_position_embeddings
     if max_seq_len > most:
-        takes = target_cache_bytes(spec, target_config, max_seq_len, torch.bfloat16)
+        takes = cache_bytes(target_caches(spec, target_config, max_seq_len, torch.bfloat16))
         raise ValueError(
             f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings {most} (its KV caches would "
             f"take {takes / 1e9:,.1f} GB in bfloat16): type --max-seq-len {most} or less"

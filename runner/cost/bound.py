@@ -7,7 +7,8 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 - issue: the warp instructions divided by four schedulers per SM; for a kernel with a matmul, those of its main loop;
 - latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested.
 
-KV caches are left out, because they are read only as far as there are tokens. Kernels run one after the other, with
+KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
+Without a context they are left out. Kernels run one after the other, with
 ``LAUNCH_SECONDS`` between them unless a CUDA graph is replayed. Nothing here is measured; a GPU takes longer.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
@@ -34,17 +35,26 @@ LATENCY_SECONDS = 0.5e-6
 WARP, SCHEDULERS = 32, 4
 
 
-def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return ``cost`` of an artifact's ``model.pte``, on the named GPUs or else on those that it was compiled for.
+def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: int = 0) -> dict[str, Any]:
+    """Return ``cost`` of an artifact's ``model.pte`` behind ``context`` tokens, on the named GPUs or else on those that
+    it was compiled for.
 
-    Raises ValueError if the exporter recorded no launches, or if no GPU of the artifact's architecture is known.
+    Raises ValueError if the exporter recorded no launches, if no GPU of the artifact's architecture is known, or for a
+    context that the artifact does not take.
     """
     launches = launches_of(read_export(model.parent), str(model))
     arch = metadata.manifest.get("cuda_arch")
     gpus = [GPUS[name] for name in names] or gpus_of(arch)
     if not gpus:
         raise ValueError(f"no GPU of {arch} is in the table: type --gpu with one of {', '.join(GPUS)}")
-    return cost(launches, cuda_kernels(model), gpus, steps=math.ceil(metadata.chain_len / metadata.proposals))
+    if context > metadata.max_seq_len:
+        raise ValueError(
+            f"--context {context}: the artifact holds {metadata.max_seq_len} tokens: type as many or fewer"
+        )
+    if context and not any(entry.get("cache") for method in launches.values() for entry in method["launches"]):
+        raise ValueError(f"{model}: its export.json does not have what attention reads of the caches: export it again")
+    steps = math.ceil(metadata.chain_len / metadata.proposals)
+    return cost(launches, cuda_kernels(model), gpus, steps, Context(context, metadata.max_seq_len))
 
 
 def launches_of(record: Mapping[str, Any], model: str) -> dict[str, dict[str, Any]]:
@@ -58,11 +68,27 @@ def launches_of(record: Mapping[str, Any], model: str) -> dict[str, dict[str, An
     return record[LAUNCHES]
 
 
+class Context(NamedTuple):
+    """The ``tokens`` that caches hold, and the most that they may (``max_seq_len``)."""
+
+    tokens: int = 0
+    most: int = 0
+
+    def positions(self, slots: int) -> int:
+        """Return the positions that a row attends to in a cache. A ring has fewer slots than the context, and twice as
+        many as its window."""
+        return min(self.tokens, slots // 2 if slots < self.most else slots)
+
+
+NO_CONTEXT = Context()
+
+
 def cost(
     launches: Mapping[str, Mapping[str, Any]],
     kernels: Mapping[str, Mapping[str, bytes]],
     gpus: list[Gpu],
     steps: int,
+    context: Context = NO_CONTEXT,
 ) -> dict[str, Any]:
     """Return the bounds of ``methods`` and of a ``round``; times are in seconds.
 
@@ -76,20 +102,21 @@ def cost(
         if missing:
             raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: it is of another export")
         found = [
-            _launch(entry, recorded["rows"], codes[kernels[method][entry["kernel"]]], gpus)
+            _launch(entry, recorded["rows"], codes[kernels[method][entry["kernel"]]], gpus, context)
             for entry in recorded["launches"]
         ]
         methods[method] = _method(recorded, found, gpus)
     return {
         "assumed": {"launch_seconds": LAUNCH_SECONDS, "latency_seconds": LATENCY_SECONDS},
+        "context": context.tokens,
         "methods": methods,
         "round": _round(methods, gpus, steps),
     }
 
 
 def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
-    """Return the calls, launches and bounds of a round. Its memory limit counts the target's weights once and the
-    draft's once per step, whichever methods it calls."""
+    """Return the calls, launches and bounds of a round. Its memory limit counts the target's weights and caches once
+    and the draft's once per step, whichever methods it calls."""
     apart = {TARGET_VERIFY: 1} | ({DRAFT_DECODE: steps} if DRAFT_DECODE in methods else {})
     calls = {SPECULATE: 1} if SPECULATE in methods else apart
 
@@ -110,12 +137,16 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
         by_kind[entry["kind"]] += entry["count"]
     total = sum(by_kind.values())
     bounds = {}
+    cache_bytes = sum(entry["count"] * entry["cache_bytes"] for entry in found)
     for gpu in gpus:
         least = sum(entry["count"] * max(entry["seconds"][gpu.name].values()) for entry in found)
-        bounds[gpu.name] = _bound(recorded["weight_bytes"] / gpu.bandwidth, least, total * LAUNCH_SECONDS)
+        bounds[gpu.name] = _bound(
+            (recorded["weight_bytes"] + cache_bytes) / gpu.bandwidth, least, total * LAUNCH_SECONDS
+        )
     return {
         "rows": recorded["rows"],
         "weight_bytes": recorded["weight_bytes"],
+        "cache_bytes": cache_bytes,
         "launches": by_kind | {"all": total},
         "kernels": found,
         "bounds": bounds,
@@ -123,8 +154,8 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
 
 
 def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
-    """Return the times and their ratios. ``limit``: each weight is read once. ``bound``: the kernels run one after the
-    other in a CUDA graph, without gaps."""
+    """Return the times and their ratios. ``limit``: each weight and each cache is read once. ``bound``: the kernels run
+    one after the other in a CUDA graph, without gaps."""
     both = least + launching
     return {
         "limit": limit,
@@ -135,28 +166,39 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
     }
 
 
-def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu]) -> dict[str, Any]:
+def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], context: Context) -> dict[str, Any]:
     """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
-    products, warps = entry["products"], entry["threads"] // WARP
+    warps, cache_bytes, blocks = entry["threads"] // WARP, 0, math.prod(entry["grid"])
+    products, cache = entry["products"], entry.get("cache")
+    if cache and context.tokens:
+        positions = context.positions(cache["slots"])
+        cache_bytes = positions * cache["position_bytes"]
+        tiles, heads, parts = entry["grid"]
+        blocks = tiles * heads * min(parts, math.ceil(positions / cache["chunk"]))
+        iterations = tiles * heads * math.ceil(positions / cache["block"])
+        products = {"multiply_adds": cache["multiply_adds"], "iterations": iterations}
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
     if loop:  # one iteration of the machine code does ``passes`` iterations of the source
-        per_weight = loop.instructions * warps * WARP / (passes * products["weights"])
+        per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
         instructions = loop.instructions * warps * products["iterations"] / passes
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
     else:
         per_weight, thread_bytes = None, code.load_bytes
-        instructions = code.instructions * warps * math.prod(entry["grid"])
+        instructions = code.instructions * warps * blocks
     in_flight = thread_bytes * entry["threads"]
     return {
         **entry,
         "kind": kind_of(entry["kernel"]),
+        "cache_bytes": cache_bytes,
         "registers": code.registers,
         "spill_bytes": code.spill_bytes,
         "instructions_per_weight": per_weight,
         "bytes_in_flight": in_flight,
         "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
-        "seconds": {gpu.name: _seconds(entry, code.registers, instructions, in_flight, gpu) for gpu in gpus},
+        "seconds": {
+            gpu.name: _seconds(entry, cache_bytes, blocks, code.registers, instructions, in_flight, gpu) for gpu in gpus
+        },
     }
 
 
@@ -187,14 +229,20 @@ def main_loop(code: Code, products: Mapping[str, int], warps: int) -> tuple[Loop
 
 
 def _seconds(
-    entry: Mapping[str, Any], registers: int, instructions: float, in_flight: int, gpu: Gpu
+    entry: Mapping[str, Any],
+    cache_bytes: int,
+    blocks: int,
+    registers: int,
+    instructions: float,
+    in_flight: int,
+    gpu: Gpu,
 ) -> dict[str, float]:
-    size = entry["weight_bytes"] + sum(size for size in entry["buffer_bytes"] if size > gpu.l2_cache)
+    size = entry["weight_bytes"] + cache_bytes + sum(size for size in entry["buffer_bytes"] if size > gpu.l2_cache)
     on_one = gpu.resident(registers, entry["shared_bytes"], entry["threads"])
     if not on_one:
         takes = f"{entry['threads']} threads of {registers} registers, {entry['shared_bytes']:,} bytes of shared memory"
         raise ValueError(f"{entry['kernel']} does not fit on {gpu.name} ({takes}): type another --gpu")
-    blocks = min(math.prod(entry["grid"]), gpu.multiprocessors * on_one)
+    blocks = min(blocks, gpu.multiprocessors * on_one)
     return {
         "memory": size / gpu.bandwidth,
         "issue": instructions / (gpu.multiprocessors * SCHEDULERS * gpu.clock),

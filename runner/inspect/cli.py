@@ -25,7 +25,7 @@ Examples:
   eagle3-inspect out
   eagle3-inspect out --verify
   eagle3-inspect out --json | jq .methods.target_verify.operators
-  eagle3-inspect out --cost --gpu H200
+  eagle3-inspect out --cost --gpu H200 --context 8192
   eagle3-inspect out --check-code
 """
 
@@ -38,11 +38,24 @@ Examples:
     "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="The GPU for --cost; may be repeated."
 )
 @click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="For --cost: the tokens that the KV caches hold. Without it what attention reads of them is left out.",
+)
+@click.option(
     "--check-code", "with_code", is_flag=True, help="Check the machine code of a CUDA artifact; a fault: exit code 1."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
-def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], with_code: bool, as_json: bool) -> None:
+def main(
+    artifact: Path,
+    verify: bool,
+    with_cost: bool,
+    gpus: tuple[str, ...],
+    context: int | None,
+    with_code: bool,
+    as_json: bool,
+) -> None:
     """Show the contents of an artifact of eagle3-export: its folder or its model.pte.
 
     It shows files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and
@@ -58,8 +71,8 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], w
     registers and shared memory against the GPUs that it runs on; the device of each constant; the symbols that PyTorch,
     ExecuTorch and CUDA must have. No GPU is needed.
     """
-    if gpus and not with_cost:
-        raise click.UsageError("--gpu is for --cost: type --cost as well")
+    if (gpus or context) and not with_cost:
+        raise click.UsageError(f"{'--gpu' if gpus else '--context'} is for --cost: type --cost as well")
     from eagle3.runner.artifact.opening import find_model, load_artifact
     from eagle3.runner.inspect.program import inspect_program
 
@@ -76,7 +89,7 @@ def main(artifact: Path, verify: bool, with_cost: bool, gpus: tuple[str, ...], w
     if with_cost:
         from eagle3.runner.cost.bound import cost_of
 
-        found["cost"] = cost_of(model, opened.metadata, gpus)
+        found["cost"] = cost_of(model, opened.metadata, gpus, context or 0)
     if with_code:
         found["code"] = checked_code(model, opened.metadata)
     if as_json:

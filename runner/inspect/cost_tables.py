@@ -54,7 +54,7 @@ def _kernels_table(name: str, method: dict[str, Any]) -> "Table":
             *(entry[key] for key in ("threads", "registers", "spill_bytes", "shared_bytes")),
             "-" if entry["instructions_per_weight"] is None else f"{entry['instructions_per_weight']:.2f}",
             _lines(entry["lines"]),
-            *(entry[key] for key in ("bytes_in_flight", "weight_bytes")),
+            *(entry["bytes_in_flight"], entry["weight_bytes"] + entry["cache_bytes"]),
             f"{least(entry) * 1e6:,.1f}",
             max(entry["seconds"][gpu], key=entry["seconds"][gpu].get),
         )
@@ -62,11 +62,11 @@ def _kernels_table(name: str, method: dict[str, Any]) -> "Table":
     ]
     rest = f"{len(others)} others, without spills"
     rows.append((rest, sum(entry["count"] for entry in others), *[""] * 9, f"{sum(map(least, others)) * 1e6:,.1f}", ""))
-    sizes = "threads", "registers", "spilled", "shared", "instr/weight", "lines", "in flight", "weight bytes"
+    sizes = "threads", "registers", "spilled", "shared", "instr/weight", "lines", "in flight", "bytes read"
     columns = ("kernel", "calls", "blocks", *sizes, f"us, {gpu}", "due to")
     title = (
         f"Kernels of {name} (rows: {method['rows']:,}; spilled: bytes a thread; shared, in flight: bytes a block; "
-        "lines: L1 lines of a warp's load, and the fewest possible)"
+        "bytes read: of weights and caches; lines: L1 lines of a warp's load, and the fewest possible)"
     )
     return table(title, columns, rows, numbers={*columns} - {"kernel", "due to"})
 
@@ -97,5 +97,6 @@ def _bounds_table(cost: dict[str, Any]) -> "Table":
     )
     gap = cost["assumed"]["launch_seconds"] * 1e6
     columns = ("call", "GPU", "memory limit", "bound", f"with {gap:.0f} us a launch", "share", "share with launches")
-    title = "Lower bounds in ms (memory limit: every weight read once; share: the limit's share of the bound)"
+    caches = f" and the caches of {cost['context']:,} tokens" if cost["context"] else ""
+    title = f"Lower bounds in ms (memory limit: every weight{caches} read once; share: the limit's share of the bound)"
     return table(title, columns, rows, numbers=columns[2:])

@@ -110,6 +110,16 @@ class Flow:
         """The indices of the instructions that may follow each instruction."""
         return [tuple(self._following(at)) for at in range(len(self.instructions))]
 
+    def behind(self, instruction: Instruction) -> list[Instruction]:
+        """Return the instructions that may follow an instruction on any path."""
+        begin = next(at for at, each in enumerate(self.instructions) if each is instruction)
+        seen, todo = set[int](), [begin]
+        while todo:
+            new = set(self.following[todo.pop()]) - seen
+            seen |= new
+            todo += new
+        return [self.instructions[at] for at in seen]
+
     def _following(self, at: int) -> Iterator[int]:
         instruction = self.instructions[at]
         kind = instruction.parts[0]

@@ -8,6 +8,7 @@ threads ever access the same byte. Sums are assumed not to overflow.
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,9 @@ from eagle3.runner.machine_code.ptx import NUMBER, Unknown, computed
 from eagle3.runner.machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
+BETWEEN_LANES = ("shfl", "vote", "match", "redux", "activemask", "elect", "mma", "wmma", "ldmatrix", "stmatrix")
+"""Instructions by which the threads of a warp see each other's registers."""
+WARP = 32
 FLOAT = re.compile(r"(f|bf|tf|e)\d")
 NAMED = re.compile(r"[%\w.-]+")
 SIZE = re.compile(r"(?:v(\d)\.)?[a-z]+(\d+)$")
@@ -84,7 +88,7 @@ class Places:
         for start, size in ((distance, accessed_bytes(other)), (-distance, accessed_bytes(one))):
             near |= (start % step < size) if step else (start >= 0) & (start < size)
         np.fill_diagonal(near, False)
-        return bool(near[np.ix_(self._executing(one), self._executing(other))].any())
+        return bool(near[np.ix_(self._executing(one) & ~self._idle(one), self._executing(other))].any())
 
     def _store_the_same(self, one: Instruction, other: Instruction) -> bool:
         """Return True if all threads store the same known values through both."""
@@ -116,11 +120,67 @@ class Places:
         if true and len(found) == 1 and found[0].name == "and.pred" and not found[0].predicate:
             first, second = (self._may_be(source, True) for source in found[0].operands[1:])
             return first & second
-        try:
+        with suppress(Unknown):
             value = self.value(predicate)
+            if value.is_number():
+                return (value.by_thread != 0) == true
+        return self._may_hold(found[0]) if true and len(found) == 1 else np.ones(self.flow.threads, dtype=bool)
+
+    def _may_hold(self, comparison: Instruction) -> np.ndarray:
+        """Return bool [threads]: False where a comparison with a number cannot hold, whatever the common values are.
+
+        A sum modulo the divisor of its common part is known: with it an equation can be refuted, and an upper bound of
+        an unsigned sum, which is no smaller than that remainder. A divisor that is a power of 2 holds for sums that
+        overflow, too. A signed sum is no smaller than its part by thread where the common part is not negative.
+        """
+        may = np.ones(self.flow.threads, dtype=bool)
+        if comparison.parts[0] != "setp" or comparison.predicate or len(comparison.parts) != 3:
+            return may
+        try:
+            value, bound = (self.value(source) for source in comparison.operands[1:3])
         except Unknown:
-            return np.ones(self.flow.threads, dtype=bool)
-        return (value.by_thread != 0) == true if value.is_number() else np.ones(self.flow.threads, dtype=bool)
+            return may
+        _, relation, kind = comparison.parts
+        number, divisor = _factor(bound), math.gcd(value.step, *value.common.values())
+        if number is None:
+            return may
+        if relation == "lt" and kind == "s32" and not value.step:
+            grows = all(factor > 0 and self._not_negative(name) for name, factor in value.common.items())
+            return value.by_thread < number if grows else may
+        if divisor < 2 or divisor & (divisor - 1):
+            return may
+        if relation == "eq":
+            return (value.by_thread - number) % divisor == 0
+        return value.by_thread % divisor < number if relation == "lt" and kind == "u32" else may
+
+    def _not_negative(self, name: str) -> bool:
+        """Return True if a register is never negative: a block's index, and what is computed of it without a sign."""
+        if re.fullmatch(r"%n?ctaid\.[xyz]|\d+", name):
+            return True
+        found = self.flow.definitions.get(name, [])
+        if len(found) != 1 or found[0].predicate:
+            return False
+        kind, sources = found[0].parts[0], found[0].operands[1:]
+        if kind == "rem":  # has the sign of what is divided
+            return self._not_negative(sources[0])
+        of_some = kind == "and" and any(map(self._not_negative, sources))
+        return of_some or kind in ("mov", "add", "min", "max") and all(map(self._not_negative, sources))
+
+    def _idle(self, load: Instruction) -> np.ndarray:
+        """Return bool [threads]: True for threads that store nothing behind a load, nor hand on what they computed, so
+        that it does not matter whether they load what another thread stores later. They repeat the work of others where
+        a tensor has fewer elements than a block has room for."""
+        busy, in_warp = np.zeros(self.flow.threads, dtype=bool), False
+        if load.parts[0] != "ld":
+            return busy
+        for instruction in self.flow.behind(load):
+            kind = instruction.parts[0]
+            if kind in ("wgmma", "tcgen05"):
+                return busy
+            in_warp |= kind in BETWEEN_LANES
+            if kind in ("st", "atom", "red", "cp"):
+                busy |= self._executing(instruction)
+        return ~(np.repeat(busy.reshape(-1, WARP).any(1), WARP) if in_warp else busy)
 
     def value(self, name: str) -> Value:
         """Return the value of a register or an operand. Raises Unknown."""
@@ -247,11 +307,13 @@ def _factor(value: Value) -> int | None:
 
 
 def _lie_apart(one: Value, other: Value) -> bool:
-    """Return True if all set bits of one value are below those of the other, so that ``or`` adds them."""
+    """Return True if no bit is set in both values, one of which is a number in each thread, so that ``or`` adds
+    them."""
     for low, high in ((one, other), (other, one)):
-        unit = math.gcd(high.step, *high.common.values(), *map(int, high.by_thread))
-        if low.is_number() and low.by_thread.min() >= 0 and low.by_thread.max() < (unit & -unit):
-            return True
+        unit = math.gcd(high.step, *high.common.values())
+        below = (unit & -unit) - 1  # the bits of ``high`` that are those of its part by thread
+        if low.is_number() and low.by_thread.min() >= 0 and low.by_thread.max() <= below:
+            return not (high.by_thread & below & low.by_thread).any()
     return False
 
 

@@ -140,6 +140,9 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
         if least <= rows < plan.method(PREFILL).max_len:
             plan = _with_lengths(plan, plan.max_seq_len, rows)
             yield f"--max-prefill {rows}", plan
+    if not plan.config.int8_caches:
+        plan = replace(plan, config=replace(plan.config, kv_cache="int8"))
+        yield "--kv-cache int8", plan
     tokens = plan.max_seq_len // 2
     while tokens > plan.method(PREFILL).max_len:
         plan = _with_lengths(plan, tokens, plan.method(PREFILL).max_len)

@@ -41,12 +41,13 @@ class CudaAttention(EagerAttention):
         sinks: Tensor | None = None,
     ) -> Tensor:
         input_pos, first, last = rows
-        keys, values = self.written(input_pos, key, value)
+        keys, values, *scales = self.written(input_pos, key, value)
         length = query.shape[1]
         most = most_rows(length)
         few = min(most, FEW) if from_one_row(length) or most <= FEW else 0
         arrived = shared_counters(query)
-        return attention(query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks)
+        given = query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks
+        return attention(*given, *scales)
 
 
 def most_rows(length: int | torch.SymInt) -> int:

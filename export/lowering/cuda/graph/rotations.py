@@ -21,6 +21,8 @@ OP = torch.ops.eagle3.attention_of_product.default
 ATTENTION = "eagle3.attention.default"
 DIVIDED_ROWS = 8
 """The index of the argument ``divided_rows`` of the attention op."""
+SCALES = 11
+"""The index of the first of the attention op's scales, which a cache of codes has."""
 
 
 def rotate_in_attention(program: ExportedProgram) -> None:
@@ -34,13 +36,15 @@ def rotate_in_attention(program: ExportedProgram) -> None:
 
 
 def _replace(node: Node) -> None:
-    written, last = node.args[1:3], node.args[4]
+    written, last = [*node.args[1:3], *node.args[SCALES:]], node.args[4]
     if not all(is_(each, aten.index_copy_.default) and _at(each, last) for each in written):
         return
     if any(user < node for each in written for user in each.users):
         return
-    caches = [each.args[0] for each in written]
-    query, key, value = (heads_of(each) for each in (node.args[0], *(each.args[3] for each in written)))
+    caches, new = [each.args[0] for each in written], [each.args[3] for each in written]
+    if len(new) > 2:
+        new = [_coded(*pair) for pair in zip(new[:2], new[2:], strict=True)]
+    query, key, value = (each and heads_of(each) for each in (node.args[0], *new))
     if query is None or key is None or value is None or not query.product is key.product is value.product:
         return
     alike = query.bias is key.bias is value.bias and (query.rotary, query.plus) == (key.rotary, key.plus)
@@ -54,11 +58,11 @@ def _replace(node: Node) -> None:
         tables = (rotary.cos, rotary.sin) if rotary else (None, None)
         rotary_sizes = [rotary.dims, rotary.pair_distance, rotary.repeat] if rotary else []
         shapes = query.count, [each.start for each in parts], [each.eps for each in parts], query.plus, rotary_sizes
-        made = (query.product, query.bias, *caches, *node.args[3:6], *tables, query.weight, key.weight, *shapes)
-        call = graph.call_function(OP, (*made, *node.args[6:]))
-        values = node.meta["val"], *(cache.meta["val"] for cache in caches)
+        made = (query.product, query.bias, *caches[:2], *node.args[3:6], *tables, query.weight, key.weight, *shapes)
+        call = graph.call_function(OP, (*made, *node.args[6:SCALES], *caches[2:]))
+        values = [node.meta["val"], *(cache.meta["val"] for cache in caches)]
         call.meta["val"] = values
-        outputs = [graph.call_function(operator.getitem, (call, index)) for index in range(3)]
+        outputs = [graph.call_function(operator.getitem, (call, index)) for index in range(len(values))]
         for output, found in zip(outputs, values, strict=True):
             output.meta["val"] = found
         for cache, output in zip(caches, outputs[1:], strict=True):
@@ -68,6 +72,18 @@ def _replace(node: Node) -> None:
     for each, cache in zip(written, caches, strict=True):
         each.replace_all_uses_with(cache)
         graph.erase_node(each)
+
+
+def _coded(codes: Node, scales: Node) -> Node | None:
+    """Return the heads that ``int8_codes`` makes these codes and scales of, None for anything else."""
+    steps = [codes]
+    for kind in (aten.to.dtype, aten.floor.default, aten.add.Tensor, aten.div.Tensor):
+        if not is_(steps[-1], kind):
+            return None
+        steps.append(steps[-1].args[0])
+    *_, added, divided, heads = steps
+    by = divided.args[1]
+    return heads if added.args[1] == 0.5 and is_(by, aten.unsqueeze.default) and by.args[0] is scales else None
 
 
 def _at(written: Node, last: Node) -> bool:

@@ -50,10 +50,25 @@ class Products:
 
 
 @dataclass(frozen=True)
+class CacheReads:
+    """The work of an attention kernel for each position of its cache that it reads."""
+
+    slots: int
+    position_bytes: int
+    """Bytes of a position's keys and values in all heads, with their scales."""
+    chunk: int
+    """Positions of a program, where they are divided among programs."""
+    block: int
+    """Positions per iteration of its main loop."""
+    multiply_adds: int
+    """The least multiply-adds of an iteration on the tensor cores."""
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch. ``weight_bytes``: bytes of weights that it reads. ``buffer_bytes``: bytes of each other tensor,
-    without caches, which are read only as far as there are tokens. ``shared_bytes``: dynamic shared memory of a
-    block."""
+    without caches, which are read only as far as there are tokens: see ``cache``. ``shared_bytes``: dynamic shared
+    memory of a block."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -62,6 +77,7 @@ class Launch:
     weight_bytes: int
     buffer_bytes: tuple[int, ...]
     products: Products | None
+    cache: CacheReads | None = None
 
 
 @contextmanager
@@ -153,6 +169,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         sum(weights.values()),
         tuple(sorted(buffers.values(), reverse=True)),
         products(known["mangled_name"], constants, x * y * z, values.get("M", rows)),
+        cache_reads(constants),
     )
     return launch, weights
 
@@ -241,3 +258,18 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     weights = block_n * run_of_k
     dots = 2 if kernel.startswith("_int8_small_m") else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
+
+
+def cache_reads(constants: Mapping[str, int]) -> CacheReads | None:
+    """Return the work of an attention kernel by the names of its constants, None for any other kernel."""
+    if not {"SLOTS", "KV_HEADS", "CODES", "CHUNK"} <= constants.keys():
+        return None
+    width, block = constants["BLOCK_D"], constants["BLOCK_N"]
+    head = constants["D"] + torch.float32.itemsize if constants["CODES"] else constants["D"] * torch.bfloat16.itemsize
+    return CacheReads(
+        slots=constants["SLOTS"],
+        position_bytes=2 * constants["KV_HEADS"] * head,
+        chunk=constants["CHUNK"],
+        block=block,
+        multiply_adds=2 * constants["BLOCK_M"] * block * width,
+    )

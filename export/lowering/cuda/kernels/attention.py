@@ -14,6 +14,9 @@ method, therefore gives a row the same bits for any number of rows up to ``FEW``
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
 
+A cache may hold int8 codes with a scale for each position. Codes are exact in bfloat16. The scale of a key multiplies
+its scores, and that of a value its weights, so that the matmuls take the codes as they are.
+
 For few rows, the operations between a layer's matmul and its attention are part of the launch
 (``attention_of_product``): bias, norms and rotary embeddings of queries, keys and values, and the cache writes. No
 program waits for another. Each computes its own queries, and writes those of the new keys and values that it will read.
@@ -33,7 +36,7 @@ from torch.library import triton_op, wrap_triton
 
 from eagle3.export.lowering.cuda.kernels.heads import write_keys_and_values, write_queries
 from eagle3.export.lowering.cuda.kernels.sums import arrive
-from eagle3.targets.attention import attend
+from eagle3.targets.attention import attend, dequantized
 
 FEW = 16
 """The most rows for which the positions are divided among programs."""
@@ -59,18 +62,18 @@ class Product(NamedTuple):
 
 @triton.jit
 def _attention_kernel(
-    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts, PRODUCT, BIAS, COS, SIN, Q_WEIGHT,
-    K_WEIGHT, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
-    V_AT: tl.constexpr, BIASED: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr,
-    Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr, PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr,
-    REPEATED: tl.constexpr, ANGLES: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts, PRODUCT, BIAS, COS, SIN, Q_WEIGHT, K_WEIGHT,
+    K_SCALES, V_SCALES, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, Q_AT: tl.constexpr,
+    K_AT: tl.constexpr, V_AT: tl.constexpr, BIASED: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
+    V_EPS: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr, PLUS: tl.constexpr, ROTARY: tl.constexpr,
+    APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr, CODES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D]. Unless DIRECT: PARTS float32 [parts, rows,
-    # heads, D], STATS float32 [parts, rows, heads, 2], the maximum (of powers of 2) and the sum. Unless WIDTH is 0 Q
-    # and the rows' places in K and V are written here, of PRODUCT bf16 [rows, WIDTH], BIAS [WIDTH], COS and SIN [rows,
-    # ANGLES].
+    # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D], or if CODES int8 with K_SCALES and V_SCALES
+    # float32 [KV_HEADS, SLOTS]. Unless DIRECT: PARTS float32 [parts, rows, heads, D], STATS float32 [parts, rows,
+    # heads, 2], the maximum (of powers of 2) and the sum. Unless WIDTH is 0 Q and the rows' places in K and V are
+    # written here, of PRODUCT bf16 [rows, WIDTH], BIAS [WIDTH], COS and SIN [rows, ANGLES].
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -93,6 +96,8 @@ def _attention_kernel(
         end = tl.minimum(end, chunk * CHUNK + CHUNK)
     K += kv_head.to(tl.int64) * (SLOTS * D)
     V += kv_head.to(tl.int64) * (SLOTS * D)
+    K_SCALES += kv_head * SLOTS
+    V_SCALES += kv_head * SLOTS
 
     if WIDTH > 0:
         write_queries(
@@ -101,8 +106,9 @@ def _attention_kernel(
         )  # fmt: skip
         written = tl.load(LAST).to(tl.int32)
         write_keys_and_values(
-            K, V, PRODUCT, BIAS, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0), end - written, kv_head, D,
-            SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, BIASED, K_EPS, V_EPS, K_WEIGHTED, PLUS, ROTARY, APART, REPEATED, ANGLES,
+            K, V, K_SCALES, V_SCALES, PRODUCT, BIAS, COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0),
+            end - written, kv_head, D, SLOTS, BLOCK_D, WIDTH, K_AT, V_AT, BIASED, K_EPS, V_EPS, K_WEIGHTED, PLUS,
+            ROTARY, APART, REPEATED, ANGLES, CODES,
         )  # fmt: skip
         tl.debug_barrier()
 
@@ -116,7 +122,9 @@ def _attention_kernel(
         slot = position % SLOTS
         places = slot[:, None] * D + d[None, :]
         k = tl.load(K + places) if WHOLE else tl.load(K + places, mask=d[None, :] < D, other=0)
-        scores = tl.dot(q, tl.trans(k))
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)))
+        if CODES:
+            scores *= tl.load(K_SCALES + slot)[None, :]
         if SOFTCAP > 0:
             scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp(scores * (2 * SCALE / SOFTCAP))))
         else:
@@ -129,7 +137,9 @@ def _attention_kernel(
         total = total * shrunk + tl.sum(weights, 1)
         top = higher
         v = tl.load(V + places) if WHOLE else tl.load(V + places, mask=d[None, :] < D, other=0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrunk[:, None])
+        if CODES:
+            weights *= tl.load(V_SCALES + slot)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrunk[:, None])
 
     here = packed < rows * GROUPS
     sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -201,13 +211,16 @@ def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
 
 def launch(
     kernel: Any, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, arrived: Tensor,
-    scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None, product: Product | None = None,
-    **options,
+    scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
     """Return the result of ``attention``. With a ``product``, ``query`` is written too, and keys and values are written
     in place."""
-    if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
-        raise ValueError(f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16")
+    codes = key_scales is not None
+    if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
+        raise ValueError(
+            f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16, and codes in torch.int8"
+        )
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(f"the caches have strides {keys.stride()} and {values.stride()}: not contiguous")
     query = query.contiguous()
@@ -231,12 +244,12 @@ def launch(
     rotary = dict(zip(("ROTARY", "APART", "REPEATED"), made.rotary or (0, 1, 1), strict=True))
     kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
         query, keys, values, first, last, sinks if has_sinks else query, arrived, unsummed, stats, out, rows, parts,
-        made.out, *(query if each is None else each for each in optional),
+        made.out, *(query if each is None else each for each in (*optional, key_scales, value_scales)),
         WIDTH=product.out.shape[1] if product else 0, **starts, **eps, **rotary, PLUS=made.plus,
         ANGLES=1 if made.cos is None else made.cos.shape[-1], BIASED=made.bias is not None,
         Q_WEIGHTED=made.q_weight is not None, K_WEIGHTED=made.k_weight is not None, KV_HEADS=kv_heads, GROUPS=groups,
         D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct,
-        BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
+        CODES=codes, BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
     )  # fmt: skip
     return out
 
@@ -254,13 +267,16 @@ def attention(
     divided_rows: int,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax-weighted values of the positions that each row attends to, which must be in the cache. On CUDA
     this is the kernel of this module, on the host ``attention_reference``. It is one node of an exported program.
 
     Args:
         query: bfloat16 [1, T, heads, head_dim], T may be dynamic
-        keys, values: bfloat16 [1, kv_heads, slots, head_dim], contiguous; position p is in slot p % slots
+        keys, values: bfloat16 [1, kv_heads, slots, head_dim], contiguous; position p is in slot p % slots. With scales
+            int8 codes
         first, last: int64 [T], the first and last position that row t attends to; neither decreases from row to row
         arrived: ``sums.counters()``, zero again when it returns
         scale: factor on the dot products of query and key
@@ -269,6 +285,7 @@ def attention(
             rows best. 0: they are never divided, T is that of a chunk of prefill
         softcap: a scaled dot product x becomes softcap * tanh(x / softcap); 0: no softcap
         sinks: [heads], an additional logit of each softmax, whose value is zero
+        key_scales, value_scales: float32 [1, kv_heads, slots], by which codes are multiplied
 
     Returns:
         bfloat16 [1, T, heads, head_dim]; the bits of a row do not depend on the others for up to ``FEW`` of them
@@ -277,6 +294,7 @@ def attention(
         ValueError: (on CUDA) another dtype, a cache that is not contiguous
     """
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
+    given += key_scales, value_scales
     kernel = divided_kernel if divided_rows else _chunk_kernel
     return launch(wrap_triton(kernel), *given)
 
@@ -294,8 +312,12 @@ def attention_reference(
     divided_rows: int,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """``attention`` in plain PyTorch, of any floating dtype."""
+    if key_scales is not None and value_scales is not None:
+        keys, values = dequantized((keys, values), (key_scales, value_scales), query.dtype)
     slots = keys.shape[2]
     position = last[-1] - (last[-1] - torch.arange(slots)) % slots  # what a slot was last written for
     mask = (position >= first[:, None]) & (position <= last[:, None])

@@ -6,6 +6,7 @@ from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
 from eagle3.export.lowering.cuda.kernels.attention import Product, attention_reference, divided_kernel, launch
+from eagle3.targets.attention import int8_codes
 
 
 @triton_op("eagle3::attention_of_product", mutates_args={})
@@ -31,7 +32,9 @@ def attention_of_product(
     divided_rows: int,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> list[Tensor]:
     """Compute ``attention`` from a layer's matmul of queries, keys and values, in one launch.
 
     The bias is added, heads are normed (``x / rms(x) * (weight + plus)``), rotary embeddings are applied to queries and
@@ -41,8 +44,8 @@ def attention_of_product(
         product: bfloat16 [T, N]
         bias: [N], None: 0
         keys, values: as for ``attention``, without the rows' own
-        first, last, arrived, scale, longest, divided_rows, softcap, sinks: see ``attention``; ``last`` is consecutive,
-            ``divided_rows`` is not 0
+        first, last, arrived, scale, longest, divided_rows, softcap, sinks, key_scales, value_scales: see ``attention``;
+            ``last`` is consecutive, ``divided_rows`` is not 0
         cos, sin: floating [1, T, columns], None without rotary embeddings
         q_weight, k_weight: [head_dim]; None for a weight of 1 without ``plus``
         heads: number of query heads
@@ -54,18 +57,19 @@ def attention_of_product(
             number of columns). Empty: no rotary embeddings
 
     Returns:
-        bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to. A lowered program writes them
-        in place of the old ones, which nothing else reads.
+        bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to, with their scales if they have
+        any. A lowered program writes them in place of the old ones, which nothing else reads.
 
     Raises:
         ValueError: see ``attention``
     """
-    keys, values = keys.clone(), values.clone()
+    caches = [cache.clone() for cache in (keys, values, key_scales, value_scales) if cache is not None]
+    keys, values, *scales = caches
     query = torch.empty(1, product.shape[0], heads, keys.shape[3], dtype=product.dtype, device=product.device)
     tables = (table if table is None else table.contiguous() for table in (cos, sin))
     made = Product(product.contiguous(), bias, *tables, q_weight, k_weight, heads, starts, eps, plus, rotary)
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
-    return launch(wrap_triton(divided_kernel), *given, made), keys, values
+    return [launch(wrap_triton(divided_kernel), *given, *(scales or (None, None)), made), *caches]
 
 
 @attention_of_product.register_kernel("cpu")
@@ -91,7 +95,9 @@ def attention_of_product_reference(
     divided_rows: int,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> list[Tensor]:
     """``attention_of_product`` in plain PyTorch, of any floating dtype."""
     kv_heads, slots, width = keys.shape[1:]
 
@@ -105,9 +111,15 @@ def attention_of_product_reference(
 
     query = made(starts[0], heads, eps[0], q_weight, True)
     key, value = made(starts[1], kv_heads, eps[1], k_weight, True), made(starts[2], kv_heads, eps[2], None, False)
-    keys, values = (cache.index_copy(2, last % slots, x.transpose(1, 2)) for cache, x in ((keys, key), (values, value)))
-    rest = scale, longest, divided_rows, softcap, sinks
-    return attention_reference(query, keys, values, first, last, arrived, *rest), keys, values
+    new = [key.transpose(1, 2), value.transpose(1, 2)]
+    caches = [keys, values]
+    if key_scales is not None and value_scales is not None:
+        (keys_of, scales_of_keys), (values_of, scales_of_values) = map(int8_codes, new)
+        new, caches = [keys_of, values_of, scales_of_keys, scales_of_values], [*caches, key_scales, value_scales]
+    caches = [cache.index_copy(2, last % slots, x) for cache, x in zip(caches, new, strict=True)]
+    keys, values, *scales = caches
+    rest = scale, longest, divided_rows, softcap, sinks, *scales
+    return [attention_reference(query, keys, values, first, last, arrived, *rest), *caches]
 
 
 def _with_rotary(x: Tensor, cos: Tensor, sin: Tensor, dims: int, pair_distance: int, repeat: int) -> Tensor:

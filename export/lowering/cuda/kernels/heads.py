@@ -59,6 +59,14 @@ def _head(
 
 
 @triton.jit
+def _codes(heads):
+    # Returns the codes [places, BLOCK_D], whole numbers in float32, and the scales [places].
+    heads = heads.to(tl.float32)
+    scales = tl.maximum(tl.max(tl.abs(heads), 1), 1e-20) / 127
+    return tl.floor(heads / scales[:, None] + 0.5), scales
+
+
+@triton.jit
 def write_queries(
     Q, PRODUCT, BIAS, COS, SIN, WEIGHT, begin, kv_head, rows,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -84,12 +92,14 @@ def write_queries(
 
 @triton.jit
 def write_keys_and_values(
-    K, V, PRODUCT, BIAS, COS, SIN, WEIGHT, earliest, begin, end, kv_head,
+    K, V, K_SCALES, V_SCALES, PRODUCT, BIAS, COS, SIN, WEIGHT, earliest, begin, end, kv_head,
     D: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, K_AT: tl.constexpr,
     V_AT: tl.constexpr, BIASED: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, WEIGHTED: tl.constexpr,
     PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
-    # Writes the keys and values of the rows from ``begin`` to ``end``; row 0 has the position ``earliest``.
+    # Writes the keys and values of the rows from ``begin`` to ``end``; row 0 has the position ``earliest``. If CODES
+    # they are written as int8 codes and their scales, as ``int8_codes`` makes them.
     PLACES: tl.constexpr = 8 if BLOCK_D > 256 else 16
     d = tl.arange(0, BLOCK_D)
     for place in tl.range(begin, end, PLACES, num_stages=1):
@@ -103,7 +113,13 @@ def write_keys_and_values(
             PRODUCT, BIAS, WEIGHT, COS, SIN, row, V_AT + kv_head * D, here, d,
             D, WIDTH, BIASED, V_EPS, False, 0.0, 0, 1, 1, 1,
         )  # fmt: skip
-        places = ((row + earliest) % SLOTS)[:, None] * D + d[None, :]
+        slot = (row + earliest) % SLOTS
+        places = slot[:, None] * D + d[None, :]
+        if CODES:
+            k, k_scales = _codes(k.to(PRODUCT.dtype.element_ty))
+            v, v_scales = _codes(v.to(PRODUCT.dtype.element_ty))
+            tl.store(K_SCALES + slot, k_scales, mask=here)
+            tl.store(V_SCALES + slot, v_scales, mask=here)
         inside = here[:, None] & (d < D)[None, :]
         tl.store(K + places, k.to(K.dtype.element_ty), mask=inside)
         tl.store(V + places, v.to(V.dtype.element_ty), mask=inside)
