@@ -18,7 +18,7 @@ class Conversation:
 
     def __init__(self, model: Model, system: str | None = None, **options: Unpack[OptionFields]):
         """``options`` (``eagle3.runner.options``) apply to every turn that does not set its own."""
-        self._model, self._options = model, options
+        self.model, self._options = model, options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, Any]] = list(self._system)
         self.result: Result | None = None
@@ -36,7 +36,7 @@ class Conversation:
         self._end_reply()
         self.result = None
         turn = {"role": "user", "content": text}
-        stream = self._model.stream([*self.messages, turn], **self._options | options)
+        stream = self.model.stream([*self.messages, turn], **self._options | options)
         reply = self._reply(turn, stream)
         self._replying = weakref.ref(reply)
         return reply

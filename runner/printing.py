@@ -2,19 +2,23 @@
 
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
 import click
 
-from eagle3.runner.model import Piece, Result
+from eagle3.runner.model import Model, Piece, Result
+from eagle3.runner.prompt_progress import prompt_progress
 from eagle3.runner.statistics import GenerationStats
 
 
-def print_pieces(pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:
-    """Print ``written(piece)`` for each piece. An exception in the middle of a line also ends the line, so that the
-    error message begins on a line of its own."""
-    last = "\n"
+def print_pieces(model: Model, pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:
+    """Print ``written(piece)`` for each piece of the model, and the progress of a long prompt before the first. An
+    exception in the middle of a line also ends the line, so that the error message begins on a line of its own."""
+    pieces, last = iter(pieces), "\n"
     try:
-        for piece in pieces:
+        with prompt_progress(model):
+            first = list(islice(pieces, 1))
+        for piece in chain(first, pieces):
             text = written(piece)
             sys.stdout.write(text)
             sys.stdout.flush()

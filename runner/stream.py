@@ -97,6 +97,11 @@ class Stream(Iterator[Piece]):
         self._pieces.close()
 
     @property
+    def prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        return len(self._answer.prompt)
+
+    @property
     def running(self) -> bool:
         """True if a thread is computing its next piece."""
         return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING

@@ -202,7 +202,7 @@ def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, A
 
     with model.stream(prompt, **options) as stream:
         try:
-            print_pieces(stream, written)
+            print_pieces(model, stream, written)
         except KeyboardInterrupt:
             stream.close()
     return stream.result

@@ -72,7 +72,7 @@ def _turn(conversation: Conversation, line: str, show_stats: bool) -> bool:
 def _reply(conversation: Conversation, line: str, show_stats: bool) -> None:
     """Print the reply to a line while it is generated. After an error the dialogue goes on."""
     try:
-        print_pieces(conversation.say(line), lambda piece: piece.text)
+        print_pieces(conversation.model, conversation.say(line), lambda piece: piece.text)
     except KeyboardInterrupt:
         pass
     except (ValueError, RuntimeError) as error:
