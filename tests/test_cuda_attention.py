@@ -159,24 +159,31 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
     first, last = (each[-rows:] for each in rest[2:4])
     with interpreted(kernels):
-        out = kernels.launch(Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=16)
+        out = kernels.launch(
+            Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=128 if rest[6] > 10000 else 16
+        )
     assert not kept["arrived"].any()
     parts, stats = (kept[name][: kept["count"] * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
 
 
 @pytest.mark.parametrize(
-    ("slots", "window", "last"), [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260)]
+    ("slots", "window", "last"),
+    [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260), (16900, 0, 16390)],
 )
 def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last):
-    """Products and sums are of eighths, exact in float32, so that numpy's order of them says nothing."""
+    """Products and sums are of eighths, exact in float32, so that numpy's order of them says nothing. The longest
+    contexts are behind the positions at which chunks double."""
     torch.manual_seed(last)
     query = (torch.randint(-8, 9, (1, 16, 4, DIM)) / 8).bfloat16()
     keys, values = ((torch.randint(-8, 9, (1, 2, slots, DIM)) / 8).bfloat16() for _ in range(2))
+    keys[:, :, 8190:8194] *= 8  # what is behind an end of equal chunks is what decides
+    keys[:, :, 16380:] *= 8
     at = torch.arange(last - 15, last + 1)
     first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
     rest = keys, values, first, at, counters(), 0.25, window or slots, 16, 0.0, None
     parts, stats, out = split(16, query, *rest)
+    assert_equal(out.float(), kernels.attention_reference(query, *rest).float())
     for rows in (1, 8, 15):
         for found, expected in zip(split(rows, query, *rest), (parts, stats, out), strict=True):
             assert torch.equal(found, expected[..., -rows:, :, :]), f"{rows} rows"
@@ -244,12 +251,13 @@ def compiled(
     arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
 ) -> triton.compiler.CompiledKernel:
     """Compile the kernel with norms and rotation; ``more``: constants of what else is computed."""
-    chunk, _ = kernels.parts_of(4096, 4096, groups)
+    chunk, doublings, _ = kernels.division(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
+    rows = kernels.rows_of_tile(groups, divided, width)
     constants = dict(
-        KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, SCALE=0.1, SOFTCAP=0.0, HAS_SINKS=False,
-        DIRECT=not divided, CODES=False, BLOCK_D=width, COLUMNS=min(width, 128),
-        BLOCK_M=kernels.rows_of_tile(groups, divided, width), WIDTH=heads + 16 * width, Q_WEIGHTED=True,
+        KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, MOST=64, DOUBLINGS=doublings, SCALE=0.1,
+        SOFTCAP=0.0, HAS_SINKS=False, DIRECT=not divided, CODES=False, BLOCK_D=width, COLUMNS=min(width, 8192 // rows),
+        BLOCK_M=rows, WIDTH=heads + 16 * width, Q_WEIGHTED=True,
         K_WEIGHTED=True, BIASED=False, PLUS=0.0, ROTARY=width, APART=width // 2, REPEATED=1, ANGLES=width,
         **config.kwargs,
     )  # fmt: skip
@@ -274,13 +282,13 @@ def compiled(
 @pytest.mark.parametrize(
     ("arch", "width", "groups", "divided", "keys", "warps", "stages", "more"),
     [
-        ("sm_90", 512, 8, 8, 32, 4, 2, {}),
+        ("sm_90", 512, 8, 8, 32, 8, 2, {}),
         ("sm_89", 512, 8, 8, 32, 8, 2, {}),
         ("sm_120", 256, 2, 8, 32, 4, 2, {}),
         ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
         ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
         ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "ROTARY": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
-        ("sm_90", 512, 8, 8, 32, 4, 2, {"CODES": True}),
+        ("sm_90", 512, 8, 8, 32, 8, 2, {"CODES": True}),
         ("sm_89", 128, 4, 4, 64, 4, 3, {"CODES": True}),
     ],
     ids=["sm_90", "sm_89", "sm_120", "one more", "half a table", "neighbours of a half", "int8", "int8 in sm_89"],

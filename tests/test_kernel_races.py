@@ -87,7 +87,7 @@ SMALL_ARRIVES = "        if arrive(counter) == HALVES * SPLITS - 1:\n"
 LARGE_STORE = "        tl.store(sums + tl.program_id(2) * tiles * (128 * BLOCK_M), acc)\n"
 LARGE_ARRIVES = "        if arrive(ARRIVED + own) == parts - 1:\n"
 STATS = "        tl.store(STATS + mine * 2, top, mask=here)\n"
-KEPT = "        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=kept)\n"
+KEPT = "        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=within[:, None] & (d[None, :] < D))\n"
 ARRIVES = "            arrived = arrive(counter)\n"
 NEW_ROWS = "COS, SIN, K_WEIGHT, written, tl.maximum(start - written, 0),\n            end - written, kv_head, D,"
 SEEN = '        scores = tl.where(seen, scores, float("-inf"))\n'

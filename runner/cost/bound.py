@@ -5,7 +5,8 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
 - issue: the warp instructions divided by four schedulers per SM; for a kernel with a matmul, those of its main loop;
-- latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested.
+- latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; behind
+  attention over a context the loads with which the last program adds what the others computed.
 
 KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
 Without a context they are left out. Kernels run one after the other, with
@@ -33,6 +34,8 @@ LAUNCH_SECONDS = 2e-6
 LATENCY_SECONDS = 0.5e-6
 """Latency of a load on a busy GPU."""
 WARP, SCHEDULERS = 32, 4
+SUMS_AHEAD = 2
+"""The chunks whose sums attention's last program loads at a time."""
 
 
 def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: int = 0) -> dict[str, Any]:
@@ -81,6 +84,15 @@ class Context(NamedTuple):
 
 
 NO_CONTEXT = Context()
+
+
+def chunks(positions: int, chunk: int, equal: int) -> int:
+    """Return the number of chunks that ``positions`` are in; see ``kernels/attention.py`` of the exporter."""
+    if not equal or positions <= equal * chunk:
+        return math.ceil(positions / chunk)
+    doublings = math.ceil(math.log2(positions / (equal * chunk)))
+    begin = equal * chunk << (doublings - 1)
+    return equal + (doublings - 1) * (equal // 2) + math.ceil((positions - begin) / (chunk << doublings))
 
 
 def cost(
@@ -168,13 +180,16 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
 
 def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], context: Context) -> dict[str, Any]:
     """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
-    warps, cache_bytes, blocks = entry["threads"] // WARP, 0, math.prod(entry["grid"])
+    warps, cache_bytes, blocks, adding = entry["threads"] // WARP, 0, math.prod(entry["grid"]), 0.0
     products, cache = entry["products"], entry.get("cache")
     if cache and context.tokens:
         positions = context.positions(cache["slots"])
         cache_bytes = positions * cache["position_bytes"]
         tiles, heads, parts = entry["grid"]
-        blocks = tiles * heads * min(parts, math.ceil(positions / cache["chunk"]))
+        filled = min(parts, chunks(positions, cache["chunk"], cache["equal"]))
+        blocks = tiles * heads * filled
+        if cache["sum_bytes"]:
+            adding = LATENCY_SECONDS * (1 + math.ceil(filled / SUMS_AHEAD) * cache["sum_steps"])
         iterations = tiles * heads * math.ceil(positions / cache["block"])
         products = {"multiply_adds": cache["multiply_adds"], "iterations": iterations}
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
@@ -197,7 +212,8 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
         "seconds": {
-            gpu.name: _seconds(entry, cache_bytes, blocks, code.registers, instructions, in_flight, gpu) for gpu in gpus
+            gpu.name: _seconds(entry, cache_bytes, blocks, code.registers, instructions, in_flight, adding, gpu)
+            for gpu in gpus
         },
     }
 
@@ -235,6 +251,7 @@ def _seconds(
     registers: int,
     instructions: float,
     in_flight: int,
+    adding: float,
     gpu: Gpu,
 ) -> dict[str, float]:
     size = entry["weight_bytes"] + cache_bytes + sum(size for size in entry["buffer_bytes"] if size > gpu.l2_cache)
@@ -246,5 +263,5 @@ def _seconds(
     return {
         "memory": size / gpu.bandwidth,
         "issue": instructions / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
-        "latency": LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0,
+        "latency": adding + (LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0),
     }

@@ -58,6 +58,13 @@ class CacheReads:
     """Bytes of a position's keys and values in all heads, with their scales."""
     chunk: int
     """Positions of a program, where they are divided among programs."""
+    equal: int
+    """The chunks of a whole context that have that size. Half as many follow of twice the size, and so on. 0: all have
+    it."""
+    sum_bytes: int
+    """Bytes that a program leaves for the last one to add, in all heads."""
+    sum_steps: int
+    """Steps in which the last program adds those of a chunk."""
     block: int
     """Positions per iteration of its main loop."""
     multiply_adds: int
@@ -161,15 +168,17 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
     constants = _constants(known, source)
+    reads = cache_reads(constants, rows)
+    left = sorted(buffers.values(), reverse=True)
     launch = Launch(
         kernel,
         (int(x), int(y), int(z)),
         known["num_warps"] * WARP,
         known["shared_mem"],
         sum(weights.values()),
-        tuple(sorted(buffers.values(), reverse=True)),
+        tuple(left[1:] if reads and reads.sum_bytes else left),  # the largest holds the sums of all chunks
         products(known["mangled_name"], constants, x * y * z, values.get("M", rows)),
-        cache_reads(constants),
+        reads,
     )
     return launch, weights
 
@@ -260,7 +269,7 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
 
 
-def cache_reads(constants: Mapping[str, int]) -> CacheReads | None:
+def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
     """Return the work of an attention kernel by the names of its constants, None for any other kernel."""
     if not {"SLOTS", "KV_HEADS", "CODES", "CHUNK"} <= constants.keys():
         return None
@@ -270,6 +279,9 @@ def cache_reads(constants: Mapping[str, int]) -> CacheReads | None:
         slots=constants["SLOTS"],
         position_bytes=2 * constants["KV_HEADS"] * head,
         chunk=constants["CHUNK"],
+        equal=constants["MOST"] if constants["DOUBLINGS"] >= 0 else 0,
+        sum_bytes=0 if constants["DIRECT"] else 4 * rows * constants["KV_HEADS"] * constants["GROUPS"] * constants["D"],
+        sum_steps=math.ceil(width / constants["COLUMNS"]),
         block=block,
         multiply_adds=2 * constants["BLOCK_M"] * block * width,
     )

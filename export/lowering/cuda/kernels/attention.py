@@ -6,10 +6,12 @@ key-value head, stacked. Only a chunk of prefill, or heads too wide for the regi
 the keys in L2.
 
 A few rows fill a GPU only if the positions are divided among programs of ``chunk`` positions each, counted from
-position 0. Each program writes its maximum, sum and weighted values in float32, at its number modulo the programs. The
-last one to arrive (see ``sums``) adds them in the order of these numbers. Neither the terms nor their order depend on
-the other rows of a call, and positions that a row does not attend to add exact zeros. The kernel, as compiled for a
-method, therefore gives a row the same bits for any number of rows up to ``FEW``.
+position 0. Over a window a program takes the chunks whose number modulo the programs is its own. Over a whole context
+each chunk has a program, and the chunks grow with the position: a long cache has few programs, and a short text in it
+still has many. Each program writes its maximum, sum and weighted values in float32. The last one to arrive (see
+``sums``) adds those of the chunks that there are tokens for, in the order of their positions. Neither the terms nor
+their order depend on the other rows of a call, and positions that a row does not attend to add exact zeros. The kernel,
+as compiled for a method, therefore gives a row the same bits for any number of rows up to ``FEW``.
 
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -41,7 +43,8 @@ from eagle3.targets.attention import attend, dequantized
 FEW = 16
 """The most rows for which the positions are divided among programs."""
 MOST_PARTS = 64
-"""The most programs that the positions are divided among."""
+"""The most programs that the positions of a window are divided among, and the chunks of equal size at the beginning of
+a whole context. Half as many follow up to twice the context, of twice the size, and so on."""
 
 
 class Product(NamedTuple):
@@ -61,14 +64,39 @@ class Product(NamedTuple):
 
 
 @triton.jit
+def _bounds(chunk, CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr):
+    # Returns the first position of a chunk of a whole context, and the first behind it.
+    begin = chunk * CHUNK
+    size = tl.full((), CHUNK, tl.int32)
+    for doubling in tl.static_range(DOUBLINGS):
+        behind = chunk - (MOST + doubling * (MOST // 2))
+        if behind >= 0:
+            size = tl.full((), CHUNK * 2 ** (doubling + 1), tl.int32)
+            begin = CHUNK * MOST * 2**doubling + behind * size
+    return begin, begin + size
+
+
+@triton.jit
+def _chunk_of(position, CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr):
+    # Returns the chunk of a whole context that a position is in.
+    chunk = position // CHUNK
+    for doubling in tl.static_range(DOUBLINGS):
+        behind = position - CHUNK * MOST * 2**doubling
+        if behind >= 0:
+            chunk = MOST + doubling * (MOST // 2) + behind // (CHUNK * 2 ** (doubling + 1))
+    return chunk
+
+
+@triton.jit
 def _attention_kernel(
     Q, K, V, FIRST, LAST, SINKS, ARRIVED, PARTS, STATS, OUT, rows, parts, PRODUCT, BIAS, COS, SIN, Q_WEIGHT, K_WEIGHT,
     K_SCALES, V_SCALES, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr,
-    BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, Q_AT: tl.constexpr,
-    K_AT: tl.constexpr, V_AT: tl.constexpr, BIASED: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
-    V_EPS: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr, PLUS: tl.constexpr, ROTARY: tl.constexpr,
-    APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr, CODES: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, BIASED: tl.constexpr,
+    Q_EPS: tl.constexpr, K_EPS: tl.constexpr, V_EPS: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
+    PLUS: tl.constexpr, ROTARY: tl.constexpr, APART: tl.constexpr, REPEATED: tl.constexpr, ANGLES: tl.constexpr,
+    CODES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Q and OUT bf16 [rows, heads, D], K and V bf16 [KV_HEADS, SLOTS, D], or if CODES int8 with K_SCALES and V_SCALES
     # float32 [KV_HEADS, SLOTS]. Unless DIRECT: PARTS float32 [parts, rows, heads, D], STATS float32 [parts, rows,
@@ -90,10 +118,16 @@ def _attention_kernel(
     end = high + 1
     part = 0
     if parts > 1:
-        chunk = low // CHUNK + tl.program_id(2)
-        part = chunk % parts
-        start = tl.maximum(start, chunk * CHUNK)
-        end = tl.minimum(end, chunk * CHUNK + CHUNK)
+        if DOUBLINGS < 0:  # a window
+            chunk = low // CHUNK + tl.program_id(2)
+            part = chunk % parts
+            start = tl.maximum(start, chunk * CHUNK)
+            end = tl.minimum(end, chunk * CHUNK + CHUNK)
+        else:
+            part = tl.program_id(2)
+            begin, behind = _bounds(part, CHUNK, MOST, DOUBLINGS)
+            start = tl.maximum(start, begin)
+            end = tl.minimum(end, behind)
     K += kv_head.to(tl.int64) * (SLOTS * D)
     V += kv_head.to(tl.int64) * (SLOTS * D)
     K_SCALES += kv_head * SLOTS
@@ -154,25 +188,36 @@ def _attention_kernel(
         mine = at + part * whole
         tl.store(STATS + mine * 2, top, mask=here)
         tl.store(STATS + mine * 2 + 1, total, mask=here)
-        kept = here[:, None] & (total > 0)[:, None] & (d[None, :] < D)
-        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=kept)
+        within = here & (start < end)  # what no token is in nothing adds
+        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=within[:, None] & (d[None, :] < D))
         counter, arrived = ARRIVED + tile * KV_HEADS + kv_head, 0
         if parts > 1:
             arrived = arrive(counter)
         else:
             tl.debug_barrier()  # what one thread stored, another loads
         if arrived == parts - 1:
+            oldest = 0
+            used = 1
+            if parts > 1:
+                if DOUBLINGS < 0:
+                    oldest = low // CHUNK
+                    used = tl.minimum(high // CHUNK + 1 - oldest, parts)
+                else:
+                    oldest = _chunk_of(low, CHUNK, MOST, DOUBLINGS)
+                    used = _chunk_of(high, CHUNK, MOST, DOUBLINGS) + 1 - oldest
             for column in tl.range(0, BLOCK_D, COLUMNS):
                 c = column + tl.arange(0, COLUMNS)
                 these = here[:, None] & (c[None, :] < D)
                 highest, sums = sink, tl.where(sink > float("-inf"), 1.0, 0.0)
                 out = tl.full((BLOCK_M, COLUMNS), 0, tl.float32)
-                for other in tl.range(parts):
+                for number in tl.range(used, num_stages=3):
+                    other = oldest + number
+                    if DOUBLINGS < 0:
+                        other = other % parts
                     its = at + other * whole
                     its_top = tl.load(STATS + its * 2, mask=here, other=0, cache_modifier=".cg")
                     its_total = tl.load(STATS + its * 2 + 1, mask=here, other=0, cache_modifier=".cg")
-                    filled = these & (its_total > 0)[:, None]
-                    its_out = tl.load(PARTS + its[:, None] * D + c[None, :], filled, 0, cache_modifier=".cg")
+                    its_out = tl.load(PARTS + its[:, None] * D + c[None, :], these, 0, cache_modifier=".cg")
                     raised = tl.maximum(highest, its_top)
                     shrunk, share = tl.exp2(highest - raised), tl.exp2(its_top - raised)
                     highest, sums = raised, tl.fma(its_total, share, sums * shrunk)
@@ -191,16 +236,31 @@ _chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4
 divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
 
 
-def parts_of(longest: int, slots: int, groups: int) -> tuple[int, int]:
-    """Return the positions of a part, and the most parts that a tile of up to ``FEW`` rows needs."""
+class Division(NamedTuple):
+    """The division of positions among programs: the positions of a chunk, how often chunks double (see ``MOST_PARTS``;
+    -1 for a window), and the most programs that a tile of up to ``FEW`` rows needs."""
+
+    chunk: int
+    doublings: int
+    parts: int
+
+
+def division(longest: int, slots: int, groups: int) -> Division:
     chunk = 128 if groups <= 4 else 256  # what a part of 8 rows leaves behind is at most half of what it reads
+    if longest == slots:
+        doublings, begin, parts = 0, MOST_PARTS * chunk, min(MOST_PARTS, triton.cdiv(slots, chunk))
+        while begin < slots:
+            doublings += 1
+            parts += triton.cdiv(min(begin, slots - begin), chunk << doublings)
+            begin *= 2
+        return Division(chunk, doublings, parts)
 
     def needed() -> int:  # the positions of a ring's window begin anywhere in a chunk
-        return triton.cdiv(slots, chunk) if longest == slots else triton.cdiv(longest + FEW - 2, chunk) + 1
+        return triton.cdiv(longest + FEW - 2, chunk) + 1
 
     while needed() > MOST_PARTS:
         chunk *= 2
-    return chunk, needed()
+    return Division(chunk, -1, needed())
 
 
 def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
@@ -227,15 +287,16 @@ def launch(
     _, rows, heads, width = query.shape
     _, kv_heads, slots, _ = keys.shape
     groups, block_d = heads // kv_heads, max(16, triton.next_power_of_2(width))
-    chunk, parts = parts_of(longest, slots, groups)
+    chunk, doublings, parts = division(longest, slots, groups)
     block_m = rows_of_tile(groups, divided_rows, width)
     direct = not divided_rows or parts == 1
     out, has_sinks = torch.empty_like(query), sinks is not None
     if direct:
         parts, unsummed, stats = 1, out, out
     else:
-        unsummed = torch.empty(parts * FEW + rows, heads, width, dtype=torch.float32, device=query.device)
-        stats = torch.empty(parts * FEW + rows, heads, 2, dtype=torch.float32, device=query.device)
+        kept = parts * torch.sym_min(rows, FEW) + rows
+        unsummed = torch.empty(kept, heads, width, dtype=torch.float32, device=query.device)
+        stats = torch.empty(kept, heads, 2, dtype=torch.float32, device=query.device)
         parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
     made = product or Product(query)
     optional = made.bias, made.cos, made.sin, made.q_weight, made.k_weight
@@ -248,8 +309,9 @@ def launch(
         WIDTH=product.out.shape[1] if product else 0, **starts, **eps, **rotary, PLUS=made.plus,
         ANGLES=1 if made.cos is None else made.cos.shape[-1], BIASED=made.bias is not None,
         Q_WEIGHTED=made.q_weight is not None, K_WEIGHTED=made.k_weight is not None, KV_HEADS=kv_heads, GROUPS=groups,
-        D=width, SLOTS=slots, CHUNK=chunk, SCALE=scale, SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct,
-        CODES=codes, BLOCK_D=block_d, COLUMNS=min(block_d, 128), BLOCK_M=block_m, **options,
+        D=width, SLOTS=slots, CHUNK=chunk, MOST=MOST_PARTS, DOUBLINGS=doublings, SCALE=scale,
+        SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct, CODES=codes, BLOCK_D=block_d,
+        COLUMNS=min(block_d, 8192 // block_m), BLOCK_M=block_m, **options,
     )  # fmt: skip
     return out
 
