@@ -213,6 +213,7 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 @click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
 @click.option("--cuda-arch", help="As for eagle3-export.")
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
+@click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
 @click.option("--unquantized", is_flag=True, help="Write a bfloat16 checkpoint, which the export quantizes, for cuda.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
@@ -224,6 +225,7 @@ def main(
     layers: str | None,
     cuda_arch: str | None,
     qlinear: str,
+    max_seq_len: int,
     acceptance: float,
     unquantized: bool,
     folder: Path | None,
@@ -247,7 +249,8 @@ def main(
         place = folder or Path(temporary)
         for count in counts:
             if backend == "xnnpack":
-                results.append(measure_on_cpu(target, count, qlinear, acceptance, place / f"{target}-{count or 'all'}"))
+                own = place / f"{target}-{count or 'all'}"
+                results.append(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
             else:
                 results.append(measure(count, cuda_arch, place / str(count), unquantized))
             if with_cost:
@@ -271,11 +274,13 @@ def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool =
     return exported(place, layers, "gemma4-31B", ["--cuda-arch", cuda_arch] if cuda_arch else [])
 
 
-def measure_on_cpu(target: str, layers: int | None, qlinear: str, acceptance: float, place: Path) -> dict:
+def measure_on_cpu(
+    target: str, layers: int | None, qlinear: str, max_seq_len: int, acceptance: float, place: Path
+) -> dict:
     """Export a model for the CPU, then measure a run of it in a process of its own."""
     config = CPU_MODELS[target](*([layers] if layers else []))
     save_for_cpu(place, target, config)
-    result = exported_for_cpu(place, target, config.num_hidden_layers, qlinear, max_seq_len=1024)
+    result = exported_for_cpu(place, target, config.num_hidden_layers, qlinear, max_seq_len)
     return result | {"run": run_on_cpu(place / "artifact", "--acceptance", str(acceptance))}
 
 
