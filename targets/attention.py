@@ -29,7 +29,8 @@ SMALLEST = 1e-20
 class KVCacheShape:
     """The shape of one layer's KV cache. ``window`` is the sliding window or the attention chunk in tokens, 0 for full
     attention; ``chunked``: it is a chunk; ``sinks``: each head has an attention sink; ``int8``: keys and values are
-    kept as codes of 8 bits, with a scale for each token and head."""
+    kept as codes of 8 bits, with a scale for each token and head; ``heads``: the query heads that attend to it, where
+    they are known."""
 
     kv_heads: int
     head_dim: int
@@ -39,6 +40,7 @@ class KVCacheShape:
     sinks: bool = False
     chunked: bool = False
     int8: bool = False
+    heads: int = 0
 
     @property
     def slots(self) -> int:
@@ -49,7 +51,7 @@ class KVCacheShape:
     @property
     def bytes(self) -> int:
         """The bytes of keys and values. With sinks this is an upper bound, because a backend may make heads twice as
-        wide."""
+        wide. The CPU's few columns and slots of verify windows are left out."""
         head = self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.dtype.itemsize
         return (4 if self.sinks else 2) * self.kv_heads * head * self.slots
 

@@ -61,9 +61,11 @@ class DecoderLayersTarget(nn.Module):
                 continue
             own = config.per_layer_config[index]
             ring = ring_window(window.tokens, max_seq_len)
-            kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+            heads = own.num_attention_heads
+            kv_heads = getattr(own, "num_key_value_heads", None) or heads
             head_dim = getattr(attn, "qk_head_dim", None) or attn.head_dim
-            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, has_sinks(attn), window.chunked)
+            sinks = has_sinks(attn)
+            shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
             attn.kv_attention = attention(shape)
 
     @property

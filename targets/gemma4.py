@@ -100,7 +100,9 @@ class Gemma4TapTarget(nn.Module):
             attn = layer.self_attn
             window = model.config.sliding_window if attn.is_sliding else 0
             del attn.kv_cache
-            attn.kv_attention = attention(KVCacheShape(attn.n_kv_heads, attn.head_dim, max_seq_len, window, dtype))
+            heads, kv_heads = attn.n_heads, attn.n_kv_heads
+            shape = KVCacheShape(kv_heads, attn.head_dim, max_seq_len, window, dtype, heads=heads)
+            attn.kv_attention = attention(shape)
             attn.forward = MethodType(_attend, attn)
 
     @property

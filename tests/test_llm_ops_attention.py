@@ -25,7 +25,7 @@ SCALE = 0.3
 class Layer(nn.Module):
     def __init__(self, kind, heads: int, window: int, chunked: bool, softcap: float | None, sinks: bool):
         super().__init__()
-        self.attention = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window, sinks=sinks, chunked=chunked))
+        self.attention = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window, sinks=sinks, chunked=chunked, heads=heads))
         self.softcap = softcap
         self.sinks = nn.Parameter(torch.linspace(-2, 3, heads), requires_grad=False) if sinks else None
 
@@ -76,10 +76,60 @@ def test_a_row_at_a_time_from_the_first_position_on(kind, heads, tmp_path):
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
 
 
+METHODS = {"row": (1, 1), "window": (2, 8), "chunk": (9, 20)}
+"""The fewest and the most rows."""
+
+
+@pytest.fixture(scope="module")
+def three_methods(tmp_path_factory):
+    """One full layer as three methods over one cache: windows keep their mask in the keys, the others do not."""
+    layer, programs = Layer(LlmOpsAttention, 16, 0, False, None, False), {}
+    for name, (fewest, most) in METHODS.items():
+        rows = Dim("rows", min=fewest, max=most) if fewest < most else None
+        dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
+        programs[name] = torch.export.export(layer, inputs(16, 0, fewest, 0), dynamic_shapes=dynamic, strict=False)
+    edge = to_edge_transform_and_lower(programs, partitioner=[LevelPartitioner()])
+    plan = MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True)
+    config = ExecutorchBackendConfig(memory_planning_pass=plan, emit_mutable_buffer_names=True)
+    file = tmp_path_factory.mktemp("three") / "layer.pte"
+    file.write_bytes(edge.to_executorch(config).buffer)
+    return file
+
+
+WALKS = [
+    [(0, 9), (9, 8), (12, 1), (13, 3), (13, 8), (14, 9), (20, 2), (22, 20), (40, 8)],
+    [(0, 8), (3, 8), (11, 1), (10, 12), (12, 7), (19, 8), (20, 1), (21, 20), (41, 7)],
+    [(0, 1), (1, 20), (15, 4), (19, 4), (20, 9), (20, 8), (28, 1), (29, 2), (30, 18)],
+]
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=["a chunk first", "a window first", "a row first"])
+def test_windows_and_chunks_and_single_rows_share_a_cache(walk, three_methods):
+    """Scores are large: a row that saw a later one, or an older window's, would be far off."""
+    program, eager = Runtime.get().load_program(three_methods), Layer(EagerAttention, 16, 0, False, None, False)
+    methods = {name: program.load_method(name) for name in METHODS}
+    for seed, (start, length) in enumerate(walk):
+        (name,) = (name for name, (fewest, most) in METHODS.items() if fewest <= length <= most)
+        query, key, value, positions = inputs(16, start, length, seed)
+        given = query * 3, key * 3, value, positions
+        torch.testing.assert_close(methods[name].execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+def test_windows_alone_keep_their_mask_in_the_keys_and_only_where_heads_share_keys():
+    def sliced(heads: int, length: int) -> bool:
+        layer = Layer(LlmOpsAttention, heads, 0, False, None, False)
+        program = torch.export.export(layer, inputs(heads, 0, length, 0), strict=False)
+        return any("masking_keys" in str(node.args) and "slice" in str(node.target) for node in program.graph.nodes)
+
+    assert [sliced(16, length) for length in (1, 2, 7, 9)] == [False, True, True, False]
+    assert not sliced(4, 4)
+
+
 BLOCKS = [
     (4, 0, Block()),
     (16, 0, Block()),
     (4, 0, Block(causal=True)),
+    (16, 0, Block(causal=True)),
     (4, 12, Block(6, from_first_row=True)),
     (16, 12, Block(6, from_first_row=True, causal=True)),
     (4, 12, Block(7)),
@@ -91,9 +141,9 @@ BLOCKS = [
 class Drafting(nn.Module):
     """Writes rows, and lets a block behind them attend to what is written and to itself."""
 
-    def __init__(self, kind, window: int, block: Block):
+    def __init__(self, kind, heads: int, window: int, block: Block):
         super().__init__()
-        self.attention, self.block = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window)), block
+        self.attention, self.block = kind(KVCacheShape(KV_HEADS, DIM, SLOTS, window, heads=heads)), block
 
     def forward(self, key, value, input_pos, query, block_key, block_value):
         self.attention.write(key, value, self.attention.rows(input_pos))
@@ -111,8 +161,9 @@ def test_a_block_attends_as_the_eager_reference_does(heads, window, block, tmp_p
     """Behind rows that were written, and written again where the block before was."""
     rows = Dim("rows", min=1, max=8)
     dynamic = ({1: rows}, {1: rows}, {0: rows}, None, None, None)
-    method = lowered(Drafting(LlmOpsAttention, window, block), drafted(heads, 0, 3, 0), dynamic, tmp_path / "layer.pte")
-    eager, written = Drafting(EagerAttention, window, block), {}
+    layer = Drafting(LlmOpsAttention, heads, window, block)
+    method = lowered(layer, drafted(heads, 0, 3, 0), dynamic, tmp_path / "layer.pte")
+    eager, written = Drafting(EagerAttention, heads, window, block), {}
     for seed, (start, length) in enumerate([(0, 8), (8, 1), (9, 5), (11, 8), (19, 7), (24, 2), (26, 8), (34, 8)]):
         given = drafted(heads, start, length, seed)
         found = method.execute(given)[0]

@@ -70,7 +70,8 @@ class DraftHead(CachedHead):
         lm_head."""
         for layer, window in zip(self.layers, self.windows, strict=True):
             attn: Any = layer.self_attn  # of a class of transformers
-            shape = KVCacheShape(draft.layer.num_key_value_heads, attn.head_dim, self.slots, window, dtype)
+            heads, kv_heads = draft.layer.num_attention_heads, draft.layer.num_key_value_heads
+            shape = KVCacheShape(kv_heads, attn.head_dim, self.slots, window, dtype, heads=heads)
             attn.kv_attention = attention(shape)
         if self.d2t is not None:
             self.d2t = self.d2t.long()

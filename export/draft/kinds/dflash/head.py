@@ -63,7 +63,8 @@ class Head(CachedHead):
         """Add KV caches, the rotary table (float32), and the target's embedding and lm_head if the head has none."""
         config = draft.layer
         for attn, (ring, _) in zip(self._attentions(), self.kinds, strict=True):
-            shape = KVCacheShape(config.num_key_value_heads, config.head_dim, self.slots, ring, dtype)
+            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+            shape = KVCacheShape(kv_heads, config.head_dim, self.slots, ring, dtype, heads=heads)
             attn.kv_attention = attention(shape)
         if self.d2t is not None:
             self.d2t = self.d2t.long()

@@ -35,7 +35,8 @@ class Head(CachedHead):
     def attach(self, draft: MTPDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget) -> Self:
         """Add the KV cache, the rotary table (float32), and the target's embedding and lm_head."""
         attn: Any = self.layers[0].self_attn  # of a class of transformers
-        shape = KVCacheShape(draft.layer.num_key_value_heads, draft.key_size, self.max_seq_len, 0, dtype)
+        heads, kv_heads = draft.layer.num_attention_heads, draft.layer.num_key_value_heads
+        shape = KVCacheShape(kv_heads, draft.key_size, self.max_seq_len, 0, dtype, heads=heads)
         attn.kv_attention = attention(shape)
         self.rotary_emb = self._rotary_class(one_layer_config(draft.layer))
         self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
