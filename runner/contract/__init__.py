@@ -18,18 +18,18 @@ method              inputs                                         outputs
 ``forward``         tokens [1,T], input_pos [T], T from 1          logits [1,1,V] of the last row, and nothing else
 ==================  =============================================  ================================================
 
-K is 1. If the draft head proposes all tokens of a round in one forward (P-EAGLE, DFlash), K is ``chain_len``, and
-``get_proposals`` returns it. Logits are float32 and the last output; ``get_has_logits`` says if they are there. The
-draft's logits are over its own vocabulary. If its ids differ from the target's, ``get_draft_ids`` maps them. That
-method exists only with logits, because the proposals are mapped already. Each of these additions has a format version,
-so a runner that does not know it refuses the artifact with one line.
+K is 1. If the draft head proposes all tokens of a round in one forward (P-EAGLE, DFlash, MLP speculators), K is
+``chain_len``, and ``get_proposals`` returns it. Logits are float32 and the last output; ``get_has_logits`` says if they
+are there. The draft's logits are over its own vocabulary. If its ids differ from the target's, ``get_draft_ids`` maps
+them. That method exists only with logits, because the proposals are mapped already. Each of these additions has a
+format version, so a runner that does not know it refuses the artifact with one line.
 
 A draft head may attend to the target's caches and have none of its own (``get_has_draft_cache`` is False). It needs no
 seeding: ``draft_decode`` takes one row, and only the row before the newest token. All steps of a round have that row's
 position, because nothing is written behind it.
 
 There may be no draft head (``get_has_draft`` is False, ``--draft none``). Then there is no ``draft_decode``, the
-target's methods return no feature, and the runner's lookup in the text is all that proposes.
+target's methods return no feature, and prompt lookup is all that proposes.
 
 ``target_verify`` takes up to ``get_verify_rows`` rows, ``chain_len`` + 1 where there is no such key.
 

@@ -1,10 +1,11 @@
 """The dispatch of linears to kernels, which replaces ExecuTorch's own while an export is traced.
 
 ExecuTorch sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which exists only in its CUDA runtime, and
-dequantizes the matrix for more. Here a linear that is known to have more than ``limit`` rows takes the large-M kernel,
-which decodes its weights while it multiplies. Every other linear takes the small-M op, which reads each weight once
-for 16 rows. Unquantized bfloat16 linears with more than ``limit`` rows stay as they are. A quantized embedding
-dequantizes only the rows that it looks up (the one of K-quants does so by itself).
+dequantizes the matrix for more. Here a linear that is known to have more rows than ``limit`` (``Plan.few_rows``, 8 or
+16: below the shortest prefill) takes the large-M kernel, which decodes its weights while it multiplies. Every other
+linear takes the small-M op, which reads each weight once for 16 rows. Unquantized bfloat16 linears with more than
+``limit`` rows stay as they are. A quantized embedding dequantizes only the rows that it looks up (the one of K-quants
+does so by itself).
 """
 
 import math

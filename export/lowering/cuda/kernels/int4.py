@@ -172,12 +172,12 @@ def _launch_int4(
     group = int4_group(x, qdata, codes, steps)
     check_contiguous(*qdata, codes, steps)
     x = x.contiguous()
-    count, run = few_rows(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
+    count, run = small_m_run(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
     outputs = sum(each.shape[0] for each in qdata)
     return launch(x, outputs, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
 
 
-def few_rows(
+def small_m_run(
     kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, group: int,
     activation: str = "", choice: Blocks = INT4,
 ) -> tuple[int, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip

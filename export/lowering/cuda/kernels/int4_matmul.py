@@ -29,10 +29,10 @@ from eagle3.export.lowering.cuda.kernels.int4 import (
     BLOCK,
     as_most,
     dequantized,
-    few_rows,
     int4_group,
     int4_small_m_kernel,
     place_of_tile,
+    small_m_run,
 )
 from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, finish, halves, launch, never
 from eagle3.export.lowering.cuda.kernels.small_m import check_contiguous
@@ -131,7 +131,7 @@ def _launch_matmul(
             DIVIDED=divided, **PROGRAM,
         )  # fmt: skip
 
-    short = few_rows(few, x, qdata, codes, steps, arrived, group)
+    short = small_m_run(few, x, qdata, codes, steps, arrived, group)
     return launch(x, n0 + n1 + n2, codes.shape[0], k // BLOCK, arrived, run, count, short)
 
 
