@@ -47,6 +47,8 @@ TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B", "dflash": "llama3.
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
+STACKED = {"num_attention_heads": 8}
+"""Four query heads for each head of keys, two of which become rows of one on the CPU."""
 WITHOUT_LOGITS = ("auto",)
 WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp", "dflash")
 """An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator, a DFlash."""
@@ -57,8 +59,10 @@ def family_model(name: str):
     layers."""
     if name == "dflash":
         return random_model(TARGET_OF[name], num_hidden_layers=3)
-    if name == "gemma4-E2B":
-        return random_model(name, num_hidden_layers=4)  # a layer of each kind, and one of each that shares its keys
+    if name == "gemma4-E2B":  # a layer of each kind, and one of each that shares its keys
+        return random_model(name, num_hidden_layers=4, **STACKED)
+    if name == "qwen3-4B":
+        return random_model(name, num_hidden_layers=3, **STACKED)
     if name in TARGET_OF:
         return random_model(TARGET_OF[name])  # all six layers: the last is the one that attends to everything
     if name != "auto":
