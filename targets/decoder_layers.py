@@ -7,6 +7,7 @@ of this forward. transformers makes no mask for a name that has no mask function
 This module does not check that a family is computed correctly. The twin check compares it with transformers.
 """
 
+import inspect
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
@@ -51,6 +52,7 @@ class DecoderLayersTarget(nn.Module):
         config._attn_implementation = HF_ATTENTION
         self.causal_lm, self.slots, self.rows = model, max_seq_len, ForwardRows()
         self.cap, self.caps_itself = _softcap(model)
+        self.past_name = past_name(model.model)
         for index, (layer, window) in enumerate(zip(self.layers, layer_windows(config), strict=True)):
             if not attends_to_text(layer):
                 continue
@@ -109,7 +111,7 @@ class DecoderLayersTarget(nn.Module):
         hooks.append(self.layers[-1].register_forward_hook(keep_output))
         try:
             self.rows.by_window = self._rows(input_pos)
-            positions = {"position_ids": input_pos[None], "past_key_values": _Past(input_pos[0])}
+            positions = {"position_ids": input_pos[None], self.past_name: _Past(input_pos[0])}
             with RealRotary():
                 out = self.causal_lm.model(tokens, use_cache=False, **positions)
         finally:
@@ -142,6 +144,12 @@ class DecoderLayersTarget(nn.Module):
             if window not in rows:
                 rows[window] = attn.kv_attention.rows(input_pos)
         return rows
+
+
+def past_name(model: nn.Module) -> str:
+    """Return the name of the argument of a transformers model's forward that takes its cache: another one from
+    transformers 5.24 on, which takes the old one until 5.40, with a warning."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def attends_to_text(layer: nn.Module) -> bool:

@@ -8,17 +8,31 @@ import pytest
 from gemma4_sizes import SIZES, config_of
 from torch import nn
 
+from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.target import compare, make_twin
 from eagle3.targets import TARGETS, gemma4
+
+LAYERS = {"gemma4-E2B": 7, "gemma4-E4B": 7, "gemma4-26B-A4B": 6}
+"""The layers of the twins. With transformers 5.24 the last layers of the third store keys that nothing reuses, which
+makes no more of them."""
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_twin_of_the_published_shape_agrees(name):
     twin = make_twin(config_of(name))
-    kinds = set(twin.config.kv_sharing_modes)
-    assert kinds == ({None} if "26B" in name else {None, "store", "reuse"}) and twin.tokens > 2 * max(twin.lengths)
+    modes = set(twin.config.kv_sharing_modes)
+    assert modes == {None, "store", "reuse"} or ("26B" in name and "reuse" not in modes)
+    assert twin.config.num_hidden_layers == LAYERS[name] and twin.tokens > 2 * max(twin.lengths)
     assert compare(TARGETS[name], twin, seed=0).difference <= TOLERANCE / 3
+
+
+def test_layers_that_keep_keys_for_none_are_no_kind_of_their_own():
+    """As in transformers 5.24, in whichever version is installed."""
+    config = config_of("gemma4-26B-A4B")
+    with states_are_shared(type(config)):
+        assert config.kv_sharing_modes[-2:] == ["store", "store"]
+        assert make_twin(config).config.num_hidden_layers == LAYERS["gemma4-26B-A4B"]
 
 
 def shares_the_first(target) -> None:

@@ -11,6 +11,7 @@ from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.cache import CachedTokens
 from eagle3.runner.loop import complete
+from eagle3.targets.decoder_layers import past_name
 
 LONG = 16384
 WINDOW = 256
@@ -69,7 +70,7 @@ def scores_of(folder, text: list[int], count: int) -> torch.Tensor:
     model, cache, found = AutoModelForCausalLM.from_pretrained(folder / "target").float(), DynamicCache(), []
     for start in range(0, len(text) - 1, 1024):
         chunk = torch.tensor([text[start : min(start + 1024, len(text) - 1)]])
-        found.append(model(chunk, past_key_values=cache).logits[0].log_softmax(-1))
+        found.append(model(chunk, **{past_name(model): cache}).logits[0].log_softmax(-1))
     return torch.cat(found)[-count:]
 
 

@@ -4,21 +4,30 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch._higher_order_ops import triton_kernel_wrap
+from transformers import LlamaConfig
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from eagle3.export.lowering.cuda.graph import shortcuts
 from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
 from eagle3.export.output.contents import package_versions
+from eagle3.export.twin.comparison import TOLERANCE
+from eagle3.export.twin.target import compare, make_twin, without_images
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts import opening, torch_host_checks
 from eagle3.runner.hosts.executorch_host import load_llm_ops
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.run.cli import main as run_main
+from eagle3.targets import spec_for
+from eagle3.targets.decoder_layers import past_name
 
 
 def test_the_analysis_of_kernels_by_its_name_in_pytorch_2_11(monkeypatch):
@@ -93,3 +102,38 @@ def test_a_pytorch_that_is_not_known_is_refused(monkeypatch, version, hosts):
         return
     with pytest.raises(ValueError, match=rf"PyTorch {version} hosts no CUDA artifact, 2.11 to 2.13 do: type pip"):
         torch_host_checks.check_torch()
+
+
+@dataclass
+class MultimodalOutput(ModelOutput):
+    image_outputs: torch.Tensor | None = None
+
+
+class Taking(torch.nn.Module):
+    """A model of transformers from 5.24 on."""
+
+    def forward(self, tokens, cache=None, **given):
+        return tokens
+
+
+class TakingPast(torch.nn.Module):
+    """The same before."""
+
+    def forward(self, tokens, past_key_values=None, **given):
+        return tokens
+
+
+def test_a_cache_is_given_by_the_name_that_transformers_takes_without_a_warning():
+    assert (past_name(Taking()), past_name(TakingPast())) == ("cache", "past_key_values")
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert compare(spec_for("auto", "llama"), make_twin(config), seed=0).difference <= TOLERANCE
+
+
+def test_the_output_of_a_text_model_has_no_images_where_it_lacks_the_field():
+    model = torch.nn.Identity()
+    without_images(model)
+    lacking, having = MoeCausalLMOutputWithPast(), MultimodalOutput(image_outputs=torch.ones(1))
+    assert model(lacking).image_outputs is None and lacking.to_tuple() == ()
+    assert torch.equal(model(having).image_outputs, torch.ones(1))

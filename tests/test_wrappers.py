@@ -15,7 +15,7 @@ from eagle3.export import ExportConfig, prepare
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.randomize import randomize
-from eagle3.export.twin.target import check_target, compare, make_twin
+from eagle3.export.twin.target import check_target, compare, make_twin, without_images
 from eagle3.targets import spec_for
 from eagle3.targets.text_part import model_class, text_config_of
 
@@ -73,6 +73,8 @@ def test_its_logits_are_the_wrappers(name, tmp_path):
     model = kind._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     randomize(model, seed=5)
     model.save_pretrained(tmp_path / "target")
+    if name == "llama4":  # in transformers 5.24.0 it raises without
+        without_images(model.language_model)
     text = model.config.get_text_config()
     draft = save_random_draft(tmp_path / "draft", text, aux_layers=(0, 2, 4))
     folders = {"checkpoint": tmp_path / "target", "draft": draft}

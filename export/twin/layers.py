@@ -22,6 +22,9 @@ LAYER_INDICES = (
 """Lists of the indices of layers; any other list as long as the model has layers has one entry a layer."""
 LONG = 8
 """If the prefix would be longer than this, the first layer of each kind is tried alone."""
+KEEPS = "store_full_length_kv"
+"""Attribute of an attention layer that keeps keys for later ones. From 5.24 on transformers' Gemma 4 sets it where no
+layer reuses them too, for assistants: it tells no kind apart then, the layer computes the same."""
 
 
 def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:
@@ -102,7 +105,7 @@ def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
 
 def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the attributes, types and shapes of each layer, by name."""
-    count = config.num_hidden_layers
+    count, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", 0)
     lists = {
         name: value
         for name, value in fields_of(config).items()
@@ -118,6 +121,8 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
         for path, module in layer.named_modules():
             traits[path] = type(module)
             for name, value in vars(module).items():
+                if name == KEEPS and not shared:
+                    continue
                 if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
                     traits[f"{path}.{name}"] = value
         found.append(traits)

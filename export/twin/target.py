@@ -188,7 +188,23 @@ def _reference(twin: "PreTrainedConfig") -> "PreTrainedModel | TextPart":
 
     It keeps the dtypes that transformers gives it: some classes have parts that stay in bfloat16 and compute in it.
     """
-    return build(twin, real=True).eval().requires_grad_(False)
+    model = build(twin, real=True).eval().requires_grad_(False)
+    if isinstance(model, TextPart) and model.owner is not model.wrapper:
+        without_images(model.owner)
+    return model
+
+
+def without_images(text_model: nn.Module) -> None:
+    """Let the outputs of a complete text model within a wrapper have no images, where they lack the field.
+
+    Llama 4's wrapper in transformers 5.24.0 reads it from them, and raises for each text and image without it.
+    """
+
+    def add_none(_module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401 - transformers' own
+        if not hasattr(output, "image_outputs"):
+            output.image_outputs = None
+
+    text_model.register_forward_hook(add_none)
 
 
 def _save(reference: "PreTrainedModel | TextPart", folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs the same target in transformers, in float32, as the reference for an artifact."""
 
 import copy
+import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -72,9 +73,11 @@ class TransformersReference:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
-        self.model(torch.ones(1, position, dtype=torch.long), past_key_values=cache)
+        taken = inspect.signature(self.model.forward).parameters
+        name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
+        self.model(torch.ones(1, position, dtype=torch.long), **{name: cache})
         tokens = torch.arange(1, rows + 1)[None]
-        return lambda: self.model(tokens, past_key_values=copy.deepcopy(cache))
+        return lambda: self.model(tokens, **{name: copy.deepcopy(cache)})
 
     def margin(self, result: Result, position: int) -> dict[str, float]:
         """Return the difference of the two largest logits where the token at ``position`` was chosen."""
