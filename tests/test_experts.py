@@ -21,6 +21,7 @@ from eagle3.export.output.progress import Progress
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
+from eagle3.export.twin.target import without_images
 
 TOKENS = torch.arange(5, 45)[None]
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -105,6 +106,7 @@ def test_the_text_model_of_a_multimodal_llama_4_is_computed_as_transformers_does
     plan = planned(tmp_path / "target", "llama4-maverick")
     assert preflight(plan, Progress())["target"]["tokens"] > 2 * 24
     assert plan.sliding_window == 24
+    without_images(model.language_model)  # in transformers 5.24.0 it raises without
     torch.testing.assert_close(logits(plan), model(TOKENS).logits, atol=1e-4, rtol=1e-4)
 
 
