@@ -1,12 +1,13 @@
 """Make the golden fixtures under tests/golden_dflash/: tiny random heads of the DFlash family and the outputs of
 speculators.
 
-The numbers are those of speculators 0.9.0's `DFlashDraftModel`, `DFlash2DraftModel` and `DSparkDraftModel`. Their
+The numbers are those of speculators 0.9.0's `DFlashDraftModel` and the classes of DFlash2, DSpark and xPress. Their
 forward is for training only: it drafts a block behind each of several anchors, drawn at random, and returns a loss.
 Here the loss mask leaves the anchors ANCHORS alone, and the result of `_backbone_forward`, which the loss is made of,
-is read. The last two score a row by the token before it, which is the text's own in training; here the model's head or
-selector is asked row by row for the best token. A case is a folder as in make_draft_golden.py, whose environment this
-needs too:
+is read. DFlash2 and DSpark score a row by the token before it, which is the text's own in training; here the model's
+head or selector is asked row by row for the best token. xPress's forward makes rounds of its own, each behind the best
+tokens of the one before; as many as a head has passes are asked for, and their logits are read on their way to the
+loss. A case is a folder as in make_draft_golden.py, whose environment this needs too:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
     golden-env/bin/python scripts/make_dflash_golden.py --out tests/golden_dflash
@@ -21,6 +22,8 @@ needs too:
 """
 
 from functools import partial
+from itertools import pairwise
+from unittest.mock import patch
 
 import torch
 from make_draft_golden import AUX_IDS, DRAFT_VOCAB, HIDDEN, LAYER, VOCAB, write_cases
@@ -28,6 +31,7 @@ from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig, core
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from transformers import Qwen3Config
@@ -42,8 +46,10 @@ CLASSES = {
     "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
     "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
     "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+    "xpress": (XPressDraftModel, XPressSpeculatorConfig),
 }
-ONE, MARKOV = partial(Qwen3Config, num_hidden_layers=1), {"markov_rank": 8}
+ONE, MARKOV, REFINER = partial(Qwen3Config, num_hidden_layers=1), {"markov_rank": 8}, {"xpress_rank": 8}
+FEW, WIDER = {"num_jacobi_passes": 2}, {"xpress_mlp_ratio": 3}
 CASES = {  # the seeds are the first from 704 on without a near-tie
     "dflash_full": (LAYERS, REDUCED, 946),
     "dflash_causal_window": (MIXED, REDUCED | {"sample_from_anchor": True}, 709),
@@ -52,11 +58,15 @@ CASES = {  # the seeds are the first from 704 on without a near-tie
     "dspark": (ONE, REDUCED | MARKOV, 707),
     "dspark_gated": (ONE, WHOLE | MARKOV | {"markov_head_type": "gated", "sample_from_anchor": False}, 743),
     "dspark_rnn": (ONE, REDUCED | MARKOV | {"markov_head_type": "rnn"}, 724),
+    "xpress": (ONE, REDUCED | REFINER | FEW, 704),
+    "xpress_settled": (MIXED, WHOLE | REFINER | WIDER | {"sliding_window_non_causal": True}, 704),
+    "xpress_anchor": (MIXED, REDUCED | REFINER | FEW | {"sample_from_anchor": True}, 707),
 }
 
 
 def build_model(layer_class: type, options: dict, generator: torch.Generator) -> DFlashDraftModel:
-    kind = "dspark" if "markov_rank" in options else "dflash2" if "selector_rank" in options else "dflash"
+    named = {"markov_rank": "dspark", "selector_rank": "dflash2", "xpress_rank": "xpress"}
+    kind = next((kind for key, kind in named.items() if key in options), "dflash")
     model_class, config_class = CLASSES[kind]
     anchored = options.get("sample_from_anchor", kind == "dspark")
     config = config_class(
@@ -79,9 +89,8 @@ def build_model(layer_class: type, options: dict, generator: torch.Generator) ->
         model.load_vocab_mappings(t2d, d2t)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        scale = (
-            1.0 if name.endswith(("embed_tokens.weight", "codebook", "markov_w1.weight")) else weight.shape[-1] ** -0.5
-        )
+        tables = "embed_tokens.weight", "codebook", "markov_w1.weight", "token_embed.weight"
+        scale = 1.0 if name.endswith(tables) else weight.shape[-1] ** -0.5
         if weight.dim() == 1:
             weight.copy_(0.3 * noise + (0 if name.endswith("bias") else 1))
         else:
@@ -113,6 +122,30 @@ def walked(model: DFlashDraftModel, logits: torch.Tensor, states: torch.Tensor, 
     return found
 
 
+def rounds(model: XPressDraftModel, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Return the logits [A, B, V] that an xPress begins with, and those of each of its passes."""
+    seen = []
+
+    def caught(_forced: torch.Tensor, passes: list, base: torch.Tensor, *_args: object, **_keys: object) -> tuple:
+        seen.extend((base, *passes))
+        return torch.zeros(()), {}
+
+    with patch.object(core, "compute_metrics", caught):
+        model(*given, max_anchors=len(ANCHORS), consistency_passes=model.config.num_jacobi_passes)
+    return [each.unflatten(1, (-1, BLOCK))[0] for each in seen]
+
+
+def check_passes(model: XPressDraftModel, passes: list[torch.Tensor]) -> None:
+    """Check that no pass is near a tie, and that each up to the last that can changes a token."""
+    proposing = [each[:, 0 if model.config.sample_from_anchor else 1 :] for each in passes]
+    best = torch.stack(proposing).topk(2).values
+    assert (best[..., 0] - best[..., 1]).min() > 0.003, "a pass is too close to a tie to be compared"
+    ids = [each.argmax(-1) for each in proposing]
+    changed = [bool((one != other).any()) for one, other in pairwise(ids)]
+    can = len(proposing[0][0])
+    assert all(changed[: min(can, 3)]) and not any(changed[can:]), "a pass more or less would not be seen"
+
+
 def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
     tokens = torch.randint(VOCAB - 1, (1, SLOTS), generator=generator)
     taps = torch.randn(1, SLOTS, len(AUX_IDS) * HIDDEN, generator=generator)
@@ -120,8 +153,14 @@ def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, tor
     mask[0, ANCHORS] = True
     final = torch.zeros(1, SLOTS, HIDDEN)  # of its loss alone
     documents = torch.zeros_like(tokens)
-    hidden, logits, *_ = model._backbone_forward(taps, tokens, mask, final, documents, max_anchors=len(ANCHORS))
+    given = taps, tokens, mask, final, documents
+    hidden, logits, *_ = model._backbone_forward(*given, max_anchors=len(ANCHORS))
     logits, states = logits.unflatten(1, (-1, BLOCK))[0], hidden.unflatten(1, (-1, BLOCK))[0]
+    if isinstance(model, XPressDraftModel):
+        passes = rounds(model, given)
+        assert torch.equal(passes[0], logits)
+        check_passes(model, passes)
+        logits = passes[-1]
     logits = walked(model, logits, states, tokens[0, ANCHORS])
     proposing = logits[:, 0 if model.config.sample_from_anchor else 1 :]
     best = proposing.topk(2).values

@@ -13,6 +13,7 @@ from random_checkpoints import (
     save_random_dflash,
     save_random_draft,
     save_random_mlp,
+    save_random_xpress,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
@@ -38,26 +39,27 @@ DRAFTS = {
     "assistant": lambda folder, config: save_random_assistant(folder, config, ordered=True),
     "mlp": lambda folder, config: save_random_mlp(folder, config),
     "dflash": lambda folder, config: save_random_dflash(folder, config, taps(config), layer=MIXED),
+    "xpress": lambda folder, config: save_random_xpress(folder, config, taps(config), layer=MIXED),
 }
 """An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
 and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
-complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator and a DFlash for
-``TARGET_OF`` each."""
-TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B", "dflash": "llama3.1-8B"}
+complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, a DFlash and an
+xPress for ``TARGET_OF`` each."""
+TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B", "dflash": "llama3.1-8B", "xpress": "llama3.1-8B"}
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 STACKED = {"num_attention_heads": 8}
 """Four query heads for each head of keys, two of which become rows of one on the CPU."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp", "dflash")
-"""An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator, a DFlash."""
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp", "dflash", "xpress")
+"""An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator, a DFlash, an xPress."""
 
 
 def family_model(name: str):
     """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
     layers."""
-    if name == "dflash":
+    if name in ("dflash", "xpress"):
         return random_model(TARGET_OF[name], num_hidden_layers=3)
     if name == "gemma4-E2B":  # a layer of each kind, and one of each that shares its keys
         return random_model(name, num_hidden_layers=4, **STACKED)

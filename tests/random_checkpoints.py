@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -248,6 +248,21 @@ def save_random_dflash(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described | keys))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def save_random_xpress(folder: Path, config, aux_layers=(1, 3, 4), rank: int = 16, **keys) -> Path:
+    """A speculators folder of a random xPress: a DFlash as above, and a refiner."""
+    named = {"architectures": ["XPressDraftModel"], "speculators_model_type": "xpress", "xpress_rank": rank}
+    save_random_dflash(folder, config, aux_layers, **named | keys)
+    described, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    hidden, block = config.hidden_size, described["block_size"]
+    shapes = {"token_embed": (config.vocab_size, rank), "readout": (described["draft_vocab_size"], rank)}
+    shapes |= {"down_h": (rank, hidden), "down_g": (rank, hidden), "in_proj": (rank, 3 * rank)}
+    shapes |= {"mlp_gate": (2 * rank, rank), "mlp_up": (2 * rank, rank), "mlp_down": (rank, 2 * rank)}
+    tensors |= {f"refiner_head.{name}.weight": torch.randn(each) / each[1] ** 0.5 for name, each in shapes.items()}
+    tensors["refiner_head.mix_l"] = torch.randn(rank, block, block) / block**0.5
     save_file(tensors, folder / "model.safetensors")
     return folder
 

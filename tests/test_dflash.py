@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dflash_heads import GOLDEN, SLIDING, TARGET, z_lab
+from dflash_heads import GOLDEN, SLIDING, TARGET, changed, z_lab
 from safetensors.torch import load_file
 from torch import nn
 
 from eagle3.export.checks.pairing import check_pair
 from eagle3.export.draft.kinds import DFLASH
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
-from eagle3.export.draft.loading import load_draft
+from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.taps import choose_taps
 from eagle3.export.twin.draft import check_draft
@@ -37,10 +37,11 @@ class Case:
         self.features = self.head.fuse(self.golden["taps"].chunk(3, dim=-1))
 
     def draft_behind(self, start: int, anchor: int, features=None):
-        """Write the slots from ``start`` on and draft the block of an anchor."""
+        """Write the slots from ``start`` on and draft the block of an anchor. Other features are of other tokens."""
         rows = slice(start, anchor)
         tokens = self.golden["tokens"][:, start + 1 : anchor + 1]
         given = self.features if features is None else features
+        tokens = tokens if features is None else (tokens + 17) % 96
         with torch.no_grad():
             return self.head(tokens, given[:, rows], torch.arange(start, anchor))
 
@@ -113,9 +114,35 @@ def test_the_formulas_are_speculators(name):
     drafter = Drafter(config, read_draft(GOLDEN / name).layer, tensors, golden["embedding"], golden["lm_head"])
     features = drafter.fuse(list(golden["taps"][0].chunk(3, dim=-1)))
     for number, anchor in enumerate(golden["anchors"].tolist()):
-        logits, states = drafter(features[:anchor], int(golden["tokens"][0, anchor]))
+        before, first = golden["tokens"][0, anchor - 1 : anchor + 1].tolist()
+        logits, states = drafter(features[:anchor], first, before)
         torch.testing.assert_close(logits, golden["logits"][number, drafter.first_row :], **CLOSE)
         torch.testing.assert_close(states, golden["states"][number, drafter.first_row :], **CLOSE)
+
+
+def test_the_anchor_stands_in_for_the_first_token_of_a_text():
+    """No draft slot holds it. A token before the anchor is given by a call of one row as well, once there is one."""
+    case, tensors = Case("xpress"), load_file(GOLDEN / "xpress" / "model.safetensors")
+    config, golden = json.loads((GOLDEN / "xpress" / "config.json").read_text()), case.golden
+    drafter = Drafter(config, case.draft.layer, tensors, golden["embedding"], golden["lm_head"])
+    text = golden["tokens"][0].tolist()
+    for anchor, before in ((1, None), (2, text[1]), (3, text[2])):
+        logits, _ = case.draft_behind(anchor - 1, anchor)
+        torch.testing.assert_close(logits[0], drafter(case.features[0, :anchor], text[anchor], before)[0], **CLOSE)
+
+
+@pytest.mark.parametrize(("passes", "rows", "count"), [(2, 4, 2), (6, 4, 4), (6, 2, 2)])
+def test_passes_beyond_the_last_row_are_left_out(passes, rows, count, tmp_path):
+    draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", {"num_jacobi_passes": passes}))
+    assert unfilled(draft, 8, rows).refiner_head.passes == count
+
+
+@pytest.mark.parametrize("passes", [2, None])
+def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(passes, tmp_path):
+    keys = {"num_jacobi_passes": passes, "xpress_mlp_ratio": None, "xpress_rank": None, "sample_from_anchor": None}
+    draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", keys))
+    assert (draft.refiner_rank, draft.refiner_mlp_ratio, draft.first_row) == (256, 2, 1)
+    assert draft.refiner_passes == (passes or 6)
 
 
 # --- z-lab's own files

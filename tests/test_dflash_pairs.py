@@ -50,11 +50,13 @@ class ByFormulas(ThreeMethods):
         )
         self.drafter = Drafter(config, draft.layer, tensors, weights.embed_tokens.weight, weights.lm_head.weight)
         self.d2t, self.features, self.blocks = tensors.get("d2t"), torch.zeros(0, 64), 0
+        self.text = {}  # tokens by position, without the first
 
     def draft_decode(self, tokens, feature, input_pos):
         step = self._session.draft_decode(tokens, feature, input_pos)
         self.features = torch.cat([self.features[: int(input_pos[0])], feature[0]])
-        logits, _ = self.drafter(self.features, int(tokens[0, -1]))
+        self.text |= zip((input_pos + 1).tolist(), tokens[0].tolist(), strict=True)
+        logits, _ = self.drafter(self.features, int(tokens[0, -1]), self.text.get(int(input_pos[-1])))
         torch.testing.assert_close(step.logits[0], logits, atol=1e-4, rtol=1e-4)
         ids = logits.argmax(-1)
         assert step.ids[0].tolist() == (ids if self.d2t is None else ids + self.d2t[ids]).tolist()
@@ -98,7 +100,7 @@ def test_every_way_to_generate_says_the_same(session):
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
 
 
-@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn"])
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn", "xpress", "xpress_anchor"])
 def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(name, tmp_path):
     """Seeded, chained and rolled back, by three methods and by fused rounds."""
     random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(tmp_path / "target")

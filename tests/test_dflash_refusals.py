@@ -121,12 +121,42 @@ def test_keys_of_other_trainers_are_refused_in_z_labs_form(keys, says, tmp_path)
         ("dspark", {"speculators_model_type": "dflash"}, "which a DFlash with its config.json has no place for"),
         ("dflash_full", {"speculators_model_type": "dspark"}, "lacks markov_head.markov_w1.weight"),
         ("dflash_window", {"speculators_model_type": "dflash2"}, "lacks"),
+        ("xpress", {"xpress_rank": 9}, "is [8, 5, 5], but config.json implies [9, 5, 5]"),
+        ("xpress", {"xpress_rank": 0}, "xpress_rank is 0, but must be a whole number from 1 on"),
+        ("xpress", {"xpress_mlp_ratio": 4}, "mlp_gate.weight is [16, 8], but config.json implies [32, 8]"),
+        ("xpress", {"xpress_mlp_ratio": 0}, "xpress_mlp_ratio is 0, but must be a whole number from 1 on"),
+        ("xpress", {"num_jacobi_passes": 0}, "num_jacobi_passes is 0, but must be a whole number from 1 on"),
+        ("xpress", {"num_jacobi_passes": 2.5}, "num_jacobi_passes is 2.5, but must be a whole number"),
+        ("xpress", {"block_size": 6}, "refiner_head.mix_l is [8, 5, 5], but config.json implies [8, 6, 6]"),
+        ("xpress", {"sample_from_anchor": "no"}, 'sample_from_anchor is "no", but must be true or false'),
+        ("xpress", {"speculators_model_type": "dflash"}, "which a DFlash with its config.json has no place for"),
+        ("dflash_full", {"speculators_model_type": "xpress"}, "lacks refiner_head.mix_l"),
     ],
 )
 def test_keys_that_do_not_fit_a_variants_tensors_are_refused(name, keys, says, tmp_path):
     if keys.get("speculators_model_type") in ("dflash", "dspark"):
         keys = keys | {"sample_from_anchor": True}
     head = changed(GOLDEN / name, tmp_path / "head", keys)
+
+    def whole() -> None:
+        check_pair(read_draft(head), TARGET, (1, 3, 4))
+
+    assert says in refusal(whole)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"refiner_head.down_g.weight": None}, "lacks refiner_head.down_g.weight"),
+        ({"refiner_head.mix_l": None}, "lacks refiner_head.mix_l"),
+        ({"refiner_head.causal_tril": torch.ones(5, 5)}, "has refiner_head.causal_tril, which a xPress"),
+        ({"candidate_selector.hidden_projection.weight": torch.ones(8, 64)}, "has no place for"),
+        ({"refiner_head.token_embed.weight": torch.zeros(48, 8)}, "is [48, 8], but config.json implies [96, 8]"),
+        ({"refiner_head.readout.weight": torch.zeros(96, 8)}, "is [96, 8], but config.json implies [48, 8]"),
+    ],
+)
+def test_tensors_that_an_xpress_does_not_have_are_refused(tensors, says, tmp_path):
+    head = changed(GOLDEN / "xpress", tmp_path / "head", tensors=tensors)
 
     def whole() -> None:
         check_pair(read_draft(head), TARGET, (1, 3, 4))
@@ -148,12 +178,12 @@ def test_a_block_of_more_rows_than_kernels_take_is_refused(folder, target, tmp_p
     )
 
 
-@pytest.mark.parametrize("kind", ["xpress", "domino"])
+@pytest.mark.parametrize("kind", ["domino", "xpress2"])
 def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
     assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
 
 
-@pytest.mark.parametrize("named", ["Qwen3DSparkModel", "XPressDraftModel", "DominoDraftModel"])
+@pytest.mark.parametrize("named", ["Qwen3DSparkModel", "Qwen3XPressForCausalLM", "DominoDraftModel"])
 def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 
@@ -162,6 +192,12 @@ def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
 def test_a_dspark_in_a_form_other_than_speculators_is_refused(keys, tmp_path):
     head = z_lab(tmp_path / "head", architectures=["DSparkDraftModel"], **keys)
     assert "is a DSpark head in a form other than speculators'" in refusal(read_draft, head)
+
+
+@pytest.mark.parametrize("named", ["XPressDraftModel", "XPressSpeculator"])
+def test_an_xpress_in_a_form_other_than_speculators_is_refused(named, tmp_path):
+    head = z_lab(tmp_path / "head", architectures=[named], xpress_rank=8)
+    assert "is an xPress head in a form other than speculators'" in refusal(read_draft, head)
 
 
 def test_a_tensor_with_two_names_is_refused(folder, tmp_path):

@@ -114,7 +114,7 @@ def test_a_head_of_one_kind_that_says_another_is_refused_by_its_tensors(folder, 
 @pytest.mark.parametrize(
     ("changes", "names", "what"),
     [
-        ({"architectures": ["XPressDraftModel"]}, [], "xPress"),
+        ({"architectures": ["Qwen3XPressForCausalLM"]}, [], "xPress"),
         ({"dflash_config": {}}, [], "DFlash family"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, [], "MLA"),
         ({}, ["layers.0.self_attn.kv_a_proj_with_mqa.weight"], "MLA"),
@@ -122,7 +122,7 @@ def test_a_head_of_one_kind_that_says_another_is_refused_by_its_tensors(folder, 
         ({}, ["parallel_draft_heads.0.medusa_layers.0.linear.weight"], "Medusa"),
         ({"architectures": ["Qwen3MTPModel"]}, [], "MTP"),
         ({}, ["eh_proj.weight"], "MTP"),
-        ({"speculators_model_type": "xpress"}, [], "xpress"),
+        ({"speculators_model_type": "domino"}, [], "domino"),
     ],
 )
 def test_heads_of_other_kinds_are_refused_by_name(changes, names, what, tmp_path):

@@ -19,7 +19,7 @@ from eagle3.targets.attention import EagerAttention
 
 WINDOWS = {"gemma4-31B": 16, "gemma4-E2B": 16, "assistant": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
-PARALLEL = ("qwen3-4B", "mlp", "dflash")
+PARALLEL = ("qwen3-4B", "mlp", "dflash", "xpress")
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -10,7 +10,7 @@ from eagle3.export.draft.own_layer import MODEL_TYPES
 _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_ARCHITECTURE = {
     r"DSpark": "a DSpark head in a form other than speculators'",
-    r"XPress": "an xPress head (a block with a refiner)",
+    r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head (a block-parallel head)",
     r"MuseGlimmerAssistant": "a Muse Glimmer assistant",
     r"Medusa": "a Medusa head",

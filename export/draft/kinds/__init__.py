@@ -5,7 +5,7 @@ from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.kinds.kind import Kind, KindModule
 
 GEMMA4_ASSISTANT, MLP_SPECULATOR = "Gemma 4 assistant", "MLP speculator"
-DFLASH, DFLASH2, DSPARK = "DFlash", "DFlash2", "DSpark"
+DFLASH, DFLASH2, DSPARK, XPRESS = "DFlash", "DFlash2", "DSpark", "xPress"
 MTP = "MTP"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
@@ -54,6 +54,12 @@ KINDS: dict[str, Kind] = {
         speculators_type="dspark",
         architectures="^DSpark",
     ),
+    XPRESS: Kind(
+        "as DFlash, with a bias by the token before, refined in parallel passes",
+        "eagle3.export.draft.kinds.dflash",
+        speculators_type="xpress",
+        architectures="^XPress",
+    ),
     MTP: Kind(
         "the target's last state; a KV cache of its own; a step for each proposal. --draft mtp: the target's own layer",
         "eagle3.export.draft.kinds.mtp",
@@ -74,6 +80,7 @@ __all__ = [
     "MLP_SPECULATOR",
     "MTP",
     "P_EAGLE",
+    "XPRESS",
     "Kind",
     "KindModule",
 ]

@@ -35,6 +35,10 @@ class DFlashDescription(DraftDescription):
     selector_rank: int = 0
     selector_top_k: int = 1
     """DFlash2's selector: its rank, 0 for none, and the tokens of a row that it chooses from."""
+    refiner_rank: int = 0
+    refiner_mlp_ratio: int = 1
+    refiner_passes: int = 0
+    """xPress's refiner: its rank, 0 for none, the width of its MLP in ranks, and the passes over a block."""
 
     @property
     def draft_vocab_size(self) -> int:

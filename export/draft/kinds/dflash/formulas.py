@@ -37,13 +37,17 @@ class Drafter:
         """The first row of a block that proposes a token."""
         return 0 if self.config.get("sample_from_anchor", "markov_head.markov_w1.weight" in self.tensors) else 1
 
+    @property
+    def _passes(self) -> int:
+        return 6 if self._said("num_jacobi_passes") is None else self._said("num_jacobi_passes")
+
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Fuse the target's states, each [T, H_target], into features [T, H]."""
         return self._norm(F.linear(torch.cat(taps, dim=-1), self._get("fc.weight"), self._bias("fc")), "hidden_norm")
 
-    def __call__(self, features: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """Draft the block behind features [P, H], whose first token is ``anchor``; return the logits [rows, V] and
-        states [rows, H] of the rows that propose."""
+    def __call__(self, features: Tensor, anchor: int, before: int | None = None) -> tuple[Tensor, Tensor]:
+        """Draft the block behind features [P, H], whose first token is ``anchor``, behind ``before`` in the text if
+        there is such a token; return the logits [rows, V] and states [rows, H] of the rows that propose."""
         ids = torch.tensor([anchor] + [self._said("mask_token_id")] * (self.block_size - 1))
         x = self.tensors.get("embed_tokens.weight", self.embedding)[ids] * (self._said("input_embedding_scale") or 1.0)
         for index in range(self.layer.num_hidden_layers):
@@ -56,10 +60,35 @@ class Drafter:
             gated = self._activation(self._linear(inner, f"{at}.mlp.gate_proj"))
             gated = self._linear(gated * self._linear(inner, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
             x = x + self._convolved(gated, normed, f"{at}.mlp_conv", 1)
-        state = self._norm(x, "norm")[self.first_row :]
+        block = self._norm(x, "norm")
+        state = block[self.first_row :]
         logits = F.linear(state, self.tensors.get("lm_head.weight", self.lm_head), self._bias("lm_head"))
         logits, cap = logits * (self._said("output_multiplier") or 1.0), self._said("final_logit_softcapping")
-        return self._walked(torch.tanh(logits / cap) * cap if cap else logits, state, anchor), state
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        if "refiner_head.mix_l" in self.tensors:
+            return self._refined(logits, block, [anchor if before is None else before, anchor]), state
+        return self._walked(logits, state, anchor), state
+
+    def _refined(self, logits: Tensor, block: Tensor, given: list[int]) -> Tensor:
+        """xPress: the logits of rows, each behind the token that the pass before gave to the row before it."""
+        at, refined = "refiner_head", logits
+        whole = self._linear(block.mean(0), f"{at}.down_g")
+        mix, table = self._get(f"{at}.mix_l"), self._get(f"{at}.token_embed.weight")  # [rank, row, row that it sees]
+        for _ in range(self._passes):
+            proposed = [self._in_target(row) for row in refined]
+            before = (given if self.first_row else given[1:]) + proposed[:-1]
+            inner = [
+                self._linear(torch.cat([self._linear(state, f"{at}.down_h"), whole, table[token]]), f"{at}.in_proj")
+                for state, token in zip(block, before, strict=True)
+            ]
+            rows = []
+            for row, own in enumerate(inner):
+                x = own + sum((mix[:, row, seen] * inner[seen] for seen in range(row + 1)), torch.zeros_like(own))
+                gate = self._linear(x, f"{at}.mlp_gate")
+                x = x + self._linear(gate * torch.sigmoid(gate) * self._linear(x, f"{at}.mlp_up"), f"{at}.mlp_down")
+                rows.append(self._linear(x, f"{at}.readout"))
+            refined = logits + torch.stack(rows)[self.first_row :]
+        return refined
 
     def _convolved(self, x: Tensor, given: Tensor, name: str, which: int) -> Tensor:
         """DFlash2: row r becomes the sum over taps t of x[r - t] * (base kernel + what row r of ``given`` adds)."""
@@ -94,9 +123,13 @@ class Drafter:
                 chosen = scores[best] + other[best] @ context
                 scores = torch.full_like(scores, float(chosen.min() - 1)).index_copy(0, best, chosen)
             rows.append(scores)
-            token = int(scores.argmax())
-            token += int(self.tensors["d2t"][token]) if "d2t" in self.tensors else 0
+            token = self._in_target(scores)
         return torch.stack(rows)
+
+    def _in_target(self, scores: Tensor) -> int:
+        """Return the best token, as an id of the target."""
+        token = int(scores.argmax())
+        return token + int(self.tensors["d2t"][token]) if "d2t" in self.tensors else token
 
     def _bias_behind(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """DSpark: the bias of a row behind ``token``, and the recurrent state behind it."""

@@ -4,7 +4,8 @@
     x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
     x = x + attention(input_layernorm(x)), to the kept positions and to the block itself
     x = x + mlp(post_attention_layernorm(x))
-    logits = lm_head(norm(x)) of the rows that propose; a DSpark or DFlash2 goes on with walks.py
+    logits = lm_head(norm(x)) of the rows that propose; a DSpark or DFlash2 goes on with walks.py, an xPress with
+             refiner.py
 
 The block's keys and values are written behind those of the context, where the next call writes its own. The block
 always has the size that the head was trained with, also where fewer of its tokens are verified.
@@ -18,6 +19,7 @@ from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Place
+from eagle3.export.draft.kinds.dflash.refiner import Refiner
 from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, MarkovHead
 from eagle3.export.draft.kinds.head import CachedHead
 from eagle3.export.draft.layers import RMSNorm
@@ -29,6 +31,8 @@ class Head(CachedHead):
     """A DFlash head. A call writes the keys and values of the rows that it is given, and proposes behind the last."""
 
     takes_final_state = False
+    token_cache: Tensor
+    """An xPress whose anchor proposes nothing keeps the token of every position."""
 
     def __init__(self, draft: DFlashDescription, max_seq_len: int, proposals: int = 1):
         super().__init__()
@@ -49,6 +53,7 @@ class Head(CachedHead):
             self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)
         self.markov_head = MarkovHead(draft) if draft.markov_rank else None
         self.candidate_selector = CandidateSelector(draft) if draft.selector_rank else None
+        self.refiner_head = Refiner(draft, proposals) if draft.refiner_rank else None
         d2t = torch.empty(draft.draft_vocab_size, dtype=torch.long) if draft.maps_vocabulary else None
         self.register_buffer("d2t", d2t)
         rings = [ring_window(window, self.slots) for window in draft.windows]
@@ -68,6 +73,10 @@ class Head(CachedHead):
             attn.kv_attention = attention(shape)
         if self.d2t is not None:
             self.d2t = self.d2t.long()
+        if self.refiner_head is not None:
+            self.refiner_head.keep_causal_part()
+            if self.first_row:
+                self.register_buffer("token_cache", torch.zeros(self.slots, dtype=torch.long), persistent=False)
         self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
         if not draft.has_embedding:
             self.embed_tokens = target.embed_tokens
@@ -107,9 +116,23 @@ class Head(CachedHead):
         for layer, attn, kind in zip(self.layers, self._attentions(), self.kinds, strict=True):
             attn.write(feature, context[kind])
             x = layer(x, block[kind])
-        state = self.norm(x[:, self.first_row : self.first_row + self.proposals])
+        proposing = slice(self.first_row, self.first_row + self.proposals)
+        if self.refiner_head is not None:
+            state = self.norm(x)
+            given = self._with_token_before(anchor, start, tokens, input_pos) if self.first_row else anchor
+            logits = self._scores(state[:, proposing])
+            return self.refiner_head(logits, state, given, self.target_ids), state[:, proposing]
+        state = self.norm(x[:, proposing])
         logits, walk = self._scores(state), self.markov_head or self.candidate_selector
         return (logits if walk is None else walk(logits, state, anchor, self.target_ids)), state
+
+    def _with_token_before(self, anchor: Tensor, start: Tensor, tokens: Tensor, input_pos: Tensor) -> Tensor:
+        """Keep ``tokens`` at their own positions, behind ``input_pos``; return the token before an anchor at position
+        ``start`` [1], and the anchor: int64 [1, 2]. No slot holds the token at position 0: the anchor is returned
+        twice."""
+        self.token_cache.index_copy_(0, input_pos + 1, tokens[0])
+        before = self.token_cache.index_select(0, start - 1)
+        return torch.cat((torch.where(start > 1, before, anchor[0])[None], anchor), dim=1)
 
     def _places(
         self, feature: Tensor, input_pos: Tensor, positions: Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects import DIALECTS, Proposal
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS
+from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS, XPRESS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.tensor_names import SELECTOR, check_named_once
@@ -48,9 +48,10 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     for what neither speculators' nor z-lab's code computes."""
     file, headers = folder / "config.json", source.headers()
     speculators = KEYS in config
-    kind = next(name for name in (DFLASH, DFLASH2, DSPARK) if KINDS[name].recognizes(config))
-    if kind == DSPARK and not speculators:
-        raise ValueError(f"{folder} is a DSpark head in a form other than speculators', which is not read")
+    kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS) if KINDS[name].recognizes(config))
+    if kind in (DSPARK, XPRESS) and not speculators:
+        article = "an" if kind == XPRESS else "a"
+        raise ValueError(f"{folder} is {article} {kind} head in a form other than speculators', which is not read")
     said = config if speculators else _of_z_lab(config, file, kind)
     fields = nested(config, KEYS, file) if speculators else config
     names = {name: own for name in headers if (own := own_name(name)) is not None}
@@ -101,6 +102,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         softcap=number(said, "final_logit_softcapping", None, file),
         **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
         **(_markov(said, first, file) if kind == DSPARK else {}),
+        **(_refiner(said, file) if kind == XPRESS else {}),
     )
 
 
@@ -130,6 +132,13 @@ def _markov(said: Mapping[str, Any], first: int, file: Path) -> dict[str, Any]:
             "are what is read, rnn with sample_from_anchor alone"
         )
     return {"markov_rank": rank, "markov_type": kind}
+
+
+def _refiner(said: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the fields of an xPress. Those that a configuration leaves out are speculators' defaults."""
+    sizes = (("xpress_rank", 256), ("xpress_mlp_ratio", 2), ("num_jacobi_passes", 6))
+    rank, ratio, passes = (count(said, key, default, file) for key, default in sizes)
+    return {"refiner_rank": rank, "refiner_mlp_ratio": ratio, "refiner_passes": passes}
 
 
 def own_name(name: str) -> str | None:

@@ -61,20 +61,23 @@ def _play(drafter: Drafter, head: Any, states: list[Tensor], generator: torch.Ge
     compared = Comparison(length)
     features, fused = head.fuse(tuple(states)), drafter.fuse([state[0] for state in states])
     compared.add("tap 0", 0, features, fused[None], fused)
-    start = 0
+    start, text = 0, torch.zeros(length + 1, dtype=torch.long)  # the token of each position
     while start < length:
-        for rejected in (True, False):
-            end = min(start + CHUNK, length)
+        for rejected, count in ((True, CHUNK), (False, CHUNK), (False, 1)):
+            end = min(start + count, length)
             rows = fused[start:end].clone()
             if rejected:  # the last rows are of tokens that turn out to be others
                 rows[-BACK:] = torch.randn(rows[-BACK:].shape, generator=generator)
             tokens = torch.randint(0, VOCABULARY, (1, end - start), generator=generator)
             logits, state = head(tokens, rows[None], torch.arange(start, end))
-            context = torch.cat([fused[:start], rows])
-            expected, expected_state = drafter(context, int(tokens[0, -1]))
+            context, text[start + 1 : end + 1] = torch.cat([fused[:start], rows]), tokens[0]
+            before = int(text[end - 1]) if end > 1 else None
+            expected, expected_state = drafter(context, int(tokens[0, -1]), before)
             compared.add("tap 1", end, state, expected_state[None], expected_state)
             compared.add("logits", end, logits, expected[None], expected)
             start = end - min(BACK, end - start) if rejected else end
+            if start == length:
+                break
     return compared
 
 
@@ -161,12 +164,19 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
         rank = draft.markov_rank
         linears |= {"markov_head.markov_w1": (VOCABULARY, rank), "markov_head.markov_w2": (spoken, rank)}
         linears |= {"markov_head.gate_proj": (rank, size + rank), "markov_head.joint_proj": (3 * rank, 2 * rank + size)}
+    if draft.refiner_rank:
+        rank, wide = draft.refiner_rank, draft.refiner_rank * draft.refiner_mlp_ratio
+        refiner = {"down_h": (rank, size), "down_g": (rank, size), "in_proj": (rank, 3 * rank)}
+        refiner |= {"mlp_gate": (wide, rank), "mlp_up": (wide, rank), "mlp_down": (rank, wide)}
+        refiner |= {"token_embed": (VOCABULARY, rank), "readout": (spoken, rank)}
+        linears |= {f"refiner_head.{name}": shape for name, shape in refiner.items()}
     linears |= {"candidate_selector.hidden_projection": (draft.selector_rank, size)} if draft.selector_rank else {}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
     for name in (
         f"layers.{index}.{each}_conv" for index in range(layer.num_hidden_layers) for each in ("attention", "mlp")
     ):
         shapes |= {f"{name}.base_kernel": (2, draft.conv_taps, size)}
+    shapes["refiner_head.mix_l"] = (draft.refiner_rank, draft.block_rows, draft.block_rows)
     for each in ("predecessor", "successor"):
         shapes |= {f"candidate_selector.{each}_codebook": (VOCABULARY, draft.selector_rank)}
     return shapes | {f"{name}.bias": shape[:1] for name, shape in linears.items()}
