@@ -131,7 +131,7 @@ class Head(CachedHead):
         ``start`` [1], and the anchor: int64 [1, 2]. No slot holds the token at position 0: the anchor is returned
         twice."""
         self.token_cache.index_copy_(0, input_pos + 1, tokens[0])
-        before = self.token_cache.index_select(0, start - 1)
+        before = self.token_cache[start - 1]
         return torch.cat((torch.where(start > 1, before, anchor[0])[None], anchor), dim=1)
 
     def _places(
