@@ -1,13 +1,14 @@
 """A target with a DFlash head: every block of a generation is its formulas, whatever runs the rounds."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from dflash_heads import GOLDEN, KINDS, SLIDING, WINDOW, plan_of, save_pair
+from dflash_heads import GOLDEN, KINDS, SLIDING, plan_of, save_pair
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
-from random_checkpoints import random_model, save_random_dflash
+from random_checkpoints import random_model, save_random_dflash, save_random_xpress
 from safetensors.torch import load_file
 from scripted import ThreeMethods
 
@@ -122,20 +123,42 @@ def test_a_generation_goes_on_to_the_last_position(folder):
 
 def test_on_the_way_to_cuda_a_block_of_16_rows_takes_the_small_m_kernels(tmp_path):
     """Also where fewer of its tokens are verified: the block's rows, not the window's, decide."""
-    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
-    model = random_model("llama3.1-8B", num_hidden_layers=3, **wide)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
-    save_random_dflash(
-        tmp_path / "head", model.config, (0, 2, 3), block=16, **WINDOW | {"layer": SLIDING | {"sliding_window": 20}}
-    )
+    save_random_dflash(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), block=16, layer=SLIDING_20)
     for chain_len, methods in ((3, (DRAFT_DECODE,)), (15, (DRAFT_DECODE, SPECULATE))):
-        flags = {"draft_qlinear": "default", "speculate": True, "chain_len": chain_len, "max_prefill": None}
-        plan = plan_of(tmp_path, "head", **flags)
-        speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
-        cuda.prepare(speculator, plan)
-        for name in methods:
-            with cuda.tracing(speculator, plan):
-                program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
-            counted = check_linears(name, program)
+        for name, counted in linears_on_cuda(tmp_path, chain_len, methods).items():
             assert not counted["large_m"] and not counted["dequantize"]
             assert name == SPECULATE or counted["small_m"] == 2 * 7 + 1
+
+
+def test_on_the_way_to_cuda_every_linear_of_an_xpress_takes_the_small_m_kernels(tmp_path):
+    """Its table of tokens is looked up in 8 bits."""
+    save_random_xpress(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), rank=256, block=16, layer=SLIDING_20)
+    for chain_len in (3, 15):
+        counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert counted["small_m"] == 2 * 7 + 1 + 7
+
+
+SLIDING_20 = SLIDING | {"sliding_window": 20}
+
+
+def wide_target(folder: Path):
+    """Write a target whose linears are wide enough for the kernels; return its configuration."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    model = random_model("llama3.1-8B", num_hidden_layers=3, **wide)
+    model.to(torch.bfloat16).save_pretrained(folder / "target")
+    return model.config
+
+
+def linears_on_cuda(folder: Path, chain_len: int, methods: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """Return by method what the quantized linears of the target and the head in ``folder`` take."""
+    flags = {"draft_qlinear": "default", "speculate": True, "chain_len": chain_len, "max_prefill": None}
+    plan = plan_of(folder, "head", **flags)
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
+    cuda.prepare(speculator, plan)
+    counted = {}
+    for name in methods:
+        with cuda.tracing(speculator, plan):
+            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
+        counted[name] = check_linears(name, program)
+    return counted

@@ -49,6 +49,16 @@ def test_a_tied_head_is_quantized_apart_from_the_embedding():
     assert type(model.fc_norm[0].weight.data) is torch.Tensor  # no matrix, whatever its name
 
 
+def test_a_table_of_another_name_is_looked_up_in_8_bits():
+    """CUDA looks up no INT4: an xPress's and a DSpark's table of tokens, an MLP speculator's."""
+    model = Tied()
+    model.markov_w1 = nn.Embedding(8, 64, dtype=torch.bfloat16)
+    config = LlamaConfig(hidden_size=256, num_hidden_layers=1)
+    quantize(model, fitted_recipe("default", config, model))
+    assert isinstance(model.markov_w1.weight, IntxUnpackedToInt8Tensor)
+    assert model.markov_w1.weight.block_size == (1, 64)
+
+
 def test_what_another_model_owns_stays_as_it_is():
     target = Tied()
     draft = Tied(target.embed_tokens)

@@ -1,7 +1,8 @@
 """The twin of a DFlash head: its formulas, which compute every block anew, against our head and its KV caches.
 
 The head is seeded in chunks and drafts a block behind each. Then a part of the chunk is taken back, and other features
-are written there, until positions are past its sliding window twice.
+are written there, until positions are past its sliding window twice. The first position and some later ones are written
+by themselves.
 """
 
 import json
@@ -63,7 +64,7 @@ def _play(drafter: Drafter, head: Any, states: list[Tensor], generator: torch.Ge
     compared.add("tap 0", 0, features, fused[None], fused)
     start, text = 0, torch.zeros(length + 1, dtype=torch.long)  # the token of each position
     while start < length:
-        for rejected, count in ((True, CHUNK), (False, CHUNK), (False, 1)):
+        for rejected, count in ((False, 1), (True, CHUNK), (False, CHUNK)):
             end = min(start + count, length)
             rows = fused[start:end].clone()
             if rejected:  # the last rows are of tokens that turn out to be others

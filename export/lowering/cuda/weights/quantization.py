@@ -48,12 +48,18 @@ def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None
 
 
 def _rules_of_tables(model: nn.Module, config: "PreTrainedConfig") -> list[QuantRule]:
-    """Return rules that use INT8 for the table of per-layer inputs, with a scale for each layer's part of a row. CUDA
-    looks up no INT4, which the recipes have for every other weight."""
-    table = re.escape("embed_tokens_per_layer.weight")
-    has_one = any(name.endswith("embed_tokens_per_layer") for name, _ in model.named_modules())
-    width = getattr(config, "hidden_size_per_layer_input", 0)
-    return [QuantRule(rf"(.*\.)?{table}", replace(INT8, group_size=width))] if has_one else []
+    """Return rules that use INT8 for tables beside the embedding: that of per-layer inputs, with a scale for each
+    layer's part of a row, and a draft head's own, with one for a row. CUDA looks up no INT4, which the recipes have for
+    every other weight."""
+    part = getattr(config, "hidden_size_per_layer_input", 0)
+    tables = {name: part for name, _ in model.named_modules() if name.endswith("embed_tokens_per_layer")}
+    tables |= {
+        name: module.embedding_dim
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name not in tables and not name.endswith("embed_tokens")
+    }
+    patterns = {rf"(.*\.)?{re.escape(name)}\.weight": width for name, width in tables.items()}
+    return [QuantRule(pattern, replace(INT8, group_size=width)) for pattern, width in patterns.items()]
 
 
 def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
