@@ -50,7 +50,7 @@ def test_a_tied_head_is_quantized_apart_from_the_embedding():
 
 
 def test_a_table_of_another_name_is_looked_up_in_8_bits():
-    """CUDA looks up no INT4: an xPress's and a DSpark's table of tokens, an MLP speculator's."""
+    """CUDA looks up no INT4: that is for an xPress's and a DSpark's table of tokens."""
     model = Tied()
     model.markov_w1 = nn.Embedding(8, 64, dtype=torch.bfloat16)
     config = LlamaConfig(hidden_size=256, num_hidden_layers=1)
