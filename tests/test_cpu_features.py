@@ -64,3 +64,17 @@ def test_packages_that_do_without_are_not_refused(machine, cpuinfo):
 def test_another_system_is_left_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_features, "CPUINFO", tmp_path / "none")
     cpu_features.check_cpu_features()
+
+
+@pytest.mark.parametrize(
+    ("lines", "lacks"),
+    [
+        ("flags\t\t: fma avx2 f16c\nflags\t\t: fma avx2 f16c\n", True),
+        ("flags\t\t: fma avx2 avx512f avx512_vnni\n", False),
+        ("Features\t: fp asimd atomics\n", False),
+        ("", False),
+    ],
+)
+def test_an_x86_processor_without_avx512_is_told_from_others(lines, lacks, tmp_path):
+    (tmp_path / "cpuinfo").write_text(lines)
+    assert cpu_features.lacks_avx512(tmp_path / "cpuinfo") == lacks

@@ -51,7 +51,11 @@ def lowered(layer: nn.Module, example, dynamic, file):
 KINDS = [(0, False, None, False), (0, False, None, True), (8, False, None, True)]
 """window, chunked, softcap, sinks"""
 # 4: a head of each group of keys is a product; 16: of each group of 8 heads 4 are rows of one, but with a softcap.
-CASES = [*((kind, heads) for kind in KINDS for heads in (4, 16)), ((8, True, 2.0, True), 4)]
+CASES = [
+    *((kind, heads) for kind in KINDS for heads in (4, 16)),
+    ((8, True, 2.0, True), 4),
+    ((0, False, 2.0, False), 16),
+]
 
 
 @pytest.mark.parametrize(("kind", "heads"), CASES)

@@ -7,6 +7,7 @@ import torch
 from test_xnnpack_quantization import lowered
 from torch import nn
 
+from eagle3.export.lowering.xnnpack import lowering
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import CACHED, KERNEL_ROWS, SplitLinear, split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
@@ -88,3 +89,11 @@ def test_lowered_it_is_one_delegate_whose_rows_do_not_depend_on_each_other():
     ]
     assert all(torch.equal(one, other) for one, other in pairwise(runs))
     assert (runs[0] - model(ids)).abs().max() < 0.02 * runs[0].std()
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_an_export_splits_where_the_processor_gains_by_it(pays, monkeypatch):
+    monkeypatch.setattr(lowering, "splits", lambda: pays)
+    model = Tied(Recipe("8da4w", "none", 32))
+    with lowering.tracing(model, 4):
+        assert isinstance(model.linear, SplitLinear) == pays

@@ -70,6 +70,12 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
     return "\n".join(sorted({f"{name.strip()}:{value}" for name, _, value in cores if name.strip() in CORE_FIELDS}))
 
 
+def lacks_avx512(cpuinfo: Path = CPUINFO) -> bool:
+    """Return True for an x86 processor on which Linux lists no AVX-512."""
+    flags = [line.split() for line in processor(cpuinfo).splitlines() if line.startswith("flags:")]
+    return bool(flags) and "avx512f" not in flags[0]
+
+
 def lacking_cpu_features(cpuinfo: Path) -> tuple[Need | None, list[str]]:
     """Return the need that applies to this kind of processor, and the features of it that ``cpuinfo`` does not list.
 

@@ -89,8 +89,10 @@ class XnnpackBackend:
 
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
+        from eagle3.export.lowering.xnnpack.split_k import splits
+
         groups = target.group or draft.group
-        return {"qembedding": target.embedding} | ({"group_size": groups} if groups else {})
+        return {"qembedding": target.embedding} | ({"group_size": groups, "split_k": splits()} if groups else {})
 
     def tracing(self, speculator: "Eagle3Speculator", plan: Plan) -> AbstractContextManager[None]:
         from eagle3.export.lowering.xnnpack.lowering import tracing

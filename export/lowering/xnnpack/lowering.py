@@ -23,7 +23,7 @@ from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
 from eagle3.export.lowering.xnnpack.replays import repeated_alone
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
-from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
+from eagle3.export.lowering.xnnpack.split_k import split_wide_linears, splits
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 
 
@@ -32,7 +32,8 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
     """Prepare ``model`` for a trace: norms, rotary embeddings and GELUs in XNNPACK's form, and products that suit a
     verify window of ``rows``."""
     use_product_norms(model)
-    split_wide_linears(model, rows)
+    if splits():
+        split_wide_linears(model, rows)
     head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, LlmOpsAttention)}
     with product_rotary(model, head_dims), rows_before_heads(model), tanh_gelu(model), collected_rarely(), kept_once():
         yield
