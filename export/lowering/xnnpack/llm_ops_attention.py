@@ -55,6 +55,8 @@ class LlmOpsAttention(nn.Module):
     v_cache: Tensor
     sink_key: Tensor
     sink_value: Tensor
+    masking_keys: Tensor
+    seeing_queries: Tensor
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
