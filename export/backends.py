@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from eagle3.export.planning.config import CUDA_RECIPES, XNNPACK_RECIPES
+from eagle3.runner.hardware.cpu_features import lacks_avx512
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +136,12 @@ class BackendEntry:
         return cast(Backend, importlib.import_module(self.module).BACKEND)
 
 
+FAST_ROWS_OF_AVX512 = {"none": 7, "8da8w": 5, "8da4w": 4}
+FAST_ROWS_OF_AVX2 = {"none": 6, "8da8w": 4, "8da4w": 3}
+"""Rows that XNNPACK's kernels take at once, by recipe (``scripts/bench_cpu_kernels.py``). The exporting processor
+decides, as it does in ``split_k.py``."""
+
+
 BACKENDS: dict[str, BackendEntry] = {
     "cuda": BackendEntry(
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
@@ -154,6 +161,6 @@ BACKENDS: dict[str, BackendEntry] = {
         small_recipe="8da8w",
         draft_recipe="8da8w",
         fuses_below=1e8,  # where a round takes a millisecond it gains a twelfth; at the widths of a 4B model nothing
-        fast_rows={"none": 7, "8da8w": 5, "8da4w": 4},  # measured with AVX-512 (scripts/bench_cpu_kernels.py)
+        fast_rows=FAST_ROWS_OF_AVX2 if lacks_avx512() else FAST_ROWS_OF_AVX512,
     ),
 }

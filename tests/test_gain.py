@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle3.export.backends import BACKENDS
+from eagle3.export.backends import BACKENDS, FAST_ROWS_OF_AVX2, FAST_ROWS_OF_AVX512
 from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 
 FLAT = {"target_verify": 10.0, "two_rows": 10.0, "draft_step": 1.0}
@@ -51,10 +51,11 @@ def test_a_shorter_chain_is_proposed_where_hardly_anything_is_accepted():
     assert line.startswith("  --chain-len 1 would give about 1.1")
 
 
-def test_every_recipe_of_a_backend_with_fast_rows_has_some():
-    for backend in BACKENDS.values():
-        assert not backend.fast_rows or set(backend.fast_rows) == set(backend.recipes)
-        assert all(2 <= rows <= backend.window_rows[-1] for rows in backend.fast_rows.values())
+@pytest.mark.parametrize("fast_rows", [FAST_ROWS_OF_AVX2, FAST_ROWS_OF_AVX512])
+def test_every_recipe_of_the_cpu_has_fast_rows(fast_rows):
+    cpu = BACKENDS["xnnpack"]
+    assert set(fast_rows) == set(cpu.recipes) and cpu.fast_rows in (FAST_ROWS_OF_AVX2, FAST_ROWS_OF_AVX512)
+    assert all(2 <= rows <= cpu.window_rows[-1] for rows in fast_rows.values())
 
 
 def test_the_check_of_an_export_records_the_gain(artifact):
