@@ -72,20 +72,26 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
 
 def lacks_avx512(cpuinfo: Path = CPUINFO) -> bool:
     """Return True for an x86 processor on which Linux lists no AVX-512."""
-    flags = [line.split() for line in processor(cpuinfo).splitlines() if line.startswith("flags:")]
-    return bool(flags) and "avx512f" not in flags[0]
+    field, listed = _listed_features(cpuinfo)
+    return field == "flags" and "avx512f" not in listed
 
 
 def lacking_cpu_features(cpuinfo: Path) -> tuple[Need | None, list[str]]:
-    """Return the need that applies to this kind of processor, and the features of it that ``cpuinfo`` does not list.
+    """Return the need that applies to this kind of processor, and the features of it that ``cpuinfo`` does not list."""
+    field, listed = _listed_features(cpuinfo)
+    need = next((need for need in NEEDS if need.field == field), None)
+    return need, [name for name in need.names if name not in listed] if need else []
+
+
+def _listed_features(cpuinfo: Path) -> tuple[str, list[str]]:
+    """Return the field in which ``cpuinfo`` lists features, "" if there is none, and the features.
 
     Reads up to the first line with features; the file has such a line for each of possibly hundreds of cores.
     """
-    needs = {need.field: need for need in NEEDS}
+    fields = {need.field for need in NEEDS}
     if cpuinfo.is_file():
         with cpuinfo.open() as lines:
             for field, _, values in (line.partition(":") for line in lines):
-                if need := needs.get(field.strip()):
-                    listed = values.split()
-                    return need, [name for name in need.names if name not in listed]
-    return None, []
+                if field.strip() in fields:
+                    return field.strip(), values.split()
+    return "", []
