@@ -101,7 +101,7 @@ PATCHES: dict[str, Patch] = {
         ),
     ),
     **_group(
-        "a program is decomposed once: the second decomposition makes it functional, as the first does",
+        "a program is decomposed once, and only the nodes that decompositions change are traced",
         "torch.export.ExportedProgram.run_decompositions",
         "executorch.exir.program._program.contains_any_call_fn_target_op",
     ),

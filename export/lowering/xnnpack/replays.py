@@ -6,8 +6,8 @@ millisecond a node; most passes change no node, or few. Here
 - a pass whose ``call_operator`` would leave every node as it is leaves the graph as it is,
 - a node keeps the value that it had where a pass repeats the very call that the value was computed by, and where its
   new value has the same shape, strides and dtype: what comes after it is then repeated as well,
-- a program is decomposed once: the first of ExecuTorch's two decompositions makes it functional, which the second
-  does as well.
+- a program is decomposed once, since the first of ExecuTorch's two decompositions makes it functional, which the second
+  does as well, and node by node (``decompositions.py``).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +34,8 @@ from torch.fx.node import map_arg
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
+from eagle3.export.lowering.xnnpack.decompositions import decomposed as decomposed_by_node
+from eagle3.export.lowering.xnnpack.values import description
 from eagle3.export.patches import all_replaced, original
 
 BASES = (
@@ -71,7 +73,8 @@ def repeated_alone() -> Iterator[None]:
     def decomposed(self: ExportedProgram, table: dict | None = None, **options: Any) -> ExportedProgram:
         if type(table) is dict and not table:
             return self
-        program = decompose(self, table, **options)
+        by_node = decomposed_by_node(self, table) if table is not None and not options else None
+        program = by_node or decompose(self, table, **options)
         for node in program.graph.nodes:
             if node.op == "call_function":
                 node.meta[CALL] = _call(node)
@@ -182,13 +185,7 @@ def _is_alike(found: object, known: object) -> bool:
         return False
     if found.fake_mode is not known.fake_mode or found.constant is not None or known.constant is not None:
         return False
-    return _description(found) == _description(known)
-
-
-def _description(value: FakeTensor) -> tuple:
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    exact = (size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
-    return value.dtype, value.device, value.layout, value.requires_grad, *exact
+    return description(found) == description(known)
 
 
 def _aten(target: object) -> object:

@@ -1,0 +1,162 @@
+"""Decomposes a traced program where an operator needs it, for time alone: the program is the same.
+
+PyTorch decomposes a program by running all of it twice through three layers of tracing, which with dynamic lengths
+takes as long as the export before it. Here a node that a decomposition changes is traced by itself, once for all nodes
+like it, and every other node is copied. A program with a part that only a trace of the whole handles is left to
+PyTorch.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export._trace import _ignore_backend_decomps
+from torch.export.exported_program import (
+    _override_composite_implicit_decomp,
+    _split_decomp_table_to_cia_and_python_decomp,
+)
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from eagle3.export.lowering.xnnpack.functional_graph import FunctionalGraph
+from eagle3.export.lowering.xnnpack.operator_traces import LeftToPyTorch, Traces
+
+_INNER = torch.ops.export.access_subclass_inner_tensor.default
+
+
+def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> ExportedProgram | None:
+    """Return what ``program.run_decompositions(table)`` returns, except for the names of nodes.
+
+    None if the program has a part that only PyTorch's own handles: an operator that changes an input other than one
+    whole buffer, an operator of higher order, a subclass of tensors within another.
+    """
+    composites, operators = _split_decomp_table_to_cia_and_python_decomp(dict(table))
+    fake = next((val for node in program.graph.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
+    if fake is None:
+        return None
+    with ExitStack() as stack:
+        stack.enter_context(_ignore_backend_decomps())
+        stack.enter_context(fake.fake_mode)
+        stack.enter_context(_override_composite_implicit_decomp(composites))
+        stack.enter_context(enable_python_dispatcher())  # without it an operator that stays would not stay in others
+        stack.enter_context(torch.no_grad())
+        try:
+            return _Decomposition(program, Traces(composites, operators)).run()
+        except LeftToPyTorch:
+            return None
+
+
+class _Decomposition:
+    """A program on its way into a new graph, with its weights and inputs."""
+
+    def __init__(self, program: ExportedProgram, traces: Traces):
+        self.program = program
+        self.new = FunctionalGraph(program.graph, program.graph_signature.inputs_to_buffers, traces)
+        self.state = dict(program.state_dict)
+        self.inputs: list[InputSpec] = []
+        self.inner: dict[tuple[Node, str], Node] = {}
+
+    def run(self) -> ExportedProgram:
+        nodes = list(self.program.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        placed = zip(placeholders, self.program.graph_signature.input_specs, strict=True)
+        for node, spec in sorted(placed, key=_by_module(self.program.graph_signature.input_specs)):
+            self._place(node, spec)
+        for node in nodes[len(placeholders) : -1]:
+            if node.op != "call_function":
+                raise LeftToPyTorch
+            if node.target is _INNER:
+                self.new.now[node] = self.inner[node.args]
+            else:
+                self.new.add(node)
+        outputs = self._finish(nodes[-1])
+        module = GraphModule(self.program.graph_module, self.new.graph)
+        module.meta.update(self.program.graph_module.meta)
+        return ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=ExportGraphSignature(self.inputs, outputs),
+            state_dict=self.state,
+            range_constraints=self.program.range_constraints,
+            module_call_graph=self.program.module_call_graph,
+            example_inputs=self.program.example_inputs,
+            constants=self.program.constants,
+        )
+
+    def _place(self, node: Node, spec: InputSpec) -> None:
+        """Add an input; for a parameter of a subclass of tensors one for each tensor in it, as PyTorch names them."""
+        if spec.kind in (InputKind.TOKEN, InputKind.CUSTOM_OBJ):
+            raise LeftToPyTorch
+        weight = self.state.get(spec.target)
+        if not isinstance(weight, Tensor) or not is_traceable_wrapper_subclass(weight):
+            self.new.now[node] = self.new.graph.node_copy(node)
+            self.inputs.append(spec)
+            return
+        if spec.kind != InputKind.PARAMETER or any(user.target is not _INNER for user in node.users):
+            raise LeftToPyTorch
+        del self.state[spec.target]
+        owner, _, attribute = spec.target.rpartition(".")
+        for number, name in enumerate(weight.__tensor_flatten__()[0]):
+            inner = getattr(weight, name)
+            if type(inner) is not Tensor:
+                raise LeftToPyTorch
+            target = f"{owner}.parametrizations.{attribute}.original{number}".lstrip(".")
+            placed = self.new.graph.placeholder(f"p_{target.replace('.', '_')}")
+            placed.meta = {**node.meta, "val": getattr(node.meta["val"], name)}
+            self.inner[node, name] = placed
+            self.state[target] = Parameter(inner, requires_grad=weight.requires_grad)
+            self.inputs.append(InputSpec(spec.kind, TensorArgument(placed.name), target, spec.persistent))
+
+    def _finish(self, output: Node) -> list[OutputSpec]:
+        """Add the output, buffers first, and return what its parts are."""
+        buffers = [spec.target for spec in self.inputs if spec.target in self.new.changed]
+        results = map_arg(output.args[0], lambda each: self.new.value(each, output))
+        placed = self.new.graph.output((*(self.new.changed[buffer] for buffer in buffers), *results))
+        placed.meta = dict(output.meta)
+        self.new.graph.eliminate_dead_code()
+        specs = [
+            OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(self.new.changed[buffer].name), buffer)
+            for buffer in buffers
+        ]
+        for spec, result in zip(self.program.graph_signature.output_specs, results, strict=True):
+            if spec.kind != OutputKind.USER_OUTPUT or not isinstance(spec.arg, TensorArgument):
+                raise LeftToPyTorch
+            specs.append(OutputSpec(spec.kind, TensorArgument(result.name), spec.target))
+        return specs
+
+
+def _by_module(specs: list[InputSpec]) -> Callable[[tuple[Node, InputSpec]], tuple]:
+    """Return a key by which inputs are in the order in which PyTorch finds them: parameters, buffers, the rest; a
+    module's own before those of the modules in it, modules by the first of their inputs."""
+    ranks: dict[str, int] = {}
+    for spec in specs:
+        parts = (spec.target or "").split(".")
+        for length in range(1, len(parts)):
+            ranks.setdefault(".".join(parts[:length]), len(ranks))
+
+    def key(placed: tuple[Node, InputSpec]) -> tuple:
+        kind, target = placed[1].kind, placed[1].target
+        if kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            return 2, ()
+        parts = target.split(".")
+        modules = [ranks[".".join(parts[:length])] + 1 for length in range(1, len(parts))]
+        if is_traceable_wrapper_subclass(placed[0].meta["val"]):
+            modules.append(len(ranks) + 1)  # its parts are in a module of their own, the last
+        return kind is InputKind.BUFFER, (*modules, 0)
+
+    return key

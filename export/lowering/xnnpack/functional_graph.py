@@ -1,0 +1,240 @@
+"""A graph in which no operator changes its inputs, made of one in which some do, as PyTorch makes it.
+
+An operator that changes a buffer returns it instead. A view of what was changed is made anew where it is used next.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import SymInt, Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.fx.traceback import NodeSource, NodeSourceAction
+
+from eagle3.export.lowering.xnnpack.operator_traces import (
+    COMPARISONS,
+    PLAIN,
+    SIZE,
+    LeftToPyTorch,
+    Traces,
+    inputs_of,
+    is_view,
+    may_share,
+)
+
+_ATEN = torch.ops.aten
+_RENAMED = {_ATEN.item.default: _ATEN._local_scalar_dense.default}
+"""Traced by itself, an ``item`` would be a new unknown number."""
+_OPAQUE = frozenset((_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default))
+"""Operators that a trace handles by the history of their input."""
+
+
+class FunctionalGraph:
+    """``graph``, into which the nodes of another are added one after the other.
+
+    ``now`` is where the value of an old node is, ``same`` the node whose value another returns. ``views`` has the base
+    of what may be a view of a value that some operator changes, and the nodes that lead from it; ``generation`` how
+    often a base was changed, ``made_at`` at which generation a view was made. ``buffers`` are the names of old
+    placeholders; ``changed`` has the node that holds a buffer in the end, by its name.
+    """
+
+    def __init__(self, old: Graph, buffers: Mapping[str, str], traces: Traces):
+        self.graph, self.traces, self.buffers = Graph(), traces, buffers
+        self.now: dict[Node, Node | tuple[Node, ...]] = {}
+        self.same: dict[Node, Node] = {}
+        self.views: dict[Node, tuple[Node, tuple[Node, ...]]] = {}
+        self.generation = {_changed(node): 0 for node in old.nodes if _is_changing(node.target)}
+        self.made_at: dict[Node, int] = {}
+        self.numbers: dict[object, Node] = {}
+        self.changed: dict[str, Node] = {}
+
+    def add(self, node: Node) -> None:
+        """Add an operator.
+
+        Raises:
+            LeftToPyTorch: it has to be traced with all others
+        """
+        target = node.target
+        if target is operator.getitem and isinstance(self.now.get(node.args[0]), tuple | list):
+            self.now[node] = self.now[node.args[0]][node.args[1]]
+        elif target in PLAIN or target in _RENAMED:
+            self.now[node] = self._plain(node)
+        elif not isinstance(target, OpOverload) or target in _OPAQUE:
+            raise LeftToPyTorch
+        elif _is_changing(target):
+            self._change(node)
+        else:
+            self._compute(node)
+
+    def value(self, node: Node, user: Node) -> Node:
+        """Return where the value of an old node is, for ``user``."""
+        node = self.same.get(node, node)
+        if node in self.views:
+            base, steps = self.views[node]
+            if self.made_at[node] != self.generation[base]:
+                self.made_at[node] = self.generation[base]
+                value = self.now[base]
+                for step in steps:
+                    value = self._emitted(step, self._values_for(user, {step.all_input_nodes[0]: value}), user)
+                self.now[node] = value
+        return self.now[node]
+
+    def _values_for(self, user: Node, known: Mapping[Node, Node]) -> Callable[[Node], Node]:
+        """Return ``value`` for a user, except for what is ``known``."""
+        return lambda each: known[each] if each in known else self.value(each, user)
+
+    def _plain(self, node: Node) -> Node:
+        """Add what is no operator of tensors. A number that is there already is not computed again, except for asserts,
+        which PyTorch adds last."""
+        number = node.meta["val"]
+        for_asserts = node.target is not SIZE and all(user.target in COMPARISONS for user in node.users)
+        if isinstance(number, SymInt) and node.target is not SIZE and not for_asserts:
+            known = self.numbers.get(number.node.expr)
+            if known is not None:
+                return known
+        copied = self._copied(node, lambda each: self.value(each, node))
+        copied.target = _RENAMED.get(node.target, node.target)
+        return copied if for_asserts else self._noted(copied)
+
+    def _compute(self, node: Node) -> None:
+        """Add an operator that changes nothing, or keep it for its first use if it is a view of what was changed."""
+        parent = next(iter(node.all_input_nodes), None)
+        parent = self.same.get(parent, parent)
+        trace = self.traces.of(node)
+        if (parent in self.views or parent in self.generation) and is_view(node, trace):
+            if trace is not None and trace.output_node().args[0].op == "placeholder":
+                self.same[node] = parent
+                return
+            base, steps = self.views.get(parent, (parent, ()))
+            self.views[node], self.made_at[node] = (base, (*steps, node)), 0
+            if self.generation[base] > 0:
+                return
+        self.now[node] = self._emitted(node, lambda each: self.value(each, node), node)
+
+    def _emitted(self, node: Node, value: Callable[[Node], Node], origin: Node) -> Node | tuple[Node, ...]:
+        """Add what a node is decomposed to, with the history of ``origin``."""
+        trace = self.traces.of(node)
+        if trace is None:
+            return self._copied(node, value, origin)
+        inputs = dict(zip((each for each in trace.nodes if each.op == "placeholder"), inputs_of(node), strict=True))
+        late = {each for each, of in inputs.items() if self._is_late(of)}
+        now: dict[Node, Node] = {}
+
+        def value_of(each: Node) -> Node:
+            if each in inputs:
+                return value(inputs[each])
+            if each not in now:
+                args, kwargs = map_arg((each.args, each.kwargs), value_of)
+                now[each] = self._noted(self._made(each.target, args, kwargs, origin))
+            return now[each]
+
+        for each in trace.nodes:
+            if each.op != "call_function":
+                continue
+            size = each.meta.get("val")
+            if isinstance(size, SymInt) and size.node.expr in self.numbers:
+                now[each] = self.numbers[size.node.expr]
+            elif each.target is SIZE:
+                now[each] = self._size(size)
+            elif each.args and each.args[0] in late and may_share(each.target):
+                late.add(each)
+            else:
+                value_of(each)
+        return map_arg(trace.output_node().args[0], value_of)
+
+    def _is_late(self, node: Node) -> bool:
+        """Return True if a node is or was a view of what was changed since."""
+        base, _ = self.views.get(self.same.get(node, node), (None, ()))
+        return base is not None and self.generation[base] > 0
+
+    def _size(self, size: SymInt) -> Node:
+        """Add the size of the first input that has it, before everything else, as PyTorch does."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            shape = node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ()
+            for dim, found in enumerate(shape):
+                if isinstance(found, SymInt) and found.node.expr == size.node.expr:
+                    with self.graph.inserting_after(placeholders[-1]):
+                        made = self.graph.call_function(SIZE, (node, dim))
+                    made.meta["val"] = found
+                    return self._noted(made)
+        raise LeftToPyTorch
+
+    def _copied(self, node: Node, value: Callable[[Node], Node], origin: Node | None = None) -> Node:
+        copied = self.graph.node_copy(node, value)
+        of = node.args[0] if node.target is operator.getitem else origin or node  # a trace makes a tuple with its parts
+        copied.meta["from_node"] = [_source(of)]
+        return copied
+
+    def _made(self, target: Callable, args: tuple, kwargs: dict, origin: Node) -> Node:
+        """Add a node with the history of ``origin``."""
+        made = self.graph.call_function(target, args, kwargs)
+        values = map_arg((args, kwargs), lambda node: node.meta["val"])
+        made.meta = {**origin.meta, "from_node": [_source(origin)], "val": target(*values[0], **values[1])}
+        made.meta.pop("eager_input_vals", None)  # of the origin's own inputs
+        if origin.op == "output":
+            del made.meta["from_node"]
+        return made
+
+    def _noted(self, node: Node) -> Node:
+        size = node.meta.get("val")
+        if isinstance(size, SymInt):
+            self.numbers.setdefault(size.node.expr, node)
+        return node
+
+    def _change(self, node: Node) -> None:
+        """Make an operator that changes its input return it instead, as PyTorch does."""
+        changed = self.same.get(_changed(node), _changed(node))
+        buffer = self.buffers.get(changed.name)
+        if buffer is None:
+            self.now[changed] = self._returned(node, changed)
+            self.same[node] = changed
+        elif node.users or node.target.namespace == "aten":
+            raise LeftToPyTorch
+        else:
+            arguments = [argument.name for argument in node.target._schema.arguments]
+            given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+            (name,) = (name for name, each in given.items() if each is _changed(node))
+            del given[name]
+            given = dict(map_arg(given, lambda each: self.value(each, node)))
+            given |= {f"_{name}_base_index": 0, "_all_bases": [self.now[changed]]}
+            made = self._made(auto_functionalized_v2, (node.target,), given, node)
+            self.now[changed] = self.changed[buffer] = self._made(operator.getitem, (made, 1), {}, node)
+        self.generation[changed] += 1
+
+    def _returned(self, node: Node, changed: Node) -> Node:
+        """Add the operator that returns what an operator of ATen makes of ``changed``, an operator's own result."""
+        name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+        functional = getattr(getattr(_ATEN, name.removesuffix("_"), None), overload, None)
+        if functional is None or self.traces.is_decomposed(functional):
+            raise LeftToPyTorch
+        if changed.op != "call_function" or changed in self.views or may_share(changed.target):
+            raise LeftToPyTorch
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: self.value(each, node))
+        made = self._made(functional, args, kwargs, node)
+        if made.meta["val"].dtype != changed.meta["val"].dtype:
+            raise LeftToPyTorch
+        return made
+
+
+def _is_changing(target: object) -> bool:
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def _changed(node: Node) -> Node:
+    """Return the one argument that a node's operator changes."""
+    arguments = node.target._schema.arguments
+    places = [place for place, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    if len(places) != 1 or places[0] >= len(node.args) or len(node.target._schema.returns) != 1:
+        raise LeftToPyTorch
+    changed = node.args[places[0]]
+    if not isinstance(changed, Node):
+        raise LeftToPyTorch
+    return changed
+
+
+def _source(node: Node) -> NodeSource:
+    return NodeSource(node, "decomposed", NodeSourceAction.CREATE)

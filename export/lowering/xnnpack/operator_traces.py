@@ -1,0 +1,102 @@
+"""Decompositions of single operators, traced once for all nodes that call it on inputs alike."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import SymInt
+from torch._export.utils import _is_cia_op, _special_op_to_preserve_cia
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from eagle3.export.lowering.xnnpack.values import description
+
+SIZE = torch.ops.aten.sym_size.int
+COMPARISONS = frozenset((operator.ge, operator.le))
+PLAIN = frozenset((operator.getitem, operator.add, operator.sub, operator.mul, SIZE)) | COMPARISONS
+"""Targets that are no operators of tensors: they stay."""
+
+
+class LeftToPyTorch(Exception):
+    """A program has a part that only a trace of the whole program handles."""
+
+
+class Traces:
+    """The decompositions of operators. ``composites`` and ``operators`` are the two parts of PyTorch's table."""
+
+    def __init__(self, composites: dict[OpOverload, Callable], operators: dict[OpOverload, Callable]):
+        self.composites, self.operators = composites, operators
+        self.traces: dict[object, Graph] = {}
+
+    def of(self, node: Node) -> Graph | None:
+        """Return what a node is decomposed to, a graph of ``inputs_of`` it; None if it stays."""
+        target = node.target
+        if not self.is_decomposed(target):
+            return None
+        leaves, shape = pytree.tree_flatten((node.args, node.kwargs))
+        inputs = {each: _Input(place) for place, each in enumerate(inputs_of(node))}
+        leaves = [inputs[leaf] if isinstance(leaf, Node) else leaf for leaf in leaves]
+        values = [each.meta["val"] for each in inputs]
+        key = target, shape, tuple((type(leaf), leaf) for leaf in leaves), tuple(map(_described, values))
+        if key not in self.traces:
+            self.traces[key] = self._traced(target, leaves, shape, values)
+        return self.traces[key]
+
+    def is_decomposed(self, target: OpOverload) -> bool:
+        """Return True if an operator is in one of the tables."""
+        is_composite = _is_cia_op(target) and self.composites.get(target) is not _special_op_to_preserve_cia
+        return is_composite or target in self.operators
+
+    def _traced(self, target: OpOverload, leaves: list, shape: pytree.TreeSpec, values: list) -> Graph:
+        def call(*given: object) -> object:
+            args, kwargs = pytree.tree_unflatten(
+                [given[leaf.place] if isinstance(leaf, _Input) else leaf for leaf in leaves], shape
+            )
+            return target(*args, **kwargs)
+
+        graph = make_fx(call, decomposition_table=self.operators)(*values).graph
+        graph.eliminate_dead_code()
+        for node in graph.nodes:
+            if node.op == "get_attr" or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
+                raise LeftToPyTorch
+        return graph
+
+
+def inputs_of(node: Node) -> list[Node]:
+    """Return the nodes that a node's arguments name, each once, in order."""
+    return list(dict.fromkeys(leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)))
+
+
+def may_share(target: object) -> bool:
+    """Return True if what an operator returns may be its input's memory."""
+    return isinstance(target, OpOverload) and any(each.alias_info is not None for each in target._schema.returns)
+
+
+def is_view(node: Node, trace: Graph | None) -> bool:
+    """Return True if a node, which is decomposed to ``trace``, is its input's memory."""
+    if trace is None:
+        return may_share(node.target)
+    called = [each.target for each in trace.nodes if each.op == "call_function"]
+    return all(may_share(target) or target in PLAIN for target in called) and isinstance(
+        trace.output_node().args[0], Node
+    )
+
+
+@dataclass(frozen=True)
+class _Input:
+    """The place of an operator's argument that is its input number ``place``."""
+
+    place: int
+
+
+def _described(value: object) -> object:
+    """Return what a trace with a value depends on."""
+    if isinstance(value, FakeTensor):
+        return description(value)
+    if isinstance(value, SymInt):
+        return value.node.expr
+    raise LeftToPyTorch
