@@ -12,7 +12,8 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from eagle3.export.lowering.xnnpack import lowering, replays, shortcuts, weight_names
+from eagle3.export.lowering.edge import replays
+from eagle3.export.lowering.xnnpack import lowering, shortcuts, weight_names
 from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
@@ -61,7 +62,7 @@ def programs(recipe: Recipe) -> dict[str, torch.export.ExportedProgram]:
 def test_the_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
     found = lowering.lower(programs(recipe), {}).buffer
     for name in ("repeated_alone", "code_on_call", "collected_rarely"):
-        monkeypatch.setattr(lowering, name, nullcontext)
+        monkeypatch.setattr(lowering, name, lambda **_: nullcontext())
     monkeypatch.setattr(shortcuts, "_may_change", lambda *_: True)
     monkeypatch.setattr(weight_names, "_memory", lambda weight: object())
     assert lowering.lower(programs(recipe), {}).buffer == found
@@ -129,7 +130,7 @@ def shapes(graph_module: torch.fx.GraphModule) -> list[list[int]]:
 
 
 def test_a_pass_that_changes_no_node_gives_the_graph_itself_and_one_that_does_another():
-    with replays.repeated_alone():
+    with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Sum(), torch.ones(2), torch.ones(2))
         assert RemoveMixedTypeOperators()(graph_module).graph_module is graph_module
         graph_module = decomposed(Sum(), torch.ones(2), torch.ones(2, dtype=torch.int32))
@@ -139,7 +140,7 @@ def test_a_pass_that_changes_no_node_gives_the_graph_itself_and_one_that_does_an
 
 
 def test_a_node_that_a_pass_has_edited_in_place_is_computed_anew_and_what_comes_after_it():
-    with replays.repeated_alone():
+    with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Joined(), torch.ones(2))
         (cat,) = (node for node in graph_module.graph.nodes if node.target is torch.ops.aten.cat.default)
         cat.args = ([cat.args[0][0]] * 3,)  # its value stays [4], as ExecuTorch's passes leave it
@@ -150,7 +151,7 @@ def test_a_node_that_a_pass_has_edited_in_place_is_computed_anew_and_what_comes_
 
 def test_values_are_kept_where_a_pass_repeats_what_they_were_computed_by(monkeypatch):
     monkeypatch.setattr(replays, "_is_alike", lambda *_: False)
-    with replays.repeated_alone():
+    with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Joined(), torch.ones(2))
         found = OpReplacePass()(graph_module).graph_module
     values = [[node.meta.get("val") for node in each.graph.nodes][:-1] for each in (graph_module, found)]

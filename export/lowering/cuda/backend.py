@@ -47,6 +47,7 @@ from eagle3.export.lowering.cuda.weights.quantization import (
     lay_out,
     quantize,
 )
+from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
@@ -205,6 +206,7 @@ class NvidiaBackend:
             analyzed_once(),
             no_repro(),
             collected_rarely(),
+            repeated_alone(decompose_by_node=False),
             argmax_over_blocks(),
             recorded_launches(rows, longest) as launches,
             in_two_processes(launches, check_lengths) if named else nullcontext(),

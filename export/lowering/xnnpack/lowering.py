@@ -15,13 +15,13 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch import nn
 from torch.export import ExportedProgram
 
+from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, kept_once
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
-from eagle3.export.lowering.xnnpack.replays import repeated_alone
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears, splits
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
@@ -43,7 +43,14 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
     """Return one program of all methods, whose mutable buffers (the caches) are the same memory in each."""
     for program in programs.values():
         remove_no_ops(program)
-    with collected_rarely(), code_on_call(), kept_once(), repeated_alone(), applicable_passes(), scales_in_names():
+    with (
+        collected_rarely(),
+        code_on_call(),
+        kept_once(),
+        repeated_alone(decompose_by_node=True),
+        applicable_passes(),
+        scales_in_names(),
+    ):
         lowered = to_edge_transform_and_lower(
             dict(programs),
             transform_passes=[computed_once()],

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from eagle3.export.lowering.xnnpack.values import description
+from eagle3.export.lowering.edge.values import description
 
 SIZE = torch.ops.aten.sym_size.int
 COMPARISONS = frozenset((operator.ge, operator.le))

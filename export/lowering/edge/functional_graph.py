@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from eagle3.export.lowering.xnnpack.operator_traces import (
+from eagle3.export.lowering.edge.operator_traces import (
     COMPARISONS,
     PLAIN,
     SIZE,

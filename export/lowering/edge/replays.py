@@ -6,8 +6,9 @@ millisecond a node; most passes change no node, or few. Here
 - a pass whose ``call_operator`` would leave every node as it is leaves the graph as it is,
 - a node keeps the value that it had where a pass repeats the very call that the value was computed by, and where its
   new value has the same shape, strides and dtype: what comes after it is then repeated as well,
-- a program is decomposed once, since the first of ExecuTorch's two decompositions makes it functional, which the second
-  does as well, and node by node (``decompositions.py``).
+- for the CPU, a program is decomposed once, since the first of ExecuTorch's two decompositions makes it functional,
+  which the second does as well, and node by node (``decompositions.py``). Programs for CUDA hold Triton kernels, which
+  only PyTorch's own decomposition knows.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
+from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.pass_base import ExportPass, NodeMetadata, ProxyValue
 from executorch.exir.passes.legalize_portable_dim_order_pass import LegalizePortableDimOrderPass
 from executorch.exir.passes.normalize_transpose_pass import NormalizeTransposePass
@@ -29,13 +31,14 @@ from torch._export.pass_base import ProxyValue as ExportsProxyValue
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
-from eagle3.export.lowering.xnnpack.decompositions import decomposed as decomposed_by_node
-from eagle3.export.lowering.xnnpack.values import description
+from eagle3.export.lowering.edge.decompositions import decomposed as decomposed_by_node
+from eagle3.export.lowering.edge.values import description
 from eagle3.export.patches import all_replaced, original
 
 BASES = (
@@ -61,7 +64,7 @@ class _Changed(Exception):
 
 
 @contextmanager
-def repeated_alone() -> Iterator[None]:
+def repeated_alone(decompose_by_node: bool) -> Iterator[None]:
     """Make ExecuTorch's passes compute only what they change."""
     call, decompose = original(f"{BASES[0]}.call"), original(DECOMPOSE)
 
@@ -71,20 +74,20 @@ def repeated_alone() -> Iterator[None]:
         return call(self, graph_module)
 
     def decomposed(self: ExportedProgram, table: dict | None = None, **options: Any) -> ExportedProgram:
-        if type(table) is dict and not table:
-            return self
-        by_node = decomposed_by_node(self, table) if table is not None and not options else None
+        by_node = None
+        if decompose_by_node and table is not None and not options:
+            if type(table) is dict and not table:
+                return self
+            by_node = decomposed_by_node(self, table)
         program = by_node or decompose(self, table, **options)
         for node in program.graph.nodes:
             if node.op == "call_function":
                 node.meta[CALL] = _call(node)
         return program
 
-    replacements: dict[str, Callable] = {
-        f"{BASES[0]}.call": called,
-        DECOMPOSE: decomposed,
-        "executorch.exir.program._program.contains_any_call_fn_target_op": lambda *_: True,
-    }
+    replacements: dict[str, Callable] = {f"{BASES[0]}.call": called, DECOMPOSE: decomposed}
+    if decompose_by_node:
+        replacements["executorch.exir.program._program.contains_any_call_fn_target_op"] = lambda *_: True
     for base in BASES:
         replacements |= _repeating(base)
     with all_replaced(replacements):
@@ -107,10 +110,12 @@ def _repeating(base: str) -> dict[str, Callable]:
         if kind != "call_function" or node is None:
             return originally(self, kind, target, args, kwargs, meta)
         call = _aten(target), *pytree.tree_map(_data, (args, kwargs))
-        if "val" in node.meta:
-            # a new delegate has its outputs' values; computed, it would run all of its operations
-            is_its = target is executorch_call_delegate if CALL not in node.meta else _same(call, node.meta[CALL])
-            self.interpreter = _Known(interpreter, node.meta["val"], is_its)
+        if "val" in node.meta and target is executorch_call_delegate and CALL not in node.meta:
+            self.interpreter = _Known(interpreter, _outputs(node, call[1][0]), True)
+        elif "val" in node.meta:
+            self.interpreter = _Known(
+                interpreter, node.meta["val"], _same(call, node.meta[CALL]) if CALL in node.meta else False
+            )
         try:
             made = originally(self, kind, target, args, kwargs, meta)
         finally:
@@ -119,6 +124,15 @@ def _repeating(base: str) -> dict[str, Callable]:
         return made
 
     return {run_node: ran, fx: repeated}
+
+
+def _outputs(node: Node, delegate: LoweredBackendModule) -> object:
+    """Return the values of a new delegate: computed, it would run all of its operations. Its node also has values of
+    buffers that it changes, which it does not return."""
+    program = delegate.original_module
+    results = zip(program.graph.output_node().args[0], program.graph_signature.output_specs, strict=True)
+    kept = [result.meta["val"] for result, spec in results if spec.kind is OutputKind.USER_OUTPUT]
+    return node.meta["val"] if len(kept) == len(node.meta["val"]) else type(node.meta["val"])(kept)
 
 
 class _Known:

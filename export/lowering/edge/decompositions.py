@@ -33,8 +33,8 @@ from torch.fx.node import map_arg
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from eagle3.export.lowering.xnnpack.functional_graph import FunctionalGraph
-from eagle3.export.lowering.xnnpack.operator_traces import LeftToPyTorch, Traces
+from eagle3.export.lowering.edge.functional_graph import FunctionalGraph
+from eagle3.export.lowering.edge.operator_traces import LeftToPyTorch, Traces
 
 _INNER = torch.ops.export.access_subclass_inner_tensor.default
 
