@@ -1,9 +1,14 @@
 """The steps that we leave out of ExecuTorch's lowering to save time change no bit of the program."""
 
 from contextlib import nullcontext
+from typing import final
 
 import pytest
 import torch
+from executorch.backends.aoti.aoti_partitioner import AotiPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOperators
 from executorch.exir.passes.replace_aten_with_edge_pass import OpReplacePass
 from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
@@ -109,6 +114,41 @@ def test_related_weights_are_packed_each_for_itself(monkeypatch):
     torch.testing.assert_close(ran, model(x), rtol=1e-3, atol=1e-2)
     monkeypatch.setattr(weight_names, "_memory", lambda weight: object())  # no weight is one that is packed
     assert lowering.lower({"forward": torch.export.export(model, (x,), strict=False)}, {}).buffer == found
+
+
+@final
+class TakesEverything(BackendDetails):
+    """A delegate of a whole program, with the buffers that it changes, as CUDA's is."""
+
+    @staticmethod
+    def preprocess(_program, _specs) -> PreprocessResult:
+        return PreprocessResult(processed_bytes=b"")
+
+
+class Running(nn.Module):
+    """Two sums that go on from call to call, and three outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("squares", torch.zeros(8))
+
+    def forward(self, x):
+        self.total.add_(x)
+        self.squares.add_(x * x)
+        return x * self.total, self.squares.sum(), x + 1
+
+
+@pytest.mark.parametrize("context", [nullcontext, lambda: replays.repeated_alone(decompose_by_node=False)])
+def test_a_delegate_returns_no_buffer_that_it_changes(context):
+    with context():
+        program = torch.export.export(Running(), (torch.ones(8),), strict=False)
+        partitioner = [AotiPartitioner("TakesEverything", [CompileSpec("method", b"forward")])]
+        lowered = to_edge_transform_and_lower(program, partitioner=partitioner)
+        plan = lowered.to_executorch().executorch_program.execution_plan[0]
+    (call,) = plan.chains[0].instructions
+    assert len(call.instr_args.args) == 1 + 3
+    assert [plan.values[place].val.sizes for place in plan.outputs] == [[8], [], [8]]
 
 
 class Sum(nn.Module):
