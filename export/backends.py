@@ -46,10 +46,6 @@ class Backend(Protocol):
     def attention(self) -> "AttentionFactory":
         """Makes the attention of both models' layers."""
 
-    def local_arch(self) -> str | None:
-        """Return the architecture of the GPU at hand, such as "sm_90". None without a GPU, and for backends that use
-        none."""
-
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for a plan that cannot be lowered here, before any weight is read."""
 
@@ -121,6 +117,12 @@ class BackendEntry:
 
     packages: tuple[str, ...] = ()
     """Packages that the extra of the backend's name installs."""
+    gpu: str | None = None
+    """The module that defines ``local_arch``, for a backend of GPUs. Light to import, unlike ``module``."""
+
+    def local_arch(self) -> str | None:
+        """Return the architecture of the GPU at hand, such as "sm_90". None without one, and for backends of none."""
+        return importlib.import_module(self.gpu).local_arch() if self.gpu is not None else None
 
     def few_rows(self, window: int) -> int:
         """Return the bound of the calls that are as long as a verify window of ``window`` rows; prefill begins behind
@@ -152,6 +154,7 @@ BACKENDS: dict[str, BackendEntry] = {
         fuses_below=math.inf,
         window_rows=SMALL_M_ROWS,
         packages=("triton",),
+        gpu="eagle3.export.lowering.cuda.local_gpu",
     ),
     "xnnpack": BackendEntry(
         "the CPU in float32 or with weights of 8 or 4 bits (XNNPACK, ExecuTorch's LLM ops)",

@@ -142,8 +142,16 @@ def settled(config: ExportConfig) -> ExportConfig:
     config = with_output(config)
     check_output(config.folder, config.overwrite)
     if not config.dry_run:
+        check_arch(config)
         refuse_a_second(config.folder.resolve())
     return config
+
+
+def check_arch(config: ExportConfig) -> None:
+    """Raise ValueError if there is no GPU whose architecture an export for GPUs could take, and none is given."""
+    backend = BACKENDS[config.backend]
+    if backend.gpu is not None and config.cuda_arch is None and backend.local_arch() is None:
+        raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
 
 
 def with_output(config: ExportConfig) -> ExportConfig:
@@ -157,8 +165,8 @@ def with_output(config: ExportConfig) -> ExportConfig:
 def output_name(target: str, checkpoint: Path | None, backend: str, cuda_arch: str | None) -> Path:
     """Return TARGET-BACKEND-ARCHITECTURE, a folder in the working folder. For ``auto`` it begins with the checkpoint's
     own name."""
-    if cuda_arch is None and "cuda_arch" in BACKENDS[backend].flags:
-        cuda_arch = BACKENDS[backend].load().local_arch()
+    if cuda_arch is None:
+        cuda_arch = BACKENDS[backend].local_arch()
     if target == "auto" and checkpoint is not None:
         target = own_name(checkpoint)
     return Path("-".join(filter(None, (target, backend, cuda_arch))))

@@ -37,6 +37,7 @@ from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
@@ -66,15 +67,8 @@ OPTIONS = {
 }
 
 
-def local_arch() -> str | None:
-    """Return the architecture of the GPU at hand, such as "sm_90"."""
-    if not torch.cuda.is_available():
-        return None
-    return "sm_{}{}".format(*torch.cuda.get_device_capability())
-
-
 def named_arch(plan: Plan) -> str:
-    """Return the value of ``--cuda-arch``; ``check`` requires it without a GPU, except in a dry run."""
+    """Return the value of ``--cuda-arch``; it is required without a GPU, except in a dry run."""
     assert plan.config.cuda_arch is not None
     return plan.config.cuda_arch
 
@@ -86,15 +80,10 @@ class NvidiaBackend:
     attention: AttentionFactory = CudaAttention
     eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
 
-    def local_arch(self) -> str | None:
-        return local_arch()
-
     def check(self, plan: Plan) -> None:
         """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
         arch, local = plan.config.cuda_arch, local_arch()
         if local is None:
-            if arch is None and not plan.config.dry_run:
-                raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
             check_named_versions()
         elif arch not in (None, local):
             raise ValueError(

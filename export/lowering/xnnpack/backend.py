@@ -43,9 +43,6 @@ class XnnpackBackend:
 
         return LlmOpsAttention
 
-    def local_arch(self) -> None:
-        return None
-
     def check(self, plan: Plan) -> None:
         """Raise ValueError for groups that do not fit a linear, and for versions that were not tested."""
         check_versions(FOR_CPU, TESTED, "lowering for the CPU", "")
