@@ -212,6 +212,7 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 )
 @click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
 @click.option("--cuda-arch", help="As for eagle3-export.")
+@click.option("--verify-rows", type=int, help="As for eagle3-export, for cuda.")
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
 @click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
@@ -224,6 +225,7 @@ def main(
     target: str,
     layers: str | None,
     cuda_arch: str | None,
+    verify_rows: int | None,
     qlinear: str,
     max_seq_len: int,
     acceptance: float,
@@ -241,8 +243,8 @@ def main(
       python scripts/bench_export.py --layers 6 --cuda-arch sm_90 --cost
       python scripts/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
-    if backend == "xnnpack" and (cuda_arch or unquantized or with_cost):
-        raise click.UsageError("--cuda-arch, --unquantized and --cost are for cuda: leave them out")
+    if backend == "xnnpack" and (cuda_arch or verify_rows or unquantized or with_cost):
+        raise click.UsageError("--cuda-arch, --verify-rows, --unquantized and --cost are for cuda: leave them out")
     results = []
     counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
@@ -252,7 +254,9 @@ def main(
                 own = place / f"{target}-{count or 'all'}"
                 results.append(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
             else:
-                results.append(measure(count, cuda_arch, place / str(count), unquantized))
+                flags = ["--cuda-arch", cuda_arch] if cuda_arch else []
+                flags += ["--verify-rows", str(verify_rows)] if verify_rows else []
+                results.append(measure(count, flags, place / str(count), unquantized))
             if with_cost:
                 results[-1]["cost"] = cost_of_a_round(place / str(count) / "artifact")
             if not as_json:
@@ -265,13 +269,13 @@ def main(
         click.echo(json.dumps(results))
 
 
-def measure(layers: int, cuda_arch: str | None, place: Path, unquantized: bool = False) -> dict:
+def measure(layers: int, flags: list[str], place: Path, unquantized: bool = False) -> dict:
     if not (place / "draft" / "config.json").is_file():
         config = gemma4_config(layers)
         make_folders(place)
         save_target(place / "target", config, unquantized)
         save_draft(place / "draft", config, [1, layers // 2, layers - 1])
-    return exported(place, layers, "gemma4-31B", ["--cuda-arch", cuda_arch] if cuda_arch else [])
+    return exported(place, layers, "gemma4-31B", flags)
 
 
 def measure_on_cpu(
