@@ -179,6 +179,21 @@ class BufferChanged(nn.Module):
         return x + self.total
 
 
+class BufferWritten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x):
+        self.last.copy_(x.sum(0))
+        return x * 2
+
+
+class Lifted(nn.Module):
+    def forward(self, x):
+        return x + torch.ops.aten.lift_fresh_copy(x[0])
+
+
 class DecomposedInPlace(nn.Module):
     def forward(self, x):
         y = x * 2
@@ -209,7 +224,17 @@ class Constant(nn.Module):
         return x + torch.tensor([1.0] * 8)
 
 
-LEFT = (PartChanged, BufferChanged, DecomposedInPlace, OfAnotherType, InputChanged, OfHigherOrder, Constant)
+LEFT = (
+    PartChanged,
+    BufferChanged,
+    BufferWritten,
+    Lifted,
+    DecomposedInPlace,
+    OfAnotherType,
+    InputChanged,
+    OfHigherOrder,
+    Constant,
+)
 
 
 @pytest.mark.parametrize("model", LEFT)
