@@ -116,16 +116,16 @@ def wide(check: Check) -> None:
 
 
 def write_layers(check: Check) -> None:
-    import bench_export
+    import published_widths
 
     target, draft = (check.wide / name for name in ("target", "draft"))
     if (draft / "config.json").is_file():
         raise NotRun(f"it is there, in {check.wide}")
     for folder in (target, draft):
         folder.mkdir(parents=True, exist_ok=True)
-    config = bench_export.gemma4_config(check.layers)
-    bench_export.save_target(target, config)
-    bench_export.save_draft(draft, config, [1, check.layers // 2, check.layers - 1])
+    config = published_widths.gemma4_config(check.layers)
+    published_widths.save_target(target, config)
+    published_widths.save_draft(draft, config, [1, check.layers // 2, check.layers - 1])
 
 
 def export_layers(check: Check) -> Facts:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_export import draft_fields, draft_shapes, draft_vocabulary, gemma4_config, random_weight
 from commands import fail_command, run_command
 from executorch.extension.llm.export.quant import QuantConfig
 from hub_commands import CPU, TARGET, fetched, flags
 from huggingface_hub import constants
+from published_widths import draft_fields, draft_shapes, draft_vocabulary, gemma4_config, random_weight
 from safetensors.torch import load_file, save_file
 from stand_in_hub import StandInHub, commit_of
 from test_experts import mxfp4_checkpoint

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_export import gemma4_config, save_target
 from commands import fail_command, run_command
 from hub_commands import HEAD, TARGET
 from huggingface_hub import constants
+from published_widths import gemma4_config, save_target
 from random_checkpoints import random_model
 from test_experts import mxfp4_checkpoint
 from test_hub_headers import GOLDEN, gemma4_31b, packed, published  # noqa: F401 (fixtures)
