@@ -49,6 +49,23 @@ PATCHES: dict[str, Patch] = {
         ),
         prefix="transformers.",
     ),
+    **_group(
+        "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
+        "executorch.exir.pass_base._ExportPassBase.call",
+        *(
+            f"{base}.{name}"
+            for base in (
+                "executorch.exir.pass_base._ExportPassBase",
+                "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
+            )
+            for name in ("_fx", "ExportInterpreter.run_node")
+        ),
+    ),
+    **_group(
+        "a program for the CPU is decomposed once, and only the nodes that decompositions change are traced; for CUDA "
+        "it is noted what each node was computed by",
+        "torch.export.ExportedProgram.run_decompositions",
+    ),
     # --- The twin check
     **_group(
         "a model in which no layer keeps keys cannot be built; of each family's own configuration",
@@ -89,20 +106,7 @@ PATCHES: dict[str, Patch] = {
         "_choose_qparams_and_quantize_scale_only_hqq",
     ),
     **_group(
-        "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
-        "executorch.exir.pass_base._ExportPassBase.call",
-        *(
-            f"{base}.{name}"
-            for base in (
-                "executorch.exir.pass_base._ExportPassBase",
-                "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
-            )
-            for name in ("_fx", "ExportInterpreter.run_node")
-        ),
-    ),
-    **_group(
-        "a program is decomposed once, and only the nodes that decompositions change are traced",
-        "torch.export.ExportedProgram.run_decompositions",
+        "a program is decomposed once, whatever operators it holds",
         "executorch.exir.program._program.contains_any_call_fn_target_op",
     ),
     **_group(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from executorch.exir.debug_handle_utils import get_greatest_ancestor_node_identifier
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401 - llama::update_cache
 from torch import nn
 from torch.export import Dim, ExportedProgram
@@ -60,12 +61,7 @@ def values(node: torch.fx.Node) -> list:
 
 
 def ancestor(node: torch.fx.Node) -> str:
-    if not node.meta.get("from_node"):
-        return node.name
-    source = node.meta["from_node"][-1]
-    while source.from_node:
-        source = source.from_node[-1]
-    return f"{source.name} {source.graph_id}"
+    return get_greatest_ancestor_node_identifier(node) if node.meta.get("from_node") else node.name
 
 
 def same(found: tuple, wanted: tuple) -> bool:
@@ -179,13 +175,9 @@ class BufferChanged(nn.Module):
         return x + self.total
 
 
-class BufferWritten(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("last", torch.zeros(8))
-
+class BufferWritten(BufferChanged):
     def forward(self, x):
-        self.last.copy_(x.sum(0))
+        self.total.copy_(x.sum(0))
         return x * 2
 
 

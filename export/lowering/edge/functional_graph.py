@@ -5,10 +5,12 @@ An operator that changes a buffer returns it instead. A view of what was changed
 
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import SymInt, Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._library.utils import mutated_args_kwargs
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -26,6 +28,7 @@ from eagle3.export.lowering.edge.operator_traces import (
 )
 
 _ATEN = torch.ops.aten
+_NOTHING: Mapping[Node, Node] = MappingProxyType({})
 _RENAMED = {_ATEN.item.default: _ATEN._local_scalar_dense.default}
 """Traced by itself, an ``item`` would be a new unknown number."""
 _OPAQUE = frozenset((_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default))
@@ -78,11 +81,12 @@ class FunctionalGraph:
                 self.made_at[node] = self.generation[base]
                 value = self.now[base]
                 for step in steps:
-                    value = self._emitted(step, self._values_for(user, {step.all_input_nodes[0]: value}), user)
+                    values = self._values_for(user, {step.all_input_nodes[0]: value})
+                    value = self._emitted(step, self.traces.of(step), values, user)
                 self.now[node] = value
         return self.now[node]
 
-    def _values_for(self, user: Node, known: Mapping[Node, Node]) -> Callable[[Node], Node]:
+    def _values_for(self, user: Node, known: Mapping[Node, Node] = _NOTHING) -> Callable[[Node], Node]:
         """Return ``value`` for a user, except for what is ``known``."""
         return lambda each: known[each] if each in known else self.value(each, user)
 
@@ -95,7 +99,7 @@ class FunctionalGraph:
             known = self.numbers.get(number.node.expr)
             if known is not None:
                 return known
-        copied = self._copied(node, lambda each: self.value(each, node))
+        copied = self._copied(node, self._values_for(node), node)
         copied.target = _RENAMED.get(node.target, node.target)
         return copied if for_asserts else self._noted(copied)
 
@@ -112,11 +116,12 @@ class FunctionalGraph:
             self.views[node], self.made_at[node] = (base, (*steps, node)), 0
             if self.generation[base] > 0:
                 return
-        self.now[node] = self._emitted(node, lambda each: self.value(each, node), node)
+        self.now[node] = self._emitted(node, trace, self._values_for(node), node)
 
-    def _emitted(self, node: Node, value: Callable[[Node], Node], origin: Node) -> Node | tuple[Node, ...]:
-        """Add what a node is decomposed to, with the history of ``origin``."""
-        trace = self.traces.of(node)
+    def _emitted(
+        self, node: Node, trace: Graph | None, value: Callable[[Node], Node], origin: Node
+    ) -> Node | tuple[Node, ...]:
+        """Add what a node is decomposed to, its ``trace``, with the history of ``origin``."""
         if trace is None:
             return self._copied(node, value, origin)
         inputs = dict(zip((each for each in trace.nodes if each.op == "placeholder"), inputs_of(node), strict=True))
@@ -163,9 +168,9 @@ class FunctionalGraph:
                     return self._noted(made)
         raise LeftToPyTorch
 
-    def _copied(self, node: Node, value: Callable[[Node], Node], origin: Node | None = None) -> Node:
+    def _copied(self, node: Node, value: Callable[[Node], Node], origin: Node) -> Node:
         copied = self.graph.node_copy(node, value)
-        of = node.args[0] if node.target is operator.getitem else origin or node  # a trace makes a tuple with its parts
+        of = node.args[0] if node.target is operator.getitem else origin  # a trace makes a tuple with its parts
         copied.meta["from_node"] = [_source(of)]
         return copied
 
@@ -196,10 +201,10 @@ class FunctionalGraph:
             raise LeftToPyTorch
         else:
             arguments = [argument.name for argument in node.target._schema.arguments]
+            name = arguments[_changed_place(node)]
             given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
-            (name,) = (name for name, each in given.items() if each is _changed(node))
             del given[name]
-            given = dict(map_arg(given, lambda each: self.value(each, node)))
+            given = dict(map_arg(given, self._values_for(node)))
             given |= {f"_{name}_base_index": 0, "_all_bases": [self.now[changed]]}
             made = self._made(auto_functionalized_v2, (node.target,), given, node)
             self.now[changed] = self.changed[buffer] = self._made(operator.getitem, (made, 1), {}, node)
@@ -207,13 +212,13 @@ class FunctionalGraph:
 
     def _returned(self, node: Node, changed: Node) -> Node:
         """Add the operator that returns what an operator of ATen makes of ``changed``, an operator's own result."""
-        name, _, overload = str(node.target).removeprefix("aten.").partition(".")
-        functional = getattr(getattr(_ATEN, name.removesuffix("_"), None), overload, None)
+        operators = getattr(_ATEN, node.target.overloadpacket.__name__.removesuffix("_"), None)
+        functional = getattr(operators, node.target._overloadname, None)
         if functional is None or self.traces.is_decomposed(functional):
             raise LeftToPyTorch
         if changed.op != "call_function" or changed in self.views or may_share(changed.target):
             raise LeftToPyTorch
-        args, kwargs = map_arg((node.args, node.kwargs), lambda each: self.value(each, node))
+        args, kwargs = map_arg((node.args, node.kwargs), self._values_for(node))
         made = self._made(functional, args, kwargs, node)
         if made.meta["val"].dtype != changed.meta["val"].dtype:
             raise LeftToPyTorch
@@ -224,16 +229,19 @@ def _is_changing(target: object) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def _changed_place(node: Node) -> int:
+    """Return which argument a node's operator changes. Raises LeftToPyTorch unless it is one tensor."""
+    schema = node.target._schema
+    places, names = mutated_args_kwargs(schema)
+    if len(places) != 1 or names or places[0] >= len(node.args) or len(schema.returns) != 1:
+        raise LeftToPyTorch
+    if not isinstance(node.args[places[0]], Node):
+        raise LeftToPyTorch
+    return places[0]
+
+
 def _changed(node: Node) -> Node:
-    """Return the one argument that a node's operator changes."""
-    arguments = node.target._schema.arguments
-    places = [place for place, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
-    if len(places) != 1 or places[0] >= len(node.args) or len(node.target._schema.returns) != 1:
-        raise LeftToPyTorch
-    changed = node.args[places[0]]
-    if not isinstance(changed, Node):
-        raise LeftToPyTorch
-    return changed
+    return node.args[_changed_place(node)]
 
 
 def _source(node: Node) -> NodeSource:

@@ -110,12 +110,10 @@ def _repeating(base: str) -> dict[str, Callable]:
         if kind != "call_function" or node is None:
             return originally(self, kind, target, args, kwargs, meta)
         call = _aten(target), *pytree.tree_map(_data, (args, kwargs))
-        if "val" in node.meta and target is executorch_call_delegate and CALL not in node.meta:
-            self.interpreter = _Known(interpreter, _outputs(node, call[1][0]), True)
-        elif "val" in node.meta:
-            self.interpreter = _Known(
-                interpreter, node.meta["val"], _same(call, node.meta[CALL]) if CALL in node.meta else False
-            )
+        if "val" in node.meta:
+            is_new = target is executorch_call_delegate and CALL not in node.meta
+            value = _outputs(node, call[1][0]) if is_new else node.meta["val"]
+            self.interpreter = _Known(interpreter, value, is_new or _same(call, node.meta.get(CALL)))
         try:
             made = originally(self, kind, target, args, kwargs, meta)
         finally:
