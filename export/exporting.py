@@ -18,6 +18,7 @@ from eagle3.export.output.folder import check_output
 from eagle3.export.output.lock import refuse_a_second
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.flags import check_flags
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def _say_sources(sources: Sources, progress: Progress) -> None:
 def settled(config: ExportConfig) -> ExportConfig:
     """Return the flags with an output folder. Raises ValueError or OSError for names and folders that cannot be."""
     check_names(config)
+    check_flags(config)
     config = with_output(config)
     check_output(config.folder, config.overwrite)
     if not config.dry_run:

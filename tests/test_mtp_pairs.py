@@ -20,9 +20,11 @@ from transformers.modeling_layers import MtpModel
 from eagle3.export.cli import main as export_main
 from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.exporting import prepare
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, trace
+from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.options import Sampling
@@ -273,8 +275,9 @@ def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):
 
 def test_flags_of_eagle_heads_are_refused(glm, qwen):
     for flags in ({"draft_dialect": "sglang"}, {"norm_before_residual": True}, {"draft_window": 8}):
-        for target, draft in ((glm, "mtp"), (qwen, GOLDEN / "qwen3")):
-            assert "is for EAGLE heads" in refusal(plan_of, target, draft, **flags)
+        own = ExportConfig(checkpoint=glm, draft=Path("mtp"), cuda_arch="sm_90", dry_run=True, **flags)
+        assert "is for EAGLE heads" in refusal(prepare, own)
+        assert "is for EAGLE heads" in refusal(plan_of, qwen, GOLDEN / "qwen3", **flags)
     assert "takes the target's final state and no taps" in refusal(plan_of, glm, aux_layers=(1,))
     assert "takes one state of its target, but 2" in refusal(plan_of, qwen, GOLDEN / "qwen3", aux_layers=(1, 2))
 

@@ -14,6 +14,7 @@ from test_loop import PROMPT, greedy
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.cli import main as export_main
+from eagle3.export.exporting import prepare
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.opening import open_artifact
@@ -74,7 +75,7 @@ def test_a_window_longer_than_the_chain_moves_prefill_and_nothing_else():
 )
 def test_flags_that_do_not_go_together_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
-        make_plan(replace(NONE, **flags))
+        prepare(replace(NONE, dry_run=True, **flags))
 
 
 # --- the runner

@@ -20,7 +20,7 @@ from eagle3.export.draft.no_head import no_head
 from eagle3.export.draft.own_layer import read_own_layer
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.windowed import windowed
-from eagle3.export.planning.config import GROUPED, NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.export.planning.config import NO_HEAD, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, cache_bytes, draft_caches, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 
     from eagle3.targets.attention import KVCacheShape
 
-HEAD_FLAGS = (
-    "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
-    "draft_window",
-)  # fmt: skip
-EAGLE_FLAGS = ("draft_dialect", "norm_before_residual", "draft_window")
 LARGE = 100_000_000
 """Weights of a target whose steps take as long as reading them does."""
 
@@ -139,7 +134,6 @@ def make_plan(config: ExportConfig) -> Plan:
 
     Raises FileNotFoundError or ValueError with a message of one line: the fact, both values, what to type.
     """
-    check_flags(config)
     spec = TARGETS[config.target_model]
     weights, checkpoint = target_paths(config, spec)
     target_config = read_target_config(checkpoint, config.target_model)
@@ -239,47 +233,6 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
         yield (
             f"the draft head knows {trained} positions, the context has {max_seq_len}: past {trained} it may accept "
             f"less, though the tokens stay greedy decoding's{window}"
-        )
-
-
-def check_flags(config: ExportConfig) -> None:
-    """Raise ValueError for a flag that the backend would ignore, and for two flags that exclude each other."""
-    if config.with_decode and config.with_forward:
-        raise ValueError(
-            "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
-            "end the process, since that gives more than logits: leave one of the two out"
-        )
-    if config.draft == Path(NO_HEAD):
-        for flag in HEAD_FLAGS:
-            if getattr(config, flag) is not None and (flag, getattr(config, flag)) != ("speculate", False):
-                name = f"--{flag.replace('_', '-')}"
-                raise ValueError(f"{name} is for a draft head, and --draft none exports none: leave one of the two out")
-    if config.draft == Path(OWN_LAYER):
-        for flag in EAGLE_FLAGS:
-            if getattr(config, flag) is not None:
-                name = f"--{flag.replace('_', '-')}"
-                raise ValueError(f"{name} is for EAGLE heads, and --draft mtp is the target's MTP layer: leave it out")
-    if config.verify_rows is not None and config.chain_len is not None and config.verify_rows <= config.chain_len:
-        raise ValueError(
-            f"--verify-rows {config.verify_rows} is too short for --chain-len {config.chain_len}, which verifies "
-            f"{config.chain_len + 1} rows: type --verify-rows {config.chain_len + 1} or more"
-        )
-    backend = BACKENDS[config.backend]
-    for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
-        if getattr(config, flag) is not None:
-            name = f"--{flag.replace('_', '-')}"
-            raise ValueError(
-                f"{name} {getattr(config, flag)} means nothing to --backend {config.backend}: leave it out"
-            )
-    for flag, recipe in (("--qlinear", config.qlinear), ("--draft-qlinear", config.draft_qlinear)):
-        if recipe is not None and recipe not in backend.recipes:
-            raise ValueError(
-                f"{flag} {recipe}: --backend {config.backend} has no kernels for it, but for "
-                f"{', '.join(backend.recipes)}"
-            )
-    if config.group_size is not None and GROUPED not in (config.qlinear, config.draft_qlinear):
-        raise ValueError(
-            f"--group-size {config.group_size} is for {GROUPED}: type --qlinear {GROUPED}, or leave it out"
         )
 
 
