@@ -22,15 +22,18 @@ from pathlib import Path
 
 import click
 from cpu_models import CPU_MODELS, held_by, run_text, save_cpu_target
-from published_widths import gemma4_config, random_weight, save_draft, save_target
+from published_heads import HEADS
+from published_widths import gemma4_config, random_weight, save_target
 from transformers import PreTrainedConfig
 
 from eagle3.runner.artifact.opening import find_model, load_artifact
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.cost.bound import cost_of
 
 SAMPLE_SECONDS = 0.1
 FULL_LAYERS = 60
-KINDS = ("target", "draft")
+TARGET, EAGLE3 = "target", "eagle3"
+"""Folders of checkpoints; a head's has the name of its kind."""
 
 
 def children(process: int) -> list[int]:
@@ -74,6 +77,10 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 )
 @click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
 @click.option("--cuda-arch", help="As for eagle3-export.")
+@click.option(
+    "--draft", type=click.Choice(list(HEADS)), default=EAGLE3, help="Kind of head, for cuda.", show_default=True
+)
+@click.option("--chain-len", type=int, help="As for eagle3-export, for cuda.")
 @click.option("--verify-rows", type=int, help="As for eagle3-export, for cuda.")
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
 @click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
@@ -87,6 +94,8 @@ def main(
     target: str,
     layers: str | None,
     cuda_arch: str | None,
+    draft: str,
+    chain_len: int | None,
     verify_rows: int | None,
     qlinear: str,
     max_seq_len: int,
@@ -102,11 +111,13 @@ def main(
     \b
     Examples:
       python scripts/bench_export.py --layers 6,12 --cuda-arch sm_90
-      python scripts/bench_export.py --layers 6 --cuda-arch sm_90 --cost
+      python scripts/bench_export.py --layers 6 --cuda-arch sm_90 --cost --draft dflash
       python scripts/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
-    if backend == "xnnpack" and (cuda_arch or verify_rows or unquantized or with_cost):
-        raise click.UsageError("--cuda-arch, --verify-rows, --unquantized and --cost are for cuda: leave them out")
+    if backend == "xnnpack" and (cuda_arch or draft != EAGLE3 or chain_len or verify_rows or unquantized or with_cost):
+        raise click.UsageError(
+            "--cuda-arch, --draft, --chain-len, --verify-rows, --unquantized and --cost are for cuda: leave them out"
+        )
     results = []
     counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
@@ -116,9 +127,9 @@ def main(
                 own = place / f"{target}-{count or 'all'}"
                 results.append(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
             else:
-                flags = ["--cuda-arch", cuda_arch] if cuda_arch else []
-                flags += ["--verify-rows", str(verify_rows)] if verify_rows else []
-                results.append(measure(count, flags, place / str(count), unquantized))
+                given = {"--cuda-arch": cuda_arch, "--chain-len": chain_len, "--verify-rows": verify_rows}
+                flags = [part for flag, value in given.items() if value for part in (flag, str(value))]
+                results.append(measure(count, flags, place / str(count), unquantized, draft))
             if with_cost:
                 results[-1]["cost"] = cost_of_a_round(place / str(count) / "artifact")
             if not as_json:
@@ -131,13 +142,20 @@ def main(
         click.echo(json.dumps(results))
 
 
-def measure(layers: int, flags: list[str], place: Path, unquantized: bool = False) -> dict:
-    if not (place / "draft" / "config.json").is_file():
-        config = gemma4_config(layers)
-        make_folders(place)
-        save_target(place / "target", config, unquantized)
-        save_draft(place / "draft", config, [1, layers // 2, layers - 1])
-    return exported(place, layers, "gemma4-31B", flags)
+def measure(layers: int, flags: list[str], place: Path, unquantized: bool, draft: str) -> dict:
+    """Export a target of ``layers`` layers with a head of the kind ``draft``, for a GPU."""
+    config, target = gemma4_config(layers), place / TARGET
+    if not (target / "config.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        save_target(target, config, unquantized)
+    save_head(place, draft, config)
+    return exported(place, layers, "gemma4-31B", flags, draft)
+
+
+def save_head(place: Path, kind: str, config: PreTrainedConfig) -> None:
+    """Write a head of the kind into a folder of its name in ``place``, unless it is already there."""
+    if not (place / kind / "config.json").is_file():
+        HEADS[kind](config).save(place / kind)
 
 
 def measure_on_cpu(
@@ -152,11 +170,10 @@ def measure_on_cpu(
 
 def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
     """Write target and draft into ``place`` unless they are already there."""
-    if not (place / "draft" / "config.json").is_file():
-        make_folders(place)
-        save_cpu_target(place / "target", target, config, random_weight)
-        layers = config.num_hidden_layers
-        save_draft(place / "draft", config, [1, layers // 2, layers - 1])
+    if not (place / TARGET / "config.json").is_file():
+        (place / TARGET).mkdir(parents=True, exist_ok=True)
+        save_cpu_target(place / TARGET, target, config, random_weight)
+    save_head(place, EAGLE3, config)
 
 
 def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int, *more: str) -> dict:
@@ -170,21 +187,14 @@ def run_on_cpu(artifact: Path, *flags: str) -> dict[str, float]:
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def make_folders(place: Path) -> None:
-    for kind in KINDS:
-        (place / kind).mkdir(parents=True, exist_ok=True)
-
-
-def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:
-    """Export the target and draft in ``place`` and return sizes, seconds and peak memory."""
+def exported(place: Path, layers: int, target: str, flags: list[str], draft: str = EAGLE3) -> dict:
+    """Export the target and the head in ``place`` and return sizes, seconds and peak memory."""
     output = place / "artifact"
     command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", target, "--overwrite"]
-    command += ["--checkpoint", str(place / "target"), "--draft", str(place / "draft"), "--output-dir", str(output)]
+    command += ["--checkpoint", str(place / TARGET), "--draft", str(place / draft), "--output-dir", str(output)]
     peaks, seconds = watched([*command, *flags])
     record = json.loads((output / "export.json").read_text())
-    weights = [
-        sum(path.stat().st_size for path in (place / name).glob("*.safetensors")) for name in ("target", "draft")
-    ]
+    weights = [sum(path.stat().st_size for path in (place / name).glob("*.safetensors")) for name in (TARGET, draft)]
     return {
         "layers": layers,
         "target_gib": round(weights[0] / 2**30, 2),
@@ -199,8 +209,8 @@ def exported(place: Path, layers: int, target: str, flags: list[str]) -> dict:
 
 
 def cost_of_a_round(artifact: Path) -> dict:
-    """Return the launches of a round, its memory limit and bounds in seconds by GPU, the kernels that spill, and the
-    most instructions per weight."""
+    """Return the launches of a round, its memory limit and bounds in seconds by GPU, those of a verify and of a draft
+    call, the kernels that spill, and the most instructions per weight."""
     model = find_model(artifact)
     found = cost_of(model, load_artifact(model, True).metadata, ())
     methods = {name: found["methods"][name] for name in found["round"]["calls"]}
@@ -213,6 +223,10 @@ def cost_of_a_round(artifact: Path) -> dict:
         "bounds": {
             gpu: {key: bound[key] for key in ("limit", "bound", "bound_with_launches")}
             for gpu, bound in found["round"]["bounds"].items()
+        },
+        "calls": {
+            gpu: {name: found["methods"][name]["bounds"][gpu]["bound"] for name in (TARGET_VERIFY, DRAFT_DECODE)}
+            for gpu in found["round"]["bounds"]
         },
     }
 
@@ -229,7 +243,11 @@ def at_full_depth(fewer: dict, more: dict) -> dict:
         gpu: {key: extended(seconds, many["bounds"][gpu][key]) for key, seconds in bound.items()}
         for gpu, bound in few["bounds"].items()
     }
-    return {"layers": FULL_LAYERS, "cost": many | {"launches": launches, "bounds": bounds}}
+    calls = {
+        gpu: {name: extended(seconds, many["calls"][gpu][name]) for name, seconds in call.items()}
+        for gpu, call in few["calls"].items()
+    }
+    return {"layers": FULL_LAYERS, "cost": many | {"launches": launches, "bounds": bounds, "calls": calls}}
 
 
 def show_cost(result: dict) -> None:
@@ -244,6 +262,8 @@ def show_cost(result: dict) -> None:
             f"  {gpu}: a round reads its weights in {limit:.3f} ms and takes {least:.3f} ms or more "
             f"({limit / least:.2f}), with launches {both:.3f} ms ({limit / both:.2f})"
         )
+        calls = (f"{name} {seconds * 1e3:.3f} ms" for name, seconds in cost["calls"][gpu].items())
+        click.echo(f"  {gpu}: of one call, without launches: {', '.join(calls)}")
 
 
 def show(result: dict) -> None:

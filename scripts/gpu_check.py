@@ -116,16 +116,16 @@ def wide(check: Check) -> None:
 
 
 def write_layers(check: Check) -> None:
+    import published_heads
     import published_widths
 
     target, draft = (check.wide / name for name in ("target", "draft"))
     if (draft / "config.json").is_file():
         raise NotRun(f"it is there, in {check.wide}")
-    for folder in (target, draft):
-        folder.mkdir(parents=True, exist_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
     config = published_widths.gemma4_config(check.layers)
     published_widths.save_target(target, config)
-    published_widths.save_draft(draft, config, [1, check.layers // 2, check.layers - 1])
+    published_heads.eagle3(config).save(draft)
 
 
 def export_layers(check: Check) -> Facts:

@@ -11,7 +11,8 @@ from commands import fail_command, run_command
 from executorch.extension.llm.export.quant import QuantConfig
 from hub_commands import CPU, TARGET, fetched, flags
 from huggingface_hub import constants
-from published_widths import draft_fields, draft_shapes, draft_vocabulary, gemma4_config, random_weight
+from published_heads import HEADS, PublishedHead, eagle3
+from published_widths import gemma4_config, random_weight
 from safetensors.torch import load_file, save_file
 from stand_in_hub import StandInHub, commit_of
 from test_experts import mxfp4_checkpoint
@@ -70,16 +71,15 @@ def save_gemma4_31b(folder: Path) -> int:
     return total
 
 
-def save_its_head(folder: Path) -> int:
+def save_head(folder: Path, head: PublishedHead) -> int:
     """Save a head in bfloat16, with the map of its vocabulary. Returns its bytes."""
     folder.mkdir()
-    config = gemma4_config(60)
-    (folder / "config.json").write_text(json.dumps(draft_fields(config, [2, 30, 57])))
-    shapes = {name: (shape, "BF16", 2) for name, shape in draft_shapes(config, 3).items()}
-    values = draft_vocabulary(config)
-    shapes |= {"d2t": (tuple(values["d2t"].shape), "I64", 8), "t2d": (tuple(values["t2d"].shape), "BOOL", 1)}
+    (folder / "config.json").write_text(json.dumps(head.fields))
+    shapes = {name: (shape, "BF16", 2) for name, shape in head.shapes.items()}
+    sizes = {torch.int64: ("I64", 8), torch.bool: ("BOOL", 1)}
+    shapes |= {name: (tuple(value.shape), *sizes[value.dtype]) for name, value in head.vocabulary.items()}
     file = folder / "model.safetensors"
-    save_sparse(file, shapes, {name: value.numpy().tobytes() for name, value in values.items()})
+    save_sparse(file, shapes, {name: value.numpy().tobytes() for name, value in head.vocabulary.items()})
     return file.stat().st_size
 
 
@@ -87,7 +87,8 @@ def save_its_head(folder: Path) -> int:
 def gemma4_31b(tmp_path_factory):
     """Folder and bytes of the target, and of its head."""
     folder = tmp_path_factory.mktemp("31B")
-    return (folder / "target", save_gemma4_31b(folder / "target")), (folder / "head", save_its_head(folder / "head"))
+    head = eagle3(gemma4_config(60), [2, 30, 57])
+    return (folder / "target", save_gemma4_31b(folder / "target")), (folder / "head", save_head(folder / "head", head))
 
 
 @pytest.fixture
@@ -109,6 +110,23 @@ def test_the_command_alone_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4
     assert "hidden_states 2, 30, 57" in text
     assert "fits A100 (80 GiB), H100 (80 GiB)" in text and "does not fit RTX 3090 (24 GiB)" in text
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("peagle", "P-EAGLE head of speculators: 3,672.0 M parameters"),
+        ("assistant", "Gemma 4 assistant head of transformers: 469.5 M parameters"),
+        ("dflash", "DFlash head of z-lab: 1,536.0 M parameters"),
+    ],
+)
+def test_a_head_of_each_kind_with_the_published_shapes_fits_gemma4_31b(kind, says, gemma4_31b, tmp_path):
+    """Its twin too: a small copy of four layers once differed by float32's rounding alone, and was refused."""
+    (target, _), _ = gemma4_31b
+    save_head(tmp_path / kind, HEADS[kind](gemma4_config(60)))
+    given = "--checkpoint", target, "--draft", tmp_path / kind, "--cuda-arch", "sm_90", "--dry-run"
+    text = run_command(export_main, "--target-model", "gemma4-31B", *given).stdout
+    assert says in text and "fits H100 (80 GiB)" in text
 
 
 def test_a_real_export_of_it_asks_first_and_says_the_sizes(published):
