@@ -23,9 +23,8 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 
-ELEMENTS = 1 << 18
-"""The elements of a weight that are quantized at once: what a core has in its cache. Forty passes over more took 3 to 5
-times as long."""
+ELEMENTS = 1 << 21
+"""The elements of a weight that a core quantizes at once. With fewer the threads wait for each other's Python."""
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
