@@ -95,6 +95,25 @@ def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], obj
     return call
 
 
+def int8_attention(keys: int) -> Callable[[int], Callable[[], object]]:
+    """Return the same over keys and values in 8 bits with a scale for each token and head, which the export does not
+    offer. The query's own quantization is left out."""
+
+    def quantized(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+        return codes, torch.zeros(*shape[:-1], 1, dtype=torch.int8), torch.full((*shape[:-1], 1), 0.01)
+
+    cache = [quantized(1, keys + max(ROWS), KV_HEADS, HEAD_DIM) for _ in range(2)]
+
+    def call(rows: int) -> Callable[[], object]:
+        codes, zeros, scales = zip(quantized(1, rows, HEADS, HEAD_DIM), *cache, strict=True)
+        of_each = (part for pair in zip(zeros, scales, strict=True) for part in pair)
+        given = *codes, keys, None, 0.0, True, HEAD_DIM**-0.5, *of_each
+        return lambda: torch.ops.llama.custom_quantized_sdpa(*given)
+
+    return call
+
+
 def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[], object]]:
     """Return the same for a sliding layer, whose ring has ``keys`` slots and a mask. ``together`` heads are computed as
     rows of one head."""
@@ -142,6 +161,7 @@ def main(keys: int, repeats: int, as_json: bool) -> None:
     products = {name: measured(product(name), repeats) for name in RECIPES}
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     attentions = {str(dtype).split(".")[1]: measured(attention(keys, dtype), repeats) for dtype in dtypes}
+    attentions["int8"] = measured(int8_attention(keys), repeats)
     attentions |= {
         f"float32, a ring{named}": measured(windowed_attention(keys, count), repeats)
         for named, count in (("", 1), (", heads as rows", heads_together(HEADS, KV_HEADS)))

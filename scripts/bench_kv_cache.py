@@ -6,8 +6,9 @@ The source of Python's standard library, documents that gemma4-tiny was not trai
 context's length. In each the target predicts every next token from the text before it, with each form of the caches.
 Against float32 weights and caches this gives the share of positions with another likeliest token, and the regret of
 that token there: how much less likely float32 holds it, in nats. Then the target continues the first half of each piece
-greedily, and the number of tokens before the first other one is counted. bfloat16 throughout, which every artifact for
-CUDA computes in, is there to compare.
+greedily, and the number of tokens before the first other one is counted. Two forms are there to compare: bfloat16
+throughout, which every artifact for CUDA computes in, and caches in float8 (e4m3), which the export does not offer,
+with a scale for each token and head as those in int8.
 """
 
 import argparse
@@ -26,15 +27,34 @@ from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.targets import TapTarget
-from eagle3.targets.attention import EagerAttention
+from eagle3.targets.attention import SMALLEST, EagerAttention
 
+FLOAT8 = torch.float8_e4m3fn
 FORMS = {
     "int8": (torch.float32, "int8"),
+    "float8": (torch.float32, FLOAT8),
     "bfloat16": (torch.bfloat16, None),
     "bfloat16, int8": (torch.bfloat16, "int8"),
+    "bfloat16, float8": (torch.bfloat16, FLOAT8),
 }
-"""The dtype of weights and activations, and ``--kv-cache``."""
+"""The dtype of weights and activations, and the caches: a value of ``--kv-cache``, or ``FLOAT8``."""
 NEW_TOKENS = 128
+
+
+class Float8Attention(EagerAttention):
+    """Keeps keys and values of full-attention layers as float8 would hold them. Sliding layers keep theirs, as with
+    ``--kv-cache int8``."""
+
+    def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+        if self.shape.window or key is None or value is None:
+            return super().written(input_pos, key, value)
+        return super().written(input_pos, in_float8(key), in_float8(value))
+
+
+def in_float8(heads: Tensor) -> Tensor:
+    """Round heads [..., head_dim] to float8 with a scale each."""
+    scale = heads.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / torch.finfo(FLOAT8).max
+    return ((heads / scale).to(FLOAT8).float() * scale).to(heads.dtype)
 
 
 @dataclass
@@ -119,7 +139,9 @@ def compare(plan: Plan, texts: list[list[int]]) -> dict[str, Found]:
     return found
 
 
-def load(plan: Plan, dtype: torch.dtype, kv_cache: str | None) -> TapTarget:
+def load(plan: Plan, dtype: torch.dtype, kv_cache: str | torch.dtype | None) -> TapTarget:
+    if kv_cache == FLOAT8:
+        return load_speculator(plan, Float8Attention, dtype).target
     plan = replace(plan, config=replace(plan.config, kv_cache=kv_cache))
     return load_speculator(plan, EagerAttention, dtype).target
 
