@@ -252,8 +252,11 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
     config = settled(config)
 
     from eagle3.export.light_imports import imported_lightly
+    from eagle3.export.lowering.gc_tuning import collected_rarely, not_collected_at_exit
 
-    click.get_current_context().with_resource(imported_lightly())
+    not_collected_at_exit()
+    for each in (collected_rarely(), imported_lightly()):
+        click.get_current_context().with_resource(each)
 
     from eagle3.export.output.report import plan_json, plan_text, result_text
 

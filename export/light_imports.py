@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.patches import all_replaced
 
 PLANNERS = ("planning.plan", "checks.preflight", "output.report")
@@ -59,12 +58,11 @@ def imported_lightly() -> Iterator[None]:
     already is left alone.
     """
     with ExitStack() as stack:
-        with collected_rarely():
-            if DYNAMO not in sys.modules:
-                stack.callback(_remove, LateDynamo())
-            stack.enter_context(all_replaced(dict.fromkeys(PATCHED, _unavailable)))
-            for module in PLANNERS:
-                importlib.import_module(f"eagle3.export.{module}")
+        if DYNAMO not in sys.modules:
+            stack.callback(_remove, LateDynamo())
+        stack.enter_context(all_replaced(dict.fromkeys(PATCHED, _unavailable)))
+        for module in PLANNERS:
+            importlib.import_module(f"eagle3.export.{module}")
         yield
 
 

@@ -1,5 +1,6 @@
 """Makes Python's garbage collector run rarely while graphs of millions of long-lived objects are built."""
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,3 +21,8 @@ def collected_rarely() -> Iterator[None]:
     finally:
         gc.set_threshold(*earlier)
         gc.unfreeze()
+
+
+def not_collected_at_exit() -> None:
+    """Let this process end without a collection of all that an export has made, which takes seconds."""
+    atexit.register(gc.freeze)
