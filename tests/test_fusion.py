@@ -74,13 +74,14 @@ def lowered(module, given, **dynamic):
         graph.blocks = {name: CudaKernelParamCache.get(name)["config"] for name, _ in called}
         graph.inputs = {name: tuple(x.get_size()) for name, x in V.graph.graph_inputs.items()}
         graph.outputs = V.graph.get_output_names()
-        graph.buffers = {name: tuple(x.get_size()) for name, x in V.graph.name_to_buffer.items()}
+        graph.buffers = {name: tuple(x.maybe_get_size() or ()) for name, x in V.graph.name_to_buffer.items()}
 
     with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}, {}) as launches:
         call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
         with patch.multiple(CppWrapperGpu, _generate_kernel_call_helper=note, finalize_prefix=keep):
             to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
     (recorded,) = launches.values()
+    graph.launches = recorded["launches"]
     graph.grids = {entry["kernel"]: entry["grid"] for entry in recorded["launches"]}
     return called, graph
 

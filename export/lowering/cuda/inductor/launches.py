@@ -158,17 +158,18 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     }
     x, y, z = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
     elements = _elements(meta, values)
+    constants = _constants(known, source)
+    reads = cache_reads(constants, rows)
     weights, buffers = {}, {}
     for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
-        if name in V.graph.mutated_buffers and name in V.graph.constants:
-            continue  # a cache
         if name in V.graph.constants:
-            weights[name] = _bytes(V.graph.constants[name].shape, V.graph.constants[name].dtype, elements)
+            constant = V.graph.constants[name]
+            if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:
+                continue  # a cache; the draft step of an assistant writes none of those that it reads
+            weights[name] = _bytes(constant.shape, constant.dtype, elements)
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
-    constants = _constants(known, source)
-    reads = cache_reads(constants, rows)
     left = sorted(buffers.values(), reverse=True)
     launch = Launch(
         kernel,
