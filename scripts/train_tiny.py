@@ -1,9 +1,9 @@
 """Trains gemma4-tiny, the checkpoint that ships with the project, from Python's own standard library.
 
-    python scripts/train_tiny.py                      # tokenizer, target, three draft heads: five hours on 2 cores
+    python scripts/train_tiny.py                      # tokenizer, target, four draft heads: six hours on 2 cores
     python scripts/train_tiny.py --only dflash        # one head alone, on the existing target
 
-Writes ``targets/gemma4_tiny/{target,draft,assistant,dflash}`` and the figures that the model card quotes,
+Writes ``targets/gemma4_tiny/{target,draft,peagle,assistant,dflash}`` and the figures that the model card quotes,
 ``training.json``. The same Python version and the same seed read the same text in the same order; floating-point sums
 differ between machines, so the weights agree in quality, not in bits.
 """
@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 CHECKPOINT = Path(__file__).resolve().parent.parent / "targets" / "gemma4_tiny"
 VOCABULARY = 2048
 HELD_OUT_PROMPTS = 40
-HEADS = ("draft", "assistant", "dflash")
-"""Heads by the names of their folders: EAGLE-3, a Gemma 4 assistant, DFlash."""
+HEADS = ("draft", "peagle", "assistant", "dflash")
+"""Heads by the names of their folders: EAGLE-3, P-EAGLE from the EAGLE-3 head, a Gemma 4 assistant, DFlash."""
 
 
 def log(line: str) -> None:
@@ -37,8 +37,9 @@ def trainings() -> dict[str, Callable[[Path, Path, Pieces, int, int, Callable[[s
     from tiny_assistant import train_assistant
     from tiny_dflash import train_dflash
     from tiny_draft import train_draft
+    from tiny_peagle import train_peagle
 
-    return {"draft": train_draft, "assistant": train_assistant, "dflash": train_dflash}
+    return {"draft": train_draft, "peagle": train_peagle, "assistant": train_assistant, "dflash": train_dflash}
 
 
 @click.command()

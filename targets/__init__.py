@@ -43,7 +43,7 @@ TARGETS: dict[str, TargetSpec] = {
         "eagle3.targets.gemma4",
         model_types=("gemma4_text",),
         checkpoint=SHIPPED / "gemma4_tiny" / "target",
-        drafts=tuple(SHIPPED / "gemma4_tiny" / name for name in ("draft", "assistant", "dflash")),
+        drafts=tuple(SHIPPED / "gemma4_tiny" / name for name in ("draft", "assistant", "dflash", "peagle")),
         max_seq_len=1024,
     ),
     "gemma3-27B": TargetSpec(

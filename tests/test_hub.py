@@ -440,7 +440,7 @@ def test_a_shipped_head_is_chosen_by_its_number_or_name():
     assert with_shipped_head(ExportConfig("gemma4-tiny", draft=Path("ORG/NAME"))).draft == Path("ORG/NAME")
     assert with_shipped_head(ExportConfig("gemma4-tiny")).draft is None
     code, line = fail_command(export_main, "--target-model", "gemma4-tiny", "--draft", "9", "--dry-run")
-    assert code == 1 and "--draft 9: gemma4-tiny has 3 heads: eagle3-export --list-targets lists them" in line
+    assert code == 1 and "--draft 9: gemma4-tiny has 4 heads: eagle3-export --list-targets lists them" in line
 
 
 def test_every_entry_names_repositories_in_their_form():

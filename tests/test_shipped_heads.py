@@ -15,7 +15,7 @@ from eagle3.targets import TARGETS
 TINY = TARGETS["gemma4-tiny"]
 FIGURES = json.loads((TINY.checkpoint.parent / "training.json").read_text())
 PROMPTS = ["def main(argv=None):\n    parser = ", "class Queue:\n    def __init__(self, maxsize=0):\n        self."]
-KINDS = {"draft": "EAGLE-3", "assistant": "Gemma 4 assistant", "dflash": "DFlash"}
+KINDS = {"draft": "EAGLE-3", "peagle": "P-EAGLE", "assistant": "Gemma 4 assistant", "dflash": "DFlash"}
 
 
 @pytest.mark.parametrize("folder", TINY.drafts, ids=lambda folder: folder.name)
