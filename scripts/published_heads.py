@@ -27,9 +27,9 @@ class PublishedHead:
     """The content of a head's folder."""
 
     fields: dict[str, Any]
-    """Of config.json."""
+    """The content of config.json."""
     shapes: Shapes
-    """Of the weights, which are bfloat16."""
+    """Shapes of the weights, which are bfloat16."""
     vocabulary: dict[str, torch.Tensor] = field(default_factory=dict)
     """The map of a reduced vocabulary."""
 
@@ -200,4 +200,4 @@ HEADS: dict[str, Callable[[PreTrainedConfig], PublishedHead]] = {
     "assistant": assistant,
     "dflash": dflash,
 }
-"""What makes a head for a target with transformers' configuration, by the value of ``--draft``."""
+"""Functions that make a head for a target with transformers' configuration, by the value of ``--draft``."""
