@@ -27,12 +27,12 @@ def prompt_progress(model: Model) -> Iterator[None]:
         if over.wait(PATIENCE):
             return
         columns = TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
             task = bar.add_task("", total=None)
             while not over.wait(INTERVAL):
                 if (stream := model.current) is not None:
                     held = min(len(model.cached.tokens), stream.prompt_tokens)
-                    bar.update(task, total=stream.prompt_tokens, completed=held)
+                    bar.update(task, total=stream.prompt_tokens, completed=held, refresh=True)
 
     shown = threading.Thread(target=show, daemon=True)
     shown.start()
