@@ -15,7 +15,13 @@ TARGETS: dict[str, TargetSpec] = {
         "eagle3.targets.gemma4",
         model_types=("gemma4_text",),
         repository="google/gemma-4-31B-it",
-        heads=("RedHatAI/gemma-4-31B-it-speculator.eagle3", "google/gemma-4-31B-it-assistant"),
+        heads=(
+            "RedHatAI/gemma-4-31B-it-speculator.eagle3",
+            "google/gemma-4-31B-it-assistant",
+            "RedHatAI/gemma-4-31B-it-speculator.dflash",
+            "z-lab/gemma-4-31B-it-DFlash",
+            "RedHatAI/gemma-4-31B-it-speculator.dspark",
+        ),
     ),
     "gemma4-E2B": TargetSpec(
         "Gemma 4 E2B, text only",
@@ -36,7 +42,11 @@ TARGETS: dict[str, TargetSpec] = {
         "eagle3.targets.gemma4",
         model_types=("gemma4_text",),
         repository="google/gemma-4-26B-A4B-it",
-        heads=("google/gemma-4-26B-A4B-it-assistant",),
+        heads=(
+            "google/gemma-4-26B-A4B-it-assistant",
+            "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3",
+            "z-lab/gemma-4-26B-A4B-it-DFlash",
+        ),
     ),
     "gemma4-tiny": TargetSpec(
         "5.3 M parameters of Gemma 4 trained on Python's standard library; shipped, with draft heads",
@@ -58,7 +68,7 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
         model_types=("gpt_oss",),
         repository="openai/gpt-oss-20b",
-        heads=("RedHatAI/gpt-oss-20b-speculator.eagle3",),
+        heads=("RedHatAI/gpt-oss-20b-speculator.eagle3", "z-lab/gpt-oss-20b-DFlash"),
     ),
     "granite3-8B": TargetSpec(
         "Granite 3 8B", DECODER_LAYERS, model_types=("granite",), repository="ibm-granite/granite-3.3-8b-instruct"
@@ -68,7 +78,11 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
         model_types=("llama",),
         repository="meta-llama/Llama-3.1-8B-Instruct",
-        heads=("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+        heads=(
+            "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+            "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+            "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        ),
     ),
     "llama3.3-70B": TargetSpec(
         "Llama 3.3 70B",
@@ -111,7 +125,7 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
         model_types=("qwen3",),
         repository="Qwen/Qwen3-4B",
-        heads=("AngelSlim/Qwen3-4B_eagle3",),
+        heads=("AngelSlim/Qwen3-4B_eagle3", "z-lab/Qwen3-4B-DFlash-b16"),
     ),
     "qwen3-8B": TargetSpec(
         "Qwen3 8B",
@@ -123,6 +137,7 @@ TARGETS: dict[str, TargetSpec] = {
             "AngelSlim/Qwen3-8B_eagle3",
             "Tengyunw/qwen3_8b_eagle3",
             "RedHatAI/Qwen3-8B-speculator.peagle",
+            "z-lab/Qwen3-8B-DFlash-b16",
         ),
     ),
     "qwen3-30B-A3B": TargetSpec(

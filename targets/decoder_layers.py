@@ -76,7 +76,13 @@ class DecoderLayersTarget(nn.Module):
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        return self.causal_lm.model.embed_tokens
+        """The embedding's rows as they are, which the module of some families scales."""
+        module = self.causal_lm.model.embed_tokens
+        if type(module) is nn.Embedding:
+            return module
+        rows = nn.Embedding(1, 1, device="meta")
+        rows.weight = module.weight
+        return rows
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -84,7 +90,7 @@ class DecoderLayersTarget(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed as the family's own module does; families that scale outside of it have no head that asks for this."""
-        return self.embed_tokens(tokens)
+        return self.causal_lm.model.embed_tokens(tokens)
 
     def kept(self, kind: str) -> nn.Module | None:
         kinds = getattr(self.causal_lm.config, "layer_types", None) or ["full_attention"] * len(self.layers)

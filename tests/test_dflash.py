@@ -155,7 +155,7 @@ def test_a_head_in_z_labs_form_gives_the_same_states(tmp_path):
     assert choose_taps(draft, TARGET, None, None).layers == (1, 3, 4)  # an id means the output of its layer
     embedding, lm_head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
     embedding.weight = nn.Parameter(golden["embedding"])
-    target = SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+    target = SimpleNamespace(embed_tokens=embedding, embed=embedding, lm_head=lm_head)
     head = load_draft(draft, 40, torch.float32, EagerAttention, target, 4)
     features = head.fuse(golden["taps"].chunk(3, dim=-1))
     with torch.no_grad():
@@ -163,6 +163,33 @@ def test_a_head_in_z_labs_form_gives_the_same_states(tmp_path):
     torch.testing.assert_close(states[0], golden["states"][2, 1:], **CLOSE)
     capped = 2 * torch.tanh(golden["states"][2, 1:] @ lm_head.weight.T * 0.5 / 2)
     torch.testing.assert_close(logits[0], capped, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("source", "own", "factor"),
+    [
+        ("dflash_full", {}, 9.0),
+        ("dflash_full", {"input_embedding_scale": 1.0}, 1.0),
+        ("dflash_full", {"input_embedding_scale": 3.0}, 3.0),
+        ("dflash2", {}, 1.0),
+    ],
+)
+def test_z_labs_first_heads_embed_as_a_target_that_scales(source, own, factor, tmp_path):
+    """Those for Gemma 4, whose embedding is scaled by the square root of its width. DFlash2's code scales nothing."""
+    config = json.loads((GOLDEN / source / "config.json").read_text())
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    own = own | {key: config[key] for key in sizes if key in config}
+    names = {"architectures": ["DFlash2DraftModel"]} if source == "dflash2" else {}
+    draft = read_draft(z_lab(tmp_path / "head", GOLDEN / source, own=own, **names))
+    embedding, lm_head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
+    seen = []
+    target = SimpleNamespace(embed_tokens=embedding, embed=lambda ids: 9 * embedding(ids), lm_head=lm_head)
+    head = load_draft(draft, 40, torch.float32, EagerAttention, target, 4)
+    head.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        head(torch.tensor([[5, 6]]), torch.zeros(1, 2, 64), torch.arange(2))
+    torch.testing.assert_close(seen[0][0, 0], factor * embedding.weight[6])
+    assert check_draft(draft, 3)["states"] < 1e-4
 
 
 @pytest.mark.parametrize(

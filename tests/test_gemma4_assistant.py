@@ -1,6 +1,7 @@
 """Gemma 4 assistants: transformers' own class and its assisted generation say what a head computes and proposes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -254,6 +255,7 @@ def test_kinds_are_listed_with_published_heads():
     assert listed[GEMMA4_ASSISTANT]["heads"] == [f"google/gemma-4-{each}-it-assistant" for each in SIZES]
     assert "RedHatAI/gemma-4-31B-it-speculator.eagle3" in listed["EAGLE-3"]["heads"]
     assert not set(listed["EAGLE-3"]["heads"]) & {*listed["P-EAGLE"]["heads"], "google/gemma-4-31B-it-assistant"}
+    assert not [head for head in listed["EAGLE-3"]["heads"] if re.search("dflash|dspark|peagle|assistant", head, re.I)]
     assert "no cache" in run_command(export_main, "--list-drafts").stdout
 
 

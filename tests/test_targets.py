@@ -3,6 +3,7 @@
 import pytest
 import torch
 from random_checkpoints import FAMILIES
+from torch.nn import functional as F
 
 from eagle3.targets.decoder_layers import text_name
 
@@ -43,6 +44,19 @@ def test_the_tap_past_the_last_layer_is_its_output_before_the_final_norm(name, c
     output = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
     _, taps = run(eager_target(name), tokens, torch.arange(10))
     torch.testing.assert_close(taps[3], output, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "gemma4-E2B"])
+def test_a_head_without_an_embedding_gets_its_rows_and_the_targets_own_scale_apart(name, checkpoints, eager_target):
+    model, _ = checkpoints(name)
+    target, tokens = eager_target(name), torch.arange(1, 20)[None]
+    rows = F.embedding(tokens, model.get_input_embeddings().weight)
+    own = model.get_input_embeddings()(tokens)
+    assert torch.equal(target.embed_tokens(tokens), rows)
+    torch.testing.assert_close(target.embed(tokens), own)
+    assert torch.equal(own, rows) == (not name.startswith("gemma"))
+    shared = [weight for weight in target.parameters() if weight is target.embed_tokens.weight]
+    assert len(shared) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -38,7 +38,15 @@ KINDS: dict[str, Kind] = {
     DFLASH: Kind(
         "taps of the target; a KV cache of its own; a block of proposals in one step",
         "eagle3.export.draft.kinds.dflash",
-        published=("RedHatAI/gemma-4-31B-it-speculator.dflash", "z-lab/Qwen3-8B-DFlash-b16"),
+        published=(
+            "RedHatAI/gemma-4-31B-it-speculator.dflash",
+            "z-lab/gemma-4-31B-it-DFlash",
+            "z-lab/gemma-4-26B-A4B-it-DFlash",
+            "z-lab/gpt-oss-20b-DFlash",
+            "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+            "z-lab/Qwen3-4B-DFlash-b16",
+            "z-lab/Qwen3-8B-DFlash-b16",
+        ),
         speculators_type="dflash",
         architectures="^DFlash(Speculator|DraftModel)",
     ),
@@ -51,6 +59,7 @@ KINDS: dict[str, Kind] = {
     DSPARK: Kind(
         "as DFlash, with a bias by the token before",
         "eagle3.export.draft.kinds.dflash",
+        published=("RedHatAI/gemma-4-31B-it-speculator.dspark",),
         speculators_type="dspark",
         architectures="^DSpark",
     ),

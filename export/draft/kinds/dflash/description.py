@@ -22,6 +22,8 @@ class DFlashDescription(DraftDescription):
     first_row: int
     """The first row of a block that proposes a token: 0, or 1 if the anchor's row does not."""
     embedding_scale: float = 1.0
+    embeds_as_target: bool = False
+    """Tokens are embedded as the target embeds them, scaled where it scales; if not, by the embedding's rows alone."""
     output_multiplier: float = 1.0
     softcap: float | None = None
     """A logit x becomes softcap * tanh(x / softcap)."""

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Drafter:
     """Computes a head. ``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its layers.
-    ``tensors`` are float32, under the checkpoint's names. ``embedding`` and ``lm_head`` [V, H] are the target's."""
+    ``tensors`` are float32, under the checkpoint's names. ``embedding`` and ``lm_head`` [V, H] are the target's;
+    it multiplies the rows of its embedding by ``embedding_scale``."""
 
     config: dict[str, Any]
     layer: "LlamaConfig"
     tensors: dict[str, Tensor]
     embedding: Tensor
     lm_head: Tensor
+    embedding_scale: float = 1.0
 
     @property
     def block_size(self) -> int:
@@ -36,6 +38,15 @@ class Drafter:
     def first_row(self) -> int:
         """The first row of a block that proposes a token."""
         return 0 if self.config.get("sample_from_anchor", "markov_head.markov_w1.weight" in self.tensors) else 1
+
+    @property
+    def _scale(self) -> float:
+        """The factor of a token's row: a z-lab head without one, and without DFlash2's selector, takes the target's."""
+        if (said := self._said("input_embedding_scale")) is not None:
+            return said
+        of_z_lab = "transformer_layer_config" not in self.config
+        own = any("candidate_selector." in name or name.endswith("embed_tokens.weight") for name in self.tensors)
+        return self.embedding_scale if of_z_lab and not own else 1.0
 
     @property
     def _passes(self) -> int:
@@ -49,7 +60,7 @@ class Drafter:
         """Draft the block behind features [P, H], whose first token is ``anchor``, behind ``before`` in the text if
         there is such a token; return the logits [rows, V] and states [rows, H] of the rows that propose."""
         ids = torch.tensor([anchor] + [self._said("mask_token_id")] * (self.block_size - 1))
-        x = self.tensors.get("embed_tokens.weight", self.embedding)[ids] * (self._said("input_embedding_scale") or 1.0)
+        x = self.tensors.get("embed_tokens.weight", self.embedding)[ids] * self._scale
         for index in range(self.layer.num_hidden_layers):
             at = f"layers.{index}"
             normed = self._norm(x, f"{at}.input_layernorm")

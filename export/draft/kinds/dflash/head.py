@@ -80,6 +80,7 @@ class Head(CachedHead):
         self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
         if not draft.has_embedding:
             self.embed_tokens = target.embed_tokens
+        self.embed_as_target = target.embed if draft.embeds_as_target else None
         if draft.shares_lm_head:
             self.lm_head = target.lm_head
         return self
@@ -111,7 +112,8 @@ class Head(CachedHead):
         start = (input_pos[-1:] if accepted is None else input_pos.gather(0, accepted)) + 1
         masks = tokens.new_full((1, self.block_rows - 1), self.mask_token)
         positions = start + torch.arange(self.block_rows, device=tokens.device)
-        x = self.embed_tokens(torch.cat((anchor, masks), dim=1)) * self.embedding_scale
+        embed = self.embed_as_target or self.embed_tokens
+        x = embed(torch.cat((anchor, masks), dim=1)) * self.embedding_scale
         context, block = self._places(feature, input_pos, positions)
         for layer, attn, kind in zip(self.layers, self._attentions(), self.kinds, strict=True):
             attn.write(feature, context[kind])

@@ -2,7 +2,9 @@
 
 The two differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding layers: in
 speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
-``sliding_window`` positions up to itself.
+``sliding_window`` positions up to itself. They also differ for a target that scales its embedding, such as Gemma:
+speculators trains with the rows as they are. z-lab trained DFlash with what the target's module returns, scaled; from
+DFlash2 on its code takes the rows as they are, times ``input_embedding_scale`` where a configuration has it.
 """
 
 import re
@@ -98,12 +100,19 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,
         embedding_scale=number(said, "input_embedding_scale", 1.0, file),
+        embeds_as_target=_embeds_as_target(kind, speculators, said, found),
         output_multiplier=number(said, "output_multiplier", 1.0, file),
         softcap=number(said, "final_logit_softcapping", None, file),
         **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
         **(_markov(said, first, file) if kind == DSPARK else {}),
         **(_refiner(said, file) if kind == XPRESS else {}),
     )
+
+
+def _embeds_as_target(kind: str, speculators: bool, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
+    """Return True for a head that was trained with the target's own module as its embedding."""
+    own = "embed_tokens.weight" in found
+    return kind == DFLASH and not speculators and not own and said.get("input_embedding_scale") is None
 
 
 def _convolutions(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 VOCABULARY, SPOKEN = 96, 48
 CHUNK, BACK = 7, 3  # rows
+SCALE = 1.5
+"""The factor by which the target multiplies the rows of its embedding."""
 
 
 def compare(draft: DFlashDescription, taps: int, _overridden: bool | None = None, seed: int = 0) -> Comparison:
@@ -50,9 +52,11 @@ def compare(draft: DFlashDescription, taps: int, _overridden: bool | None = None
         lm_head = nn.Linear(layer.hidden_size, VOCABULARY, bias=False)
         for weight in (embedding.weight, lm_head.weight):
             weight.copy_(torch.randn(weight.shape, generator=generator))
-        target: Any = SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+        target: Any = SimpleNamespace(
+            embed_tokens=embedding, embed=lambda tokens: embedding(tokens) * SCALE, lm_head=lm_head
+        )
         head: Any = load_draft(twin, length, torch.float32, EagerAttention, target, twin.longest_chain)
-        drafter = Drafter(config, twin.layer, tensors, embedding.weight, lm_head.weight)
+        drafter = Drafter(config, twin.layer, tensors, embedding.weight, lm_head.weight, SCALE)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps)]
         return _play(drafter, head, states, generator)
 
