@@ -22,9 +22,10 @@ from eagle3.export.output.report import draft_text, quantized_text
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
+from eagle3.export.tensor_files import in_files, return_freed_memory
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory, with_int8_caches
-from eagle3.targets.spec import Convert
+from eagle3.targets.loading import Convert, default_form
 
 
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -44,7 +45,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         if plan.quantized_headers:
             progress.say(quantized_text(plan))
         with progress.stage("load target and draft"):
-            speculator = load_speculator(plan, backend.attention, backend.dtype, convert)
+            speculator = load_speculator(plan, backend.attention, backend.dtype, convert, folder)
+            return_freed_memory()
         manifest |= convert.record()
         if "scales" in manifest:
             rounded = manifest["scales"]
@@ -52,6 +54,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
             merge_linears(speculator, folder)
+            return_freed_memory()
         programs = {}
         for method in plan.methods:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
@@ -98,14 +101,20 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
 
 
 def load_speculator(
-    plan: Plan, attention: AttentionFactory, dtype: torch.dtype, convert: Convert | None = None
+    plan: Plan,
+    attention: AttentionFactory,
+    dtype: torch.dtype,
+    convert: Convert = default_form,
+    folder: Path | None = None,
 ) -> Eagle3Speculator:
-    """Load both models. ``attention`` makes their attention; the target's tensors are converted as they are read."""
-    of_target = with_int8_caches(attention) if plan.config.int8_caches else attention
+    """Load both models. ``attention`` makes their attention; the target's tensors are converted as they are read. With
+    a ``folder``, what becomes of a large tensor lies on its disk."""
+    of_target, of_draft = (in_files(each, dtype, folder) if folder else each for each in (convert, default_form))
+    with_caches = with_int8_caches(attention) if plan.config.int8_caches else attention
     target = plan.spec.module().load(
-        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, of_target, convert
+        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, with_caches, of_target
     )
-    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
+    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals, of_draft)
     return Eagle3Speculator(target, draft, plan.taps, plan.config.logits)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from transformers import LlamaConfig
 
-from eagle3.export import merged_linears
+from eagle3.export import tensor_files
 from eagle3.export.lowering.cuda.weights.k_quants import laid_out
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.merged_linears import Slice, concatenated, form, merge_linears
@@ -77,13 +77,13 @@ def k_quant(kind: str, rows: int) -> torch.Tensor:
     return laid_out(ExportableGGUFTensor(blocks, kind.lower(), torch.bfloat16))
 
 
-@pytest.mark.parametrize("on_disk", [merged_linears.ON_DISK, 0])
+@pytest.mark.parametrize("large", [tensor_files.LARGE, 0])
 @pytest.mark.parametrize(
     ("kind", "outputs"),
     [("plain", ()), ("quantized", ()), ("Q4_K", (128, 64)), ("Q5_K", (50, 7)), ("Q6_K", (128, 65, 2))],
 )
-def test_joined_weights_have_the_values_of_their_parts(kind, outputs, on_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(merged_linears, "ON_DISK", on_disk)
+def test_joined_weights_have_the_values_of_their_parts(kind, outputs, large, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "LARGE", large)
     if kind == "plain":
         weights = [torch.randn(n, 256) for n in (8, 24)]
     elif kind == "quantized":

@@ -1,6 +1,10 @@
-"""A target is quantized as it is read: the same weights as when it is quantized whole, and never whole in memory."""
+"""A target is quantized as it is read: the same weights as when it is quantized whole, and never whole in memory. What
+becomes of large tensors lies in files."""
 
+import os
+import re
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +13,14 @@ from random_checkpoints import random_model
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export import tensor_files
 from eagle3.export.lowering.cuda.weights import conversion as weights
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
+from eagle3.export.lowering.xnnpack.recipe import Recipe
+from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+from eagle3.export.output.folder import full_disk_named
+from eagle3.export.tensor_files import empty, in_files
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -55,8 +64,8 @@ def checkpoint(name: str) -> tuple[Checkpoint, object]:
     return Checkpoint(model), model.config
 
 
-def loaded(name: str, given: Checkpoint, config, convert=None):
-    return TARGETS[name].module().load(given.tensors(), config, 64, torch.bfloat16, EagerAttention, convert)
+def loaded(name: str, given: Checkpoint, config, convert=None, dtype=torch.bfloat16):
+    return TARGETS[name].module().load(given.tensors(), config, 64, dtype, EagerAttention, convert)
 
 
 def conversion(name: str, config) -> CudaWeights:
@@ -101,3 +110,66 @@ def test_a_model_that_is_not_quantized_holds_them_all():
     target = loaded(TIED, given, config)
     assert given.live == given.most == sum(given.sizes)
     assert target.causal_lm.lm_head.weight is target.embed_tokens.weight
+
+
+def for_the_cpu(name: str, config, recipe: str) -> XnnpackWeights:
+    return XnnpackWeights(TARGETS[name].module().skeleton(config, 64).model, Recipe(recipe, "none", 32))
+
+
+CONVERSIONS = {
+    "cuda": (conversion, torch.bfloat16),
+    "8da4w": (lambda name, config: for_the_cpu(name, config, "8da4w"), torch.float32),
+    "float32": (lambda name, config: for_the_cpu(name, config, "none"), torch.float32),
+}
+
+
+def parts(weight: Tensor) -> dict[str, Tensor]:
+    if isinstance(weight, TorchAOBaseTensor):
+        return {name: getattr(weight, name) for name in tensor_files.part_names(weight)}
+    return {"itself": weight}
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@pytest.mark.parametrize("name", ["llama3.1-8B", TIED])
+def test_what_becomes_of_large_tensors_lies_in_files_without_a_name(name, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "LARGE", large := 4096)
+    made, dtype = CONVERSIONS[kind]
+    given, config = checkpoint(name)
+    expected = loaded(name, given, config, made(name, config), dtype)
+    kept = loaded(name, given, config, in_files(made(name, config), dtype, tmp_path), dtype)
+    assert not list(tmp_path.iterdir())
+    in_files_now, in_memory = 0, []
+    for key, weight in expected.named_parameters():
+        found = kept.get_parameter(key)
+        assert type(found) is type(weight) and found.dtype == weight.dtype, key
+        for part, values in parts(weight).items():
+            assert torch.equal(parts(found)[part], values) and parts(found)[part].stride() == values.stride(), key
+            size, file = values.nbytes, parts(found)[part].untyped_storage().filename
+            in_files_now += size if file else 0
+            in_memory += [] if file or size < large else [key]
+    # a CUDA artifact's embedding and norms are as the checkpoint has them, which is mapped
+    assert in_memory in ([], ["embed_tokens.weight"])
+    assert (kept.causal_lm.lm_head.weight is kept.embed_tokens.weight) == (
+        expected.causal_lm.lm_head.weight is expected.embed_tokens.weight
+    )
+    mapped = mapped_from(tmp_path)
+    assert mapped >= in_files_now > 0
+    del kept, found
+    assert mapped_from(tmp_path) == 0
+
+
+def mapped_from(folder: Path) -> int:
+    """Return the bytes of this process's memory that lie in files in ``folder``, deleted ones too."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [re.match(r"(\w+)-(\w+) ", line) for line in lines if str(folder) in line]
+    return sum(int(found[2], 16) - int(found[1], 16) for found in ranges)
+
+
+def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="the artifact takes about 3.0 GB"), full_disk_named(tmp_path, 3_000_000_000):
+        empty((1024, 1024), torch.float32, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -185,7 +185,7 @@ def test_the_memory_of_an_export_is_that_of_its_weights_held_and_written():
     embedding = skeleton.model.get_input_embeddings().weight.numel()
     rest = sum(p.numel() for p in skeleton.model.parameters()) - linears  # the head is the embedding, counted with it
     found = _model_bytes(skeleton.model, RECIPES["8da8w"])
-    assert found == 2 * linears + 2 * embedding + 8 * rest
+    assert found == (linears + embedding, linears + embedding + 4 * rest)
 
 
 def test_a_weight_is_in_memory_once_as_it_is_held_and_once_as_it_is_written_for_all_methods(monkeypatch):

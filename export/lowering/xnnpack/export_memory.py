@@ -1,5 +1,6 @@
-"""The memory that an export to the CPU takes on this machine, from configurations alone: every weight as it is computed
-with here, and as it is written, both at once; copies of the one that is being written."""
+"""The memory that an export to the CPU takes on this machine, from configurations alone: every weight as it is written,
+and copies of the one that is being written. The weights that it computes with lie in files (``tensor_files``), but for
+the codes of a head."""
 
 from torch import nn
 
@@ -17,7 +18,8 @@ def export_bytes(plan: Plan) -> int:
     head = unfilled(plan.draft)
     skeleton = plan.skeleton
     models = ((skeleton.model, target), (head, draft))
-    return OVERHEAD + round(sum(_model_bytes(*each) for each in models) + max(_copies(*each) for each in models))
+    held, written = _model_bytes(head, draft)[0], sum(_model_bytes(*each)[1] for each in models)
+    return OVERHEAD + round(held + written + max(_copies(*each) for each in models))
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
@@ -29,15 +31,16 @@ def _copies(model: nn.Module, recipe: Recipe) -> int:
     return max(sizes, default=0)
 
 
-def _model_bytes(model: nn.Module, recipe: Recipe) -> float:
-    """Return the bytes of a model's weights. A tensor that a head and an embedding share is two where it is
-    quantized."""
-    counted, total = set(), 0.0
+def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
+    """Return the bytes of a model's quantized weights as it holds them, and of all as they are written. A tensor that a
+    head and an embedding share is two where it is quantized."""
+    counted, held, written = set(), 0.0, 0.0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             covered = recipe.covers(module) and parameter is module.weight
             key = id(parameter), covered and type(module)
             if key not in counted:
                 counted.add(key)
-                total += parameter.numel() * (sum(recipe.weight_bytes(module)) if covered else 2 * FLOAT)
-    return total
+                as_held, as_written = recipe.weight_bytes(module) if covered else (0, FLOAT)
+                held, written = held + parameter.numel() * as_held, written + parameter.numel() * as_written
+    return held, written

@@ -1,0 +1,83 @@
+"""Large tensors in files without a name. The system writes their memory out and reads it again as it needs, as that of
+a mapped checkpoint: the weights that an export makes need not fit into memory."""
+
+import ctypes
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.targets.spec import Convert
+
+LARGE = 1 << 20
+"""Bytes from which a tensor lies in a file."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
+    """Return a tensor in a file on the disk of ``folder``, which is deleted with the tensor; a small one is in memory.
+
+    Raises OSError on a full disk.
+    """
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(*shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # without room of its own, a write to a full disk ends the process
+            os.posix_fallocate(file.fileno(), 0, size)
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
+
+
+def part_names(weight: TorchAOBaseTensor) -> list[str]:
+    """Return the names of the tensors that a quantized weight consists of."""
+    optional = getattr(weight, "optional_tensor_data_names", [])
+    return [*weight.tensor_data_names, *(name for name in optional if getattr(weight, name) is not None)]
+
+
+def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
+    """Return ``convert`` with what it makes put into files, plain tensors of a floating dtype as ``dtype``. What it
+    takes from its input stays where it is: the tensors of a checkpoint are mapped. A tensor that it returns twice, such
+    as a tied head, is one."""
+    moved = WeakTensorKeyDictionary()
+
+    def converted(name: str, value: Tensor) -> Tensor:
+        made = convert(name, value)
+        given = {_memory(part) for part in _parts(value)}
+        if isinstance(made, TorchAOBaseTensor):
+            for part in part_names(made):
+                setattr(made, part, _moved(getattr(made, part), getattr(made, part).dtype, given, folder))
+            return made
+        if made not in moved:
+            moved[made] = _moved(made, dtype if made.is_floating_point() else made.dtype, given, folder)
+        return moved[made]
+
+    return converted
+
+
+def return_freed_memory() -> None:
+    """Give the system back what was freed: glibc keeps the memory of tensors below 32 MB, gigabytes after a model was
+    quantized. Other C libraries are left alone."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _parts(value: Tensor) -> list[Tensor]:
+    return [getattr(value, name) for name in part_names(value)] if isinstance(value, TorchAOBaseTensor) else [value]
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _moved(value: Tensor, dtype: torch.dtype, given: set[int], folder: Path) -> Tensor:
+    in_file = _memory(value) in given or value.untyped_storage().filename is not None
+    if value.dtype == dtype and (in_file or not value.is_contiguous()):
+        return value
+    return empty(value.shape, dtype, folder).copy_(value)
