@@ -125,7 +125,13 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
         model_types=("qwen3",),
         repository="Qwen/Qwen3-4B",
-        heads=("AngelSlim/Qwen3-4B_eagle3", "z-lab/Qwen3-4B-DFlash-b16"),
+        heads=(
+            "AngelSlim/Qwen3-4B_eagle3",
+            "z-lab/Qwen3-4B-DFlash-b16",
+            "deepseek-ai/eagle3_qwen3_4b_ttt7",
+            "deepseek-ai/dflash_qwen3_4b_block7",
+            "deepseek-ai/dspark_qwen3_4b_block7",
+        ),
     ),
     "qwen3-8B": TargetSpec(
         "Qwen3 8B",
@@ -138,6 +144,9 @@ TARGETS: dict[str, TargetSpec] = {
             "Tengyunw/qwen3_8b_eagle3",
             "RedHatAI/Qwen3-8B-speculator.peagle",
             "z-lab/Qwen3-8B-DFlash-b16",
+            "deepseek-ai/eagle3_qwen3_8b_ttt7",
+            "deepseek-ai/dflash_qwen3_8b_block7",
+            "deepseek-ai/dspark_qwen3_8b_block7",
         ),
     ),
     "qwen3-30B-A3B": TargetSpec(

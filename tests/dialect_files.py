@@ -57,6 +57,14 @@ CONFIGS = {
         "modal_type": "LLM",
         "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
     },
+    "deepspec": FLAT
+    | {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "target_layer_ids": [0, 2, 3],
+        "ttt_length": 7,
+        "target_model_name_or_path": "Qwen/Qwen3-8B",
+    },
     "modelopt": FLAT
     | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -80,6 +88,7 @@ NAMES = {
     "nemo": lambda name: f"model.{name}",
     "angelslim": lambda name: name.replace("layers.0.", "midlayer."),
     "modelopt": lambda name: name,
+    "deepspec": lambda name: name,
 }
 
 

@@ -183,7 +183,7 @@ def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
     assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
 
 
-@pytest.mark.parametrize("named", ["Qwen3DSparkModel", "Qwen3XPressForCausalLM", "DominoDraftModel"])
+@pytest.mark.parametrize("named", ["Gemma4DSparkModel", "Qwen3XPressForCausalLM", "DominoDraftModel"])
 def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 
@@ -191,7 +191,7 @@ def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
 @pytest.mark.parametrize("keys", [{}, {"markov_rank": 8}, {"markov_head_type": "gated", "sample_from_anchor": True}])
 def test_a_dspark_in_a_form_other_than_speculators_is_refused(keys, tmp_path):
     head = z_lab(tmp_path / "head", architectures=["DSparkDraftModel"], **keys)
-    assert "is a DSpark head in a form other than speculators'" in refusal(read_draft, head)
+    assert "is a DSpark head in a form other than speculators' and DeepSpec's" in refusal(read_draft, head)
 
 
 @pytest.mark.parametrize("named", ["XPressDraftModel", "XPressSpeculator"])

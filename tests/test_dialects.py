@@ -288,6 +288,19 @@ def test_what_a_layer_id_means_is_the_dialects_unless_the_ids_tell(dialect, ids,
         assert "--aux-convention" in chosen.doubt
 
 
+def test_a_deepspec_head_is_read_with_its_steps_and_target(tmp_path):
+    draft = read_draft(write(tmp_path / "head", "deepspec", target_layer_ids=[4, 8, 11]))
+    assert (draft.chain_len, draft.verifier) == (7, "Qwen/Qwen3-8B")
+    assert choose_taps(draft, TARGET, None, None).layers == (5, 9, 12)  # outputs, whatever they look like
+
+
+def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
+    two = write(tmp_path / "two", "deepspec", num_hidden_layers=2)
+    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes heads of one layer" in refusal(read_draft, two)
+    gemma = write(tmp_path / "gemma", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
+    assert "an EAGLE-3 head with Gemma 4's layers" in refusal(read_draft, gemma)
+
+
 def test_angelslims_own_ids_are_outputs(tmp_path):
     own = "aux_hidden_states_layer_ids"
     alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))

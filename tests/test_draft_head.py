@@ -1,4 +1,5 @@
-"""The draft head is speculators' Eagle3DraftModel: scripts/make_draft_golden.py had its own code make the numbers."""
+"""The draft head is speculators' Eagle3DraftModel and DeepSpec's Qwen3Eagle3Model: their own code made the numbers
+(scripts/make_draft_golden.py, scripts/make_deepspec_golden.py)."""
 
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def seeded(head, tokens, feature):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_slot_and_the_chain_equal_speculators(case):
+def test_every_slot_and_the_chain_equal_the_trainers(case):
     draft, head, golden = open_case(case)
     close = {"atol": 1e-4, "rtol": 1e-4}
     feature = head.fuse(taps_of(golden, draft))

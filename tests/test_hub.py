@@ -294,8 +294,8 @@ def test_a_head_by_number_by_name_or_in_full(typed, target):
 @pytest.mark.parametrize(
     ("target", "draft", "says"),
     [
-        ("llama3.1-8B", "3", "llama3.1-8B has 2 heads"),
-        ("llama3.1-8B", "0", "llama3.1-8B has 2 heads"),
+        ("llama3.1-8B", "4", "llama3.1-8B has 3 heads"),
+        ("llama3.1-8B", "0", "llama3.1-8B has 3 heads"),
         ("gemma4-tiny", "1", "gemma4-tiny has no heads"),
         ("phi4", None, "no draft head is known for phi4: type --draft"),
     ],

@@ -19,9 +19,9 @@ from eagle3.export.draft.other_heads import refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
-AUX_IDS, AUX_OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"
-"""Keys of the taps. The second is AngelSlim's own, with ids of layer outputs; for vLLM it adds the first, with each id
-one higher."""
+AUX_OUTPUTS = "aux_hidden_states_layer_ids"
+"""AngelSlim's own key of the taps, with ids of layer outputs; for vLLM it adds the usual one, with each id one
+higher."""
 _MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight", "embed_tokens.weight")
 Headers = Mapping[str, TensorHeader]
 
@@ -249,7 +249,7 @@ def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: 
 
 def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tuple[tuple[int, ...] | None, str]:
     """Return the ids of the taps, and "input" or "output" for their meaning."""
-    ids, outputs = layer_ids(variants, AUX_IDS, file), layer_ids(variants, AUX_OUTPUTS, file)
+    ids, outputs = layer_ids(variants, dialect.ids_key, file), layer_ids(variants, AUX_OUTPUTS, file)
     return (outputs, "output") if outputs and not ids else (ids, dialect.ids_are)
 
 

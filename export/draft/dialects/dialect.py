@@ -49,6 +49,8 @@ class Dialect:
     """Returns True for a configuration and tensor names of this dialect."""
     layer_fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     """Returns the part of the configuration with the sizes of the decoder layers."""
+    ids_key: str = "eagle_aux_hidden_state_layer_ids"
+    """The key of the aux layer ids."""
     ids_are: str = "input"
     """The meaning of an explicit aux layer id: the "input" or the "output" of that layer."""
     names_taps: bool = True

@@ -46,6 +46,8 @@ KINDS: dict[str, Kind] = {
             "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
             "z-lab/Qwen3-4B-DFlash-b16",
             "z-lab/Qwen3-8B-DFlash-b16",
+            "deepseek-ai/dflash_qwen3_4b_block7",
+            "deepseek-ai/dflash_qwen3_8b_block7",
         ),
         speculators_type="dflash",
         architectures="^DFlash(Speculator|DraftModel)",
@@ -59,9 +61,13 @@ KINDS: dict[str, Kind] = {
     DSPARK: Kind(
         "as DFlash, with a bias by the token before",
         "eagle3.export.draft.kinds.dflash",
-        published=("RedHatAI/gemma-4-31B-it-speculator.dspark",),
+        published=(
+            "RedHatAI/gemma-4-31B-it-speculator.dspark",
+            "deepseek-ai/dspark_qwen3_4b_block7",
+            "deepseek-ai/dspark_qwen3_8b_block7",
+        ),
         speculators_type="dspark",
-        architectures="^DSpark",
+        architectures="^DSpark|^Qwen3DSpark",
     ),
     XPRESS: Kind(
         "as DFlash, with a bias by the token before, refined in parallel passes",

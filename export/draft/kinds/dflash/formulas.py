@@ -3,7 +3,7 @@
 It reads a checkpoint's own configuration and tensor names, so that a mistake in reading them shows as well. All
 features of the context are given at once; nothing is kept from one block to the next.
 
-Source: the paper (arXiv 2602.06036) and the code of speculators and z-lab.
+Source: the paper (arXiv 2602.06036) and the code of speculators, z-lab and DeepSpec.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ class Drafter:
     @property
     def first_row(self) -> int:
         """The first row of a block that proposes a token."""
-        return 0 if self.config.get("sample_from_anchor", "markov_head.markov_w1.weight" in self.tensors) else 1
+        anchored = "num_anchors" in self.config or "markov_head.markov_w1.weight" in self.tensors
+        return 0 if self.config.get("sample_from_anchor", anchored) else 1
 
     @property
     def _scale(self) -> float:

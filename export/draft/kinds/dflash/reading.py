@@ -1,10 +1,14 @@
-"""Reads a DFlash checkpoint: as speculators saves it, or in the form of z-lab's own files.
+"""Reads a DFlash checkpoint: as speculators saves it, in the form of z-lab's own files, or in that of DeepSeek's
+DeepSpec, which has one class for DFlash and DSpark.
 
-The two differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding layers: in
-speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
+The first two differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding
+layers: in speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
 ``sliding_window`` positions up to itself. They also differ for a target that scales its embedding, such as Gemma:
 speculators trains with the rows as they are. z-lab trained DFlash with what the target's module returns, scaled; from
 DFlash2 on its code takes the rows as they are, times ``input_embedding_scale`` where a configuration has it.
+
+DeepSpec's heads have z-lab's ids, full attention, an embedding and an lm_head; the anchor's row proposes. A
+``markov_rank`` of 0 makes a DFlash of its DSpark.
 """
 
 import re
@@ -24,8 +28,9 @@ from eagle3.targets.attention import Block
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-SPECULATORS, Z_LAB = "speculators", "z-lab"
-KEYS, OWN = "transformer_layer_config", "dflash_config"
+SPECULATORS, Z_LAB, DEEPSPEC = "speculators", "z-lab", "deepspec"
+KEYS, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
+"""Keys that tell the forms apart."""
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
 _OF_OTHERS = {
@@ -47,14 +52,17 @@ _FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcappi
 
 def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescription:
     """Describe the head in ``folder``. Raises ValueError, one line, for a configuration that contradicts itself, and
-    for what neither speculators' nor z-lab's code computes."""
+    for what the code of none of the three computes."""
     file, headers = folder / "config.json", source.headers()
-    speculators = KEYS in config
+    form = SPECULATORS if KEYS in config else DEEPSPEC if ANCHORS in config else Z_LAB
+    speculators = form == SPECULATORS
     kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS) if KINDS[name].recognizes(config))
-    if kind in (DSPARK, XPRESS) and not speculators:
-        article = "an" if kind == XPRESS else "a"
-        raise ValueError(f"{folder} is {article} {kind} head in a form other than speculators', which is not read")
-    said = config if speculators else _of_z_lab(config, file, kind)
+    if form == DEEPSPEC and not count(config, "markov_rank", 0, file, least=0):
+        kind = DFLASH
+    if kind in (DSPARK, XPRESS) and form == Z_LAB:
+        what, forms = ("an xPress", "speculators'") if kind == XPRESS else ("a DSpark", "speculators' and DeepSpec's")
+        raise ValueError(f"{folder} is {what} head in a form other than {forms}, which is not read")
+    said = _of_z_lab(config, file, kind) if form == Z_LAB else config
     fields = nested(config, KEYS, file) if speculators else config
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     check_named_once(folder, names)
@@ -66,11 +74,11 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     if layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{file}: partial_rotary_factor, but a {kind} head's code rotates whole heads: correct it")
     rows = _required(said, "block_size", file, least=2)
-    first = 0 if speculators and boolean(said, "sample_from_anchor", kind == DSPARK, file) else 1
+    first = 0 if form == DEEPSPEC or (speculators and boolean(said, "sample_from_anchor", kind == DSPARK, file)) else 1
     sliding = windows(file, layer, layer.num_hidden_layers)
     attends = tuple(_attends(file, kind, said, window, rows, speculators) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
-    proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=rows - 1)
+    proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=rows - first)
     if proposal.chain_len > rows - first:
         raise ValueError(
             f"{file}: speculative_tokens is {proposal.chain_len}, but a block of block_size {rows} proposes "
@@ -78,7 +86,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         )
     return DFlashDescription(
         kind=kind,
-        dialect=SPECULATORS if speculators else Z_LAB,
+        dialect=form,
         source=source,
         layer=layer,
         tensor_names={name: own for name, own in names.items() if own != SELECTOR},
@@ -100,7 +108,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,
         embedding_scale=number(said, "input_embedding_scale", 1.0, file),
-        embeds_as_target=_embeds_as_target(kind, speculators, said, found),
+        embeds_as_target=form == Z_LAB and _embeds_as_target(kind, said, found),
         output_multiplier=number(said, "output_multiplier", 1.0, file),
         softcap=number(said, "final_logit_softcapping", None, file),
         **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
@@ -109,10 +117,9 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     )
 
 
-def _embeds_as_target(kind: str, speculators: bool, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
-    """Return True for a head that was trained with the target's own module as its embedding."""
-    own = "embed_tokens.weight" in found
-    return kind == DFLASH and not speculators and not own and said.get("input_embedding_scale") is None
+def _embeds_as_target(kind: str, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
+    """Return True for a head of z-lab's that was trained with the target's own module as its embedding."""
+    return kind == DFLASH and "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
 
 
 def _convolutions(
