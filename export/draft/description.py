@@ -44,6 +44,8 @@ class DraftDescription:
     """The feature is the target's final state after its norm."""
     shares_lm_head: bool = False
     """The head uses the target's lm_head."""
+    copies: tuple[str, ...] = ()
+    """Tables of the checkpoint that are left out because they are the target's, bit for bit (``copies.py``)."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer's own attention, in tokens; 0 for full attention. Empty for a head without KV
     caches. A cache is a ring of two such windows."""

@@ -103,7 +103,10 @@ def draft_text(plan: Plan) -> str:
     """Return the kind and dialect of the head."""
     if not plan.has_draft:
         return "no draft head: eagle3-run's lookup proposes from the text"
-    return f"{plan.draft.kind} head of {plan.draft.dialect}"
+    copies = " and ".join(plan.draft.copies)
+    return f"{plan.draft.kind} head of {plan.draft.dialect}" + (
+        f" (its {copies}: the target's, a copy)" if copies else ""
+    )
 
 
 def quantized_text(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.checks.tensors import check_target
+from eagle3.export.draft.copies import TABLES, without_copies
 from eagle3.export.draft.description import DraftDescription, EagleDescription
 from eagle3.export.draft.no_head import no_head
 from eagle3.export.draft.own_layer import read_own_layer
@@ -172,6 +173,10 @@ def make_plan(config: ExportConfig) -> Plan:
         )
     target_bytes = sum(header.bytes for header in target_headers.values())
     qlinear = choose_recipe(config, target_headers)
+    draft_qlinear = config.draft_qlinear or BACKENDS[config.backend].draft_recipe if has_draft else "none"
+    if has_draft:
+        wider = qlinear == "none" and draft_qlinear != "none"  # a step would read the target's lm_head in more bytes
+        draft = without_copies(draft, target_source, target_headers, skeleton, TABLES[:1] if wider else TABLES)
     verify_rows = config.verify_rows or (chain_len + 1 if has_draft else own_verify_rows(config, qlinear))
     fused, left_out = fused_rounds(config, draft, chain_len, target_bytes, verify_rows) if has_draft else (False, ())
     return Plan(
@@ -188,7 +193,7 @@ def make_plan(config: ExportConfig) -> Plan:
         max_seq_len=max_seq_len,
         methods=plan_methods(config, spec, target_config, chain_len, max_seq_len, draft, fused, verify_rows),
         qlinear=qlinear,
-        draft_qlinear=config.draft_qlinear or BACKENDS[config.backend].draft_recipe if has_draft else "none",
+        draft_qlinear=draft_qlinear,
         bos_id=bos_id,
         eos_ids=eos_ids,
         warnings=(

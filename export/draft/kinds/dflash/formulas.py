@@ -45,7 +45,7 @@ class Drafter:
         """The factor of a token's row: a z-lab head without one, and without DFlash2's selector, takes the target's."""
         if (said := self._said("input_embedding_scale")) is not None:
             return said
-        of_z_lab = "transformer_layer_config" not in self.config
+        of_z_lab = not {"transformer_layer_config", "num_anchors"} & self.config.keys()
         own = any("candidate_selector." in name or name.endswith("embed_tokens.weight") for name in self.tensors)
         return self.embedding_scale if of_z_lab and not own else 1.0
 

@@ -1,0 +1,104 @@
+"""A head whose embedding or lm_head is its target's, bit for bit, takes the target's."""
+
+import json
+
+import pytest
+import torch
+from dflash_heads import GOLDEN, changed
+from dialect_files import random_head, write
+from eager import eager_speculator
+
+from eagle3.export.checkpoints.safetensors_file import save_header
+from eagle3.export.output.report import draft_text
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.export.twin.draft import check_draft
+
+BOTH = ("embed_tokens", "lm_head")
+
+
+@pytest.fixture
+def pair(checkpoints, tmp_path):
+    """A target's folder, and a function that makes a DSpark for it with tables of its own or the target's."""
+
+    def make(name: str, **given):
+        model, folder = checkpoints(name)
+        tables = {"embed_tokens.weight": model.get_input_embeddings().weight.data.clone()}
+        tables["lm_head.weight"] = model.get_output_embeddings().weight.data.clone()
+        head = changed(GOLDEN / "dspark_deepspec", tmp_path / "head", tensors=tables | given)
+        return folder, head
+
+    return make
+
+
+def plan_of(name: str, folder, head, **flags):
+    given = {"backend": "xnnpack", "checkpoint": folder, "draft": head, "output_dir": None, "max_seq_len": 64}
+    given |= {"draft_qlinear": "none"}
+    return make_plan(ExportConfig(name, **given | flags))
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8B", "qwen3-4B", "gemma4-31B", "gemma3-27B"])
+def test_copies_are_left_out_and_the_head_computes_the_same(name, pair, monkeypatch):
+    """With a head of its own and a tied one, with rows that the target scales and with rows as they are."""
+    folder, head = pair(name)
+    plan = plan_of(name, folder, head)
+    assert plan.draft.copies == BOTH and plan.draft.shares_lm_head and not plan.draft.has_embedding
+    assert draft_text(plan).endswith("(its embed_tokens and lm_head: the target's, a copy)")
+    monkeypatch.setattr("eagle3.export.planning.plan.without_copies", lambda draft, *_: draft)
+    whole = plan_of(name, folder, head)
+    assert whole.draft.has_embedding and not whole.draft.copies
+    assert plan.weight_bytes == whole.weight_bytes - 2 * 96 * 64 * 4
+    assert check_draft(plan.draft, 3)["logits"] < 1e-4
+    tokens, positions = torch.arange(9)[None], torch.arange(9)
+    outputs = []
+    for each in (plan, whole):
+        draft = eager_speculator(each).draft
+        with torch.no_grad():
+            outputs.append(draft(tokens, torch.ones(1, 9, 64), positions)[0])
+    assert torch.equal(*outputs)
+
+
+def test_a_table_that_differs_in_one_number_is_its_own(pair, checkpoints):
+    model, _ = checkpoints("llama3.1-8B")
+    lm_head = model.get_output_embeddings().weight.data.clone()
+    lm_head[70, 3] += 1e-3  # no row of the sample
+    folder, head = pair("llama3.1-8B", **{"lm_head.weight": lm_head})
+    draft = plan_of("llama3.1-8B", folder, head).draft
+    assert draft.copies == ("embed_tokens",) and not draft.shares_lm_head and not draft.has_embedding
+
+
+def test_another_dtype_with_the_same_numbers_is_a_copy(pair, checkpoints):
+    model, _ = checkpoints("llama3.1-8B")
+    table = model.get_input_embeddings().weight.data
+    folder, head = pair("llama3.1-8B", **{"embed_tokens.weight": table.double()})
+    assert plan_of("llama3.1-8B", folder, head).draft.copies == BOTH
+
+
+def test_an_lm_head_stays_the_heads_own_where_the_targets_has_more_bytes(pair):
+    folder, head = pair("llama3.1-8B")
+    assert plan_of("llama3.1-8B", folder, head, draft_qlinear="8da8w").draft.copies == ("embed_tokens",)
+    both = plan_of("llama3.1-8B", folder, head, qlinear="8da8w", draft_qlinear="8da8w")
+    assert both.draft.copies == BOTH
+
+
+def test_files_of_headers_alone_have_no_copies(pair, tmp_path):
+    folder, head = pair("llama3.1-8B")
+    for each in (folder, head):
+        into = tmp_path / f"headers-{each.name}"
+        into.mkdir()
+        (into / "config.json").write_text((each / "config.json").read_text())
+        raw = (each / "model.safetensors").read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        metadata = header.pop("__metadata__", None)
+        tensors = {name: (item["shape"], item["dtype"]) for name, item in header.items()}
+        save_header(into / "model.safetensors", tensors, metadata or {}, {})
+    plan = plan_of("llama3.1-8B", tmp_path / f"headers-{folder.name}", tmp_path / "headers-head")
+    assert not plan.draft.copies
+
+
+def test_an_eagle_head_shares_too_and_one_with_words_of_its_own_keeps_its_lm_head(checkpoints, tmp_path):
+    model, folder = checkpoints("llama3.1-8B")
+    tensors = random_head() | {"embed_tokens.weight": model.get_input_embeddings().weight.data.clone()}
+    draft = plan_of("llama3.1-8B", folder, write(tmp_path / "head", "speculators", tensors)).draft
+    assert draft.copies == ("embed_tokens",) and not draft.shares_lm_head
+    assert check_draft(draft, 3)["logits"] < 1e-4
