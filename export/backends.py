@@ -59,7 +59,11 @@ class Backend(Protocol):
         """Return flags with which a run takes no more than ``has`` bytes; None where there are none."""
 
     def export_bytes(self, plan: "Plan", /) -> int | None:
-        """Return the memory that the export takes on this machine; None where weights stay mapped."""
+        """Return the memory that the export takes on this machine beside ``held_bytes``; None where weights stay
+        mapped."""
+
+    def held_bytes(self, plan: "Plan", /) -> int:
+        """Return the bytes of the target's weights that the export makes, which may lie in files instead."""
 
     def conversion(self, plan: "Plan") -> WeightConversion: ...
 

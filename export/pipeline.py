@@ -12,7 +12,7 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
-from eagle3.export.checks.preflight import check_export_memory
+from eagle3.export.checks.preflight import check_export_memory, puts_weights_in_files
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
@@ -45,7 +45,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         if plan.quantized_headers:
             progress.say(quantized_text(plan))
         with progress.stage("load target and draft"):
-            speculator = load_speculator(plan, backend.attention, backend.dtype, convert, folder)
+            kept_in = folder if puts_weights_in_files(plan, backend) else None
+            speculator = load_speculator(plan, backend.attention, backend.dtype, convert, kept_in)
             return_freed_memory()
         manifest |= convert.record()
         if "scales" in manifest:
@@ -104,17 +105,18 @@ def load_speculator(
     plan: Plan,
     attention: AttentionFactory,
     dtype: torch.dtype,
-    convert: Convert = default_form,
+    convert: Convert | None = None,
     folder: Path | None = None,
 ) -> Eagle3Speculator:
     """Load both models. ``attention`` makes their attention; the target's tensors are converted as they are read. With
     a ``folder``, what becomes of a large tensor lies on its disk."""
-    of_target, of_draft = (in_files(each, dtype, folder) if folder else each for each in (convert, default_form))
+    if folder is not None:
+        convert = in_files(convert or default_form, dtype, folder)
     with_caches = with_int8_caches(attention) if plan.config.int8_caches else attention
     target = plan.spec.module().load(
-        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, with_caches, of_target
+        plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, with_caches, convert
     )
-    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals, of_draft)
+    draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
     return Eagle3Speculator(target, draft, plan.taps, plan.config.logits)
 
 

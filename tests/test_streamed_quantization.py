@@ -14,12 +14,16 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export import tensor_files
+from eagle3.export.backends import BACKENDS
+from eagle3.export.checks import preflight
 from eagle3.export.lowering.cuda.weights import conversion as weights
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.output.folder import full_disk_named
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.export.tensor_files import empty, in_files
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
@@ -173,3 +177,20 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="the artifact takes about 3.0 GB"), full_disk_named(tmp_path, 3_000_000_000):
         empty((1024, 1024), torch.float32, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags"), [("xnnpack", {}), ("cuda", {"cuda_arch": "sm_90", "qlinear": "default"})]
+)
+def test_weights_lie_in_files_where_they_take_more_than_half_of_the_free_memory(backend, flags, tmp_path, monkeypatch):
+    if backend == "cuda" and torch.cuda.is_available():
+        flags = {"qlinear": "default"}
+    plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend=backend, **flags))
+    loaded = BACKENDS[backend].load()
+    with_weights = loaded.held_bytes(plan) + (loaded.export_bytes(plan) or 0)
+    assert loaded.held_bytes(plan) > 1_000_000
+    for free, in_files_then in ((2 * with_weights, False), (2 * with_weights - 1, True), (None, False)):
+        monkeypatch.setattr(preflight, "free_memory", lambda free=free: free)
+        assert preflight.puts_weights_in_files(plan, loaded) == in_files_then
+        takes = loaded.export_bytes(plan) if in_files_then or backend == "cuda" else with_weights
+        assert preflight.memory_of_export(plan, loaded) == takes

@@ -10,7 +10,7 @@ from eagle3.export.draft.no_head import NoHead
 from eagle3.export.planning.config import NO_HEAD
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
-from eagle3.targets.loading import Convert, load_tensors
+from eagle3.targets.loading import load_tensors
 
 
 def unfilled(draft: DraftDescription, max_seq_len: int = 1, proposals: int = 1) -> Head:
@@ -29,10 +29,8 @@ def load_draft(
     attention: AttentionFactory,
     target: TapTarget,
     proposals: int = 1,
-    convert: Convert | None = None,
 ) -> Head:
-    """Load a draft head, each tensor converted as it is read. It shares ``target``'s embedding and lm_head if it has
-    none of its own."""
+    """Load a draft head. It shares ``target``'s embedding and lm_head if it has none of its own."""
     head = unfilled(draft, max_seq_len, proposals)
-    load_tensors(head, draft.source.tensors(), dtype, draft.tensor_names.get, convert)
+    load_tensors(head, draft.source.tensors(), dtype, key_map=draft.tensor_names.get)
     return head.attach(draft, attention, dtype, target).eval().requires_grad_(False)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle3.export.backends import BACKENDS
+from eagle3.export.checks.preflight import memory_of_export
 from eagle3.export.planning.memory import longest_context
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
@@ -29,7 +30,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
-        "export_bytes": BACKENDS[plan.config.backend].load().export_bytes(plan),
+        "export_bytes": memory_of_export(plan, BACKENDS[plan.config.backend].load()),
         "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
         "longest_context": memory and {gpu.name: _longest_context(plan, gpu) for gpu in _gpus(plan)},
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},

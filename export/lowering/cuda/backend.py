@@ -120,6 +120,9 @@ class NvidiaBackend:
     def export_bytes(self, _plan: Plan) -> None:
         return None
 
+    def held_bytes(self, plan: Plan) -> int:
+        return self.footprint(plan).target if plan.qlinear in CUDA_RECIPES[1:] else 0
+
     def conversion(self, plan: Plan) -> CudaWeights:
         """Return the conversion that quantizes the target as it is read and lays it out for its kernels, on the
         host."""

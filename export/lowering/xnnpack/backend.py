@@ -12,7 +12,7 @@ import torch
 
 from eagle3.export.backends import Backend
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.xnnpack.export_memory import export_bytes
+from eagle3.export.lowering.xnnpack.export_memory import export_bytes, held_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.planning.plan import Plan
 from eagle3.export.tested_versions import FOR_CPU, TESTED, check_versions
@@ -69,6 +69,9 @@ class XnnpackBackend:
 
     def export_bytes(self, plan: Plan) -> int:
         return export_bytes(plan)
+
+    def held_bytes(self, plan: Plan) -> int:
+        return held_bytes(plan)
 
     def conversion(self, plan: Plan) -> "XnnpackWeights":
         """Return the conversion that quantizes the target as it is read."""

@@ -1,6 +1,6 @@
 """The memory that an export to the CPU takes on this machine, from configurations alone: every weight as it is written,
-and copies of the one that is being written. The weights that it computes with lie in files (``tensor_files``), but for
-the codes of a head."""
+copies of the one that is being written, and the head's weights. Those of the target may lie in files
+(``tensor_files``)."""
 
 from torch import nn
 
@@ -14,12 +14,19 @@ FLOAT = 4
 
 
 def export_bytes(plan: Plan) -> int:
+    """Return the bytes that an export takes beside the target's own weights."""
     target, draft = recipes(plan)
     head = unfilled(plan.draft)
-    skeleton = plan.skeleton
-    models = ((skeleton.model, target), (head, draft))
+    models = ((plan.skeleton.model, target), (head, draft))
     held, written = _model_bytes(head, draft)[0], sum(_model_bytes(*each)[1] for each in models)
-    return OVERHEAD + round(held + written + max(_copies(*each) for each in models))
+    as_loaded = FLOAT * sum(parameter.numel() for parameter in head.parameters())
+    return OVERHEAD + round(max(as_loaded, held + written + max(_copies(*each) for each in models)))
+
+
+def held_bytes(plan: Plan) -> int:
+    """Return the bytes of the target's weights as the export computes with them."""
+    target, _ = recipes(plan)
+    return round(_model_bytes(plan.skeleton.model, target)[0])
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
@@ -32,8 +39,8 @@ def _copies(model: nn.Module, recipe: Recipe) -> int:
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
-    """Return the bytes of a model's quantized weights as it holds them, and of all as they are written. A tensor that a
-    head and an embedding share is two where it is quantized."""
+    """Return the bytes of a model's weights as it holds them, and as they are written. A tensor that a head and an
+    embedding share is two where it is quantized."""
     counted, held, written = set(), 0.0, 0.0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -41,6 +48,6 @@ def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
             key = id(parameter), covered and type(module)
             if key not in counted:
                 counted.add(key)
-                as_held, as_written = recipe.weight_bytes(module) if covered else (0, FLOAT)
+                as_held, as_written = recipe.weight_bytes(module) if covered else (FLOAT, FLOAT)
                 held, written = held + parameter.numel() * as_held, written + parameter.numel() * as_written
     return held, written

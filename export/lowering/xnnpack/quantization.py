@@ -58,7 +58,7 @@ def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
     holder = nn.Linear(1, 1, bias=False, device="meta")
     holder.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(holder, _make_linear_config(recipe.linear, recipe.group))
-    made: TorchAOBaseTensor = holder.weight.data
+    made = _taken(holder)
     if recipe.group:  # XNNPACK holds the scales of groups in bfloat16
         made.scale = made.scale.to(torch.bfloat16).to(weight.dtype)
     return DynamicWeight(*(getattr(made, name) for name in (*made.tensor_data_names, *made.tensor_attribute_names)))
@@ -67,8 +67,16 @@ def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
 def _quantized_embedding(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
     holder = nn.Embedding.from_pretrained(weight)
     quantize_(holder, _make_embedding_config(recipe.embedding, 0), filter_fn=lambda *_: True)
-    made: TorchAOBaseTensor = holder.weight.data
+    made = _taken(holder)
     return Int8Rows(made.qdata, made.scale)
+
+
+def _taken(holder: nn.Module) -> TorchAOBaseTensor:
+    """Return the weight of a module that torchao quantized, which the module no longer holds: it refers to itself
+    (``extra_repr``), so that codes would stay until Python's collector comes by."""
+    made: TorchAOBaseTensor = holder.get_parameter("weight").data
+    del holder.weight
+    return made
 
 
 class DynamicWeight(IntxUnpackedToInt8Tensor):
