@@ -182,14 +182,14 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "flags"), [("xnnpack", {}), ("cuda", {"cuda_arch": "sm_90", "qlinear": "default"})]
 )
-def test_weights_lie_in_files_where_they_take_more_than_half_of_the_free_memory(backend, flags, tmp_path, monkeypatch):
+def test_weights_lie_in_files_where_they_take_more_than_a_third_of_the_free_memory(backend, flags, tmp_path, monkeypatch):
     if backend == "cuda" and torch.cuda.is_available():
         flags = {"qlinear": "default"}
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend=backend, **flags))
     loaded = BACKENDS[backend].load()
     with_weights = loaded.held_bytes(plan) + (loaded.export_bytes(plan) or 0)
     assert loaded.held_bytes(plan) > 1_000_000
-    for free, in_files_then in ((2 * with_weights, False), (2 * with_weights - 1, True), (None, False)):
+    for free, in_files_then in ((3 * with_weights, False), (3 * with_weights - 1, True), (None, False)):
         monkeypatch.setattr(preflight, "free_memory", lambda free=free: free)
         assert preflight.puts_weights_in_files(plan, loaded) == in_files_then
         takes = loaded.export_bytes(plan) if in_files_then or backend == "cuda" else with_weights

@@ -54,10 +54,10 @@ def check_memory(plan: Plan, backend: Backend) -> None:
 
 
 def puts_weights_in_files(plan: Plan, backend: Backend) -> bool:
-    """Return True where the export would take more than half of the free memory with the weights that it makes. Files
-    cost a tenth to a sixth of the export's time."""
+    """Return True where the export would take more than a third of the free memory with the weights that it makes. The
+    rest holds the checkpoint's files; writing these files as well is a sixth of the time that loading takes."""
     free = free_memory()
-    return free is not None and 2 * (backend.held_bytes(plan) + (backend.export_bytes(plan) or 0)) > free
+    return free is not None and 3 * (backend.held_bytes(plan) + (backend.export_bytes(plan) or 0)) > free
 
 
 def memory_of_export(plan: Plan, backend: Backend) -> int | None:
