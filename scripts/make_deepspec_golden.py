@@ -6,8 +6,12 @@ run as ``Qwen3Eagle3Evaluator`` runs it: the slots of a prompt, then a chain ove
 ``forward_dspark_draft_block`` runs it, the block of each anchor behind all taps before it, and its Markov head samples
 greedily.
 
+Its Gemma 4 reads keys that transformers' configuration has up to 5.13, so this needs a venv of its own:
+
     git clone https://github.com/deepseek-ai/DeepSpec
-    ATEN_CPU_CAPABILITY=avx2 .venv/bin/python scripts/make_deepspec_golden.py --deepspec DeepSpec
+    python -m venv golden-env
+    golden-env/bin/pip install torch==2.13.0 transformers==5.13.0 safetensors
+    ATEN_CPU_CAPABILITY=avx2 golden-env/bin/python scripts/make_deepspec_golden.py --deepspec DeepSpec
 """
 
 import argparse
@@ -28,7 +32,7 @@ IDS = [0, 2, 3]
 """Outputs of the target's layers."""
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": VOCAB, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "num_hidden_layers": TARGET_LAYERS}
-GEMMA4 = {"global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+GEMMA4 = {"global_head_dim": 64, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 GEMMA4 |= {"num_kv_shared_layers": 0, "final_logit_softcapping": 4.0, "attention_k_eq_v": True}
 ANCHORS, SLOTS, CHAIN = [2, 5, 6, 9, 14, 21, 26], {"eagle3": 12, "dspark": 32}, 3
 MARKOV = {"markov_rank": 8, "markov_head_type": "vanilla"}
@@ -36,6 +40,13 @@ CASES = {  # folder: family, kind, options of its configuration, seed: the first
     "golden/qwen3_deepspec": ("qwen3", "eagle3", {}, 736),
     "golden_dflash/dflash_deepspec": ("qwen3", "dspark", {"markov_rank": 0}, 722),
     "golden_dflash/dspark_deepspec": ("qwen3", "dspark", MARKOV, 704),
+    "golden_dflash/dspark_deepspec_gemma4": ("gemma4", "dspark", MARKOV, 704),
+    "golden_dflash/dflash_deepspec_gemma4_values": (
+        "gemma4",
+        "dspark",
+        {"markov_rank": 0, "attention_k_eq_v": False},
+        704,
+    ),
     "golden_dflash/dspark_deepspec_rnn": ("qwen3", "dspark", MARKOV | {"markov_head_type": "rnn"}, 710),
 }
 
@@ -51,10 +62,11 @@ def configuration(modeling: ModuleType) -> ModuleType:
     return sys.modules[modeling.__name__.removesuffix("modeling") + "config"]
 
 
-def target_config(family: str) -> Qwen3Config | Gemma4Config:
+def target_config(family: str, options: dict) -> Qwen3Config | Gemma4Config:
     if family == "qwen3":
         return Qwen3Config(**SIZES, rms_norm_eps=1e-5)
-    return Gemma4Config(text_config=SIZES | GEMMA4)
+    own = {key: options[key] for key in GEMMA4.keys() & options.keys()}
+    return Gemma4Config(text_config=SIZES | GEMMA4 | own)
 
 
 def build_model(
@@ -65,12 +77,12 @@ def build_model(
     given = {"target_layer_ids": IDS, "target_model_name_or_path": "tiny/target"}
     if kind == "eagle3":
         given |= {"ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1}
-        built = config.build_draft_config(target_config=target_config(family), model_args=Arguments(given))
+        built = config.build_draft_config(target_config=target_config(family, options), model_args=Arguments(given))
     else:
         given |= {"num_draft_layers": 2, "block_size": BLOCK, "mask_token_id": MASK_TOKEN, "num_anchors": 4}
         confident = bool(options["markov_rank"])
         given |= {"confidence_head_alpha": float(confident), "confidence_head_with_markov": confident}
-        built = config.build_draft_config(target_config(family), Arguments(given | options))
+        built = config.build_draft_config(target_config(family, options), Arguments(given | options))
     built._attn_implementation = "sdpa"
     name = f"{family.title()}{'Eagle3' if kind == 'eagle3' else 'DSpark'}Model"
     model = getattr(modeling, name)(built).eval()

@@ -183,7 +183,7 @@ def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
     assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
 
 
-@pytest.mark.parametrize("named", ["Gemma4DSparkModel", "Qwen3XPressForCausalLM", "DominoDraftModel"])
+@pytest.mark.parametrize("named", ["Llama4DSparkModel", "Qwen3XPressForCausalLM", "DominoDraftModel"])
 def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 
@@ -192,6 +192,12 @@ def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
 def test_a_dspark_in_a_form_other_than_speculators_is_refused(keys, tmp_path):
     head = z_lab(tmp_path / "head", architectures=["DSparkDraftModel"], **keys)
     assert "is a DSpark head in a form other than speculators' and DeepSpec's" in refusal(read_draft, head)
+
+
+@pytest.mark.parametrize("keys", [{"enable_moe_block": True}, {"hidden_size_per_layer_input": 32}])
+def test_gemma4_layers_that_deepspec_does_not_compute_are_refused(keys, tmp_path):
+    head = changed(GOLDEN / "dspark_deepspec_gemma4", tmp_path / "head", keys)
+    assert "layers with experts or with inputs of their own" in refusal(read_draft, head)
 
 
 @pytest.mark.parametrize("named", ["XPressDraftModel", "XPressSpeculator"])

@@ -182,7 +182,7 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "flags"), [("xnnpack", {}), ("cuda", {"cuda_arch": "sm_90", "qlinear": "default"})]
 )
-def test_weights_lie_in_files_where_they_take_more_than_a_third_of_the_free_memory(backend, flags, tmp_path, monkeypatch):
+def test_weights_lie_in_files_from_a_third_of_the_free_memory_on(backend, flags, tmp_path, monkeypatch):
     if backend == "cuda" and torch.cuda.is_available():
         flags = {"qlinear": "default"}
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend=backend, **flags))

@@ -28,6 +28,8 @@ class DFlashDescription(DraftDescription):
     softcap: float | None = None
     """A logit x becomes softcap * tanh(x / softcap)."""
 
+    gemma4: bool = False
+    """The layers are Gemma 4's, of full attention, in place of Qwen3's."""
     markov_rank: int = 0
     markov_type: str = "vanilla"
     """DSpark's head: its rank, 0 for none, and its type."""

@@ -43,6 +43,8 @@ class Drafter:
     @property
     def _scale(self) -> float:
         """The factor of a token's row: a z-lab head without one, and without DFlash2's selector, takes the target's."""
+        if self._of_gemma4:
+            return self.layer.hidden_size**0.5
         if (said := self._said("input_embedding_scale")) is not None:
             return said
         of_z_lab = not {"transformer_layer_config", "num_anchors"} & self.config.keys()
@@ -64,6 +66,9 @@ class Drafter:
         x = self.tensors.get("embed_tokens.weight", self.embedding)[ids] * self._scale
         for index in range(self.layer.num_hidden_layers):
             at = f"layers.{index}"
+            if self._of_gemma4:
+                x = self._gemma4_layer(index, features, x)
+                continue
             normed = self._norm(x, f"{at}.input_layernorm")
             inner = self._convolved(normed, normed, f"{at}.attention_conv", 0)
             x = x + self._convolved(self._attention(index, features, inner), normed, f"{at}.attention_conv", 1)
@@ -80,6 +85,20 @@ class Drafter:
         if "refiner_head.mix_l" in self.tensors:
             return self._refined(logits, block, [anchor if before is None else before, anchor]), state
         return self._walked(logits, state, anchor), state
+
+    @property
+    def _of_gemma4(self) -> bool:
+        return "Gemma4DSparkModel" in self.config.get("architectures", [])
+
+    def _gemma4_layer(self, index: int, features: Tensor, x: Tensor) -> Tensor:
+        """Norms before and behind attention and MLP, and a factor of the layer's own."""
+        at = f"layers.{index}"
+        out = self._attention(index, features, self._norm(x, f"{at}.input_layernorm"))
+        x = x + self._norm(out, f"{at}.post_attention_layernorm")
+        inner = self._norm(x, f"{at}.pre_feedforward_layernorm")
+        gated = self._activation(self._linear(inner, f"{at}.mlp.gate_proj")) * self._linear(inner, f"{at}.mlp.up_proj")
+        x = x + self._norm(self._linear(gated, f"{at}.mlp.down_proj"), f"{at}.post_feedforward_layernorm")
+        return x * self._get(f"{at}.layer_scalar")
 
     def _refined(self, logits: Tensor, block: Tensor, given: list[int]) -> Tensor:
         """xPress: the logits of rows, each behind the token that the pass before gave to the row before it."""
@@ -159,15 +178,19 @@ class Drafter:
     def _attention(self, index: int, features: Tensor, x: Tensor) -> Tensor:
         at, size, start = f"layers.{index}.self_attn", self.layer.head_dim, len(features)
         both = torch.cat([features, x])  # keys and values are of the context and of the block
-        heads = {name: self._linear(rows, f"{at}.{name}_proj") for name, rows in (("q", x), ("k", both), ("v", both))}
-        query, key, value = (heads[name].unflatten(-1, (-1, size)) for name in "qkv")  # [rows, heads, size]
+        of_value = f"{at}.v_proj" if self._has(f"{at}.v_proj.weight") else f"{at}.k_proj"
+        heads = [self._linear(rows, at) for rows, at in ((x, f"{at}.q_proj"), (both, f"{at}.k_proj"), (both, of_value))]
+        query, key, value = (each.unflatten(-1, (-1, size)) for each in heads)  # [rows, heads, size]
+        if self._of_gemma4:
+            value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + self.layer.rms_norm_eps)
         query, key = self._norm(query, f"{at}.q_norm"), self._norm(key, f"{at}.k_norm")
         query, key = self._rotated(query, start), self._rotated(key, 0)
         groups, out = query.shape[1] // key.shape[1], []
         for row in range(len(x)):
             seen = [place for place in range(len(both)) if self._sees(index, start, start + row, place)]
             keys, values = (each[seen].repeat_interleave(groups, dim=1) for each in (key, value))
-            weights = (torch.einsum("hd,shd->hs", query[row], keys) / size**0.5).softmax(-1)
+            scores = torch.einsum("hd,shd->hs", query[row], keys) * (1 if self._of_gemma4 else size**-0.5)
+            weights = scores.softmax(-1)
             out.append(torch.einsum("hs,shd->hd", weights, values).flatten())
         return self._linear(torch.stack(out), f"{at}.o_proj")
 
@@ -213,6 +236,9 @@ class Drafter:
 
     def _bias(self, name: str) -> Tensor | None:
         return self.tensors.get(f"{name}.bias", self.tensors.get(f"model.{name}.bias"))
+
+    def _has(self, name: str) -> bool:
+        return name in self.tensors or f"model.{name}" in self.tensors
 
     def _get(self, name: str) -> Tensor:
         found = self.tensors.get(name, self.tensors.get(f"model.{name}"))

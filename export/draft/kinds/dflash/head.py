@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Place
+from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Gemma4Layer, Place
 from eagle3.export.draft.kinds.dflash.refiner import Refiner
 from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, MarkovHead
 from eagle3.export.draft.kinds.head import CachedHead
@@ -47,7 +47,8 @@ class Head(CachedHead):
             self.embed_tokens = nn.Embedding(tokens, width)
         self.fc = nn.Linear(draft.taps_width, size, bias="fc.bias" in draft.headers)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(draft, index) for index in range(config.num_hidden_layers))
+        layer = Gemma4Layer if draft.gemma4 else DraftLayer
+        self.layers = nn.ModuleList(layer(draft, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         if not draft.shares_lm_head:
             self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)

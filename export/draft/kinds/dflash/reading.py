@@ -8,7 +8,8 @@ speculators trains with the rows as they are. z-lab trained DFlash with what the
 DFlash2 on its code takes the rows as they are, times ``input_embedding_scale`` where a configuration has it.
 
 DeepSpec's heads have z-lab's ids, full attention, an embedding and an lm_head; the anchor's row proposes. A
-``markov_rank`` of 0 makes a DFlash of its DSpark.
+``markov_rank`` of 0 makes a DFlash of its DSpark. Those for Gemma 4 have its layers of full attention, scale their
+embedding as it does and cap their logits before the bias.
 """
 
 import re
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 SPECULATORS, Z_LAB, DEEPSPEC = "speculators", "z-lab", "deepspec"
+GEMMA4 = "Gemma4DSparkModel"
 KEYS, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
 """Keys that tell the forms apart."""
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
@@ -63,7 +65,8 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         what, forms = ("an xPress", "speculators'") if kind == XPRESS else ("a DSpark", "speculators' and DeepSpec's")
         raise ValueError(f"{folder} is {what} head in a form other than {forms}, which is not read")
     said = _of_z_lab(config, file, kind) if form == Z_LAB else config
-    fields = nested(config, KEYS, file) if speculators else config
+    gemma4 = GEMMA4 in (config.get("architectures") or [])
+    fields = nested(config, KEYS, file) if speculators else _of_gemma4(config, file) if gemma4 else config
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     check_named_once(folder, names)
     plain = {name.removeprefix("model."): header for name, header in headers.items()}
@@ -71,7 +74,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         if name not in plain:
             raise ValueError(f"{folder} has no {name}: this is no {kind} head")
     layer = layer_config(file, fields, plain)
-    if layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 and not gemma4:
         raise ValueError(f"{file}: partial_rotary_factor, but a {kind} head's code rotates whole heads: correct it")
     rows = _required(said, "block_size", file, least=2)
     first = 0 if form == DEEPSPEC or (speculators and boolean(said, "sample_from_anchor", kind == DSPARK, file)) else 1
@@ -107,7 +110,8 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         chain_len=proposal.chain_len,
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,
-        embedding_scale=number(said, "input_embedding_scale", 1.0, file),
+        gemma4=gemma4,
+        embedding_scale=layer.hidden_size**0.5 if gemma4 else number(said, "input_embedding_scale", 1.0, file),
         embeds_as_target=form == Z_LAB and _embeds_as_target(kind, said, found),
         output_multiplier=number(said, "output_multiplier", 1.0, file),
         softcap=number(said, "final_logit_softcapping", None, file),
@@ -182,6 +186,24 @@ def _of_z_lab(config: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
     if any((file.parent / name).exists() for name in ("mask_embedding.pt", "mask_embedding.safetensors")):
         raise ValueError(f"{file.parent} has an embedding of its mask token in a file of its own, which is not read")
     return {key: config[key] for key in (*_HEEDED, *_FACTORS, *_OF_DFLASH2, "is_causal") if key in config} | own
+
+
+def _of_gemma4(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the sizes of Gemma 4's layers of full attention under the keys that other layers have them under. Raises
+    ValueError for experts and inputs by layer, which DeepSpec's code does not compute."""
+    experts = boolean(config, "enable_moe_block", False, file)
+    by_layer = count(config, "hidden_size_per_layer_input", 0, file, least=0)
+    if experts or by_layer:
+        raise ValueError(f"{file}: layers with experts or with inputs of their own, which DeepSpec's code has not")
+    heads = "num_global_key_value_heads" if boolean(config, "attention_k_eq_v", False, file) else "num_key_value_heads"
+    kept = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size"),
+        *("num_hidden_layers", "rms_norm_eps", "layer_types"),
+    )
+    rope = nested(nested(config, "rope_parameters", file), "full_attention", file)
+    own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get(heads), "rope_parameters": rope}
+    own |= {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")}
+    return {key: config[key] for key in kept if key in config} | own
 
 
 def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, speculators: bool) -> Block:

@@ -102,6 +102,9 @@ def _shrunken(draft: DFlashDescription) -> tuple[dict[str, Any], "LlamaConfig"]:
     for key in ("rope_theta", "rope_scaling"):
         fields.pop(key, None)
     fields["rope_parameters"] = cut["rope_parameters"]
+    if draft.gemma4:
+        fields |= {"global_head_dim": cut["head_dim"], "num_global_key_value_heads": cut["num_key_value_heads"]}
+        fields["rope_parameters"] = {"full_attention": cut["rope_parameters"]}
     if config.get("draft_vocab_size") is not None:
         config["draft_vocab_size"] = SPOKEN if draft.maps_vocabulary else VOCABULARY
     for part in (config, config.get(OWN) or {}):
@@ -158,6 +161,7 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
             f"{at}.mlp.down_proj": (size, inner),
         }
         norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
+        norms |= {f"{at}.{name}_feedforward_layernorm": (size,) for name in ("pre", "post")}  # Gemma 4's
         norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
         if draft.conv_taps:
             groups = size // draft.conv_group
@@ -181,6 +185,7 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
         f"layers.{index}.{each}_conv" for index in range(layer.num_hidden_layers) for each in ("attention", "mlp")
     ):
         shapes |= {f"{name}.base_kernel": (2, draft.conv_taps, size)}
+    shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(layer.num_hidden_layers)}
     shapes["refiner_head.mix_l"] = (draft.refiner_rank, draft.block_rows, draft.block_rows)
     for each in ("predecessor", "successor"):
         shapes |= {f"candidate_selector.{each}_codebook": (VOCABULARY, draft.selector_rank)}
