@@ -1,5 +1,5 @@
 """Tables of a draft head that are copies of its target's, as several trainers save them: the head then takes the
-target's, and the artifact holds one. For Gemma 4 31B that is an embedding of 2.8 GB in bfloat16."""
+target's, and the artifact holds one. An embedding of Gemma 4 31B has 2.8 GB in bfloat16."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -69,6 +69,7 @@ def _tables_of(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    """Return True for equal tables. Most that differ do so in the sample, so that the rest is not read."""
     step = max(1, len(one) // SAMPLE)
     if not torch.equal(one[::step].float(), other[::step].float()):
         return False
