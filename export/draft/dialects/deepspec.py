@@ -8,7 +8,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.checkpoints.json_fields import count
 from eagle3.export.draft.dialects.dialect import Dialect, Proposal
 
 
@@ -18,6 +17,8 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 
 def proposal(config: dict[str, Any], file: Path) -> Proposal:
     """Return the steps that the head was trained for, and its target."""
+    from eagle3.export.checkpoints.json_fields import count  # here, because its package imports torch
+
     verifier = config.get("target_model_name_or_path")
     steps = count(config, "ttt_length", Proposal().chain_len, file)
     return Proposal(steps, verifier if isinstance(verifier, str) else None)
@@ -25,6 +26,8 @@ def proposal(config: dict[str, Any], file: Path) -> Proposal:
 
 def refuse(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for layers after the first, which take the embedding as well there."""
+    from eagle3.export.checkpoints.json_fields import count
+
     if (count(config, "num_hidden_layers", 1, file) or 1) > 1:
         raise ValueError(
             f"{file}: num_hidden_layers is {config['num_hidden_layers']}, but DeepSpec's own evaluation takes heads of "
