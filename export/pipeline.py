@@ -12,7 +12,7 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
-from eagle3.export.checks.preflight import check_export_memory, puts_weights_in_files
+from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
@@ -31,7 +31,7 @@ from eagle3.targets.loading import Convert, default_form
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
     backend = BACKENDS[plan.config.backend].load()
-    check_export_memory(plan, backend)
+    memory = check_export_memory(plan, backend)
     output = plan.config.folder
     progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}" if plan.has_draft else draft_text(plan))
     with whole_folder(output, plan.config.overwrite) as folder, full_disk_named(output, plan.weight_bytes):
@@ -45,7 +45,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         if plan.quantized_headers:
             progress.say(quantized_text(plan))
         with progress.stage("load target and draft"):
-            kept_in = folder if puts_weights_in_files(plan, backend) else None
+            kept_in = folder if memory.in_files else None
             speculator = load_speculator(plan, backend.attention, backend.dtype, convert, kept_in)
             return_freed_memory()
         manifest |= convert.record()

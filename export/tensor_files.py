@@ -37,8 +37,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
 
 def part_names(weight: TorchAOBaseTensor) -> list[str]:
     """Return the names of the tensors that a quantized weight consists of."""
-    optional = getattr(weight, "optional_tensor_data_names", [])
-    return [*weight.tensor_data_names, *(name for name in optional if getattr(weight, name) is not None)]
+    return weight.__tensor_flatten__()[0]
 
 
 def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
@@ -51,8 +50,8 @@ def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
         made = convert(name, value)
         given = {_memory(part) for part in _parts(value)}
         if isinstance(made, TorchAOBaseTensor):
-            for part in part_names(made):
-                setattr(made, part, _moved(getattr(made, part), getattr(made, part).dtype, given, folder))
+            for name_of_part, part in zip(part_names(made), _parts(made), strict=True):
+                setattr(made, name_of_part, _moved(part, part.dtype, given, folder))
             return made
         if made not in moved:
             moved[made] = _moved(made, dtype if made.is_floating_point() else made.dtype, given, folder)

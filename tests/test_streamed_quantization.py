@@ -191,6 +191,7 @@ def test_weights_lie_in_files_from_a_third_of_the_free_memory_on(backend, flags,
     assert loaded.held_bytes(plan) > 1_000_000
     for free, in_files_then in ((3 * with_weights, False), (3 * with_weights - 1, True), (None, False)):
         monkeypatch.setattr(preflight, "free_memory", lambda free=free: free)
-        assert preflight.puts_weights_in_files(plan, loaded) == in_files_then
+        memory = preflight.memory_of_export(plan, loaded)
+        assert memory.in_files == in_files_then
         takes = loaded.export_bytes(plan) if in_files_then or backend == "cuda" else with_weights
-        assert preflight.memory_of_export(plan, loaded) == takes
+        assert memory.takes == takes

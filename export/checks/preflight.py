@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,28 +54,33 @@ def check_memory(plan: Plan, backend: Backend) -> None:
         )
 
 
-def puts_weights_in_files(plan: Plan, backend: Backend) -> bool:
-    """Return True where the export would take more than a third of the free memory with the weights that it makes. The
-    rest holds the checkpoint's files; writing these files as well is a sixth of the time that loading takes."""
-    free = free_memory()
-    return free is not None and 3 * (backend.held_bytes(plan) + (backend.export_bytes(plan) or 0)) > free
+@dataclass(frozen=True)
+class ExportMemory:
+    """The memory that an export takes on this machine."""
+
+    takes: int | None
+    """Bytes; None where weights stay mapped."""
+    in_files: bool
+    """True where the weights that it makes lie in files: they would take more than a third of the free memory with the
+    rest. What is left holds the checkpoint's files; writing these as well is a sixth of the time that loading takes."""
 
 
-def memory_of_export(plan: Plan, backend: Backend) -> int | None:
-    """Return the bytes of memory that the export takes on this machine; None where weights stay mapped."""
-    takes = backend.export_bytes(plan)
-    return takes if takes is None or puts_weights_in_files(plan, backend) else takes + backend.held_bytes(plan)
+def memory_of_export(plan: Plan, backend: Backend) -> ExportMemory:
+    held, rest, free = backend.held_bytes(plan), backend.export_bytes(plan), free_memory()
+    in_files = free is not None and 3 * (held + (rest or 0)) > free
+    return ExportMemory(rest if rest is None or in_files else rest + held, in_files)
 
 
-def check_export_memory(plan: Plan, backend: Backend) -> None:
-    """Raise ValueError where this machine has too little memory free for the export itself."""
-    takes, free = memory_of_export(plan, backend), free_memory()
-    if takes is None or free is None or takes <= free:
-        return
+def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
+    """Return the memory that the export takes. Raises ValueError where this machine has too little of it free."""
+    memory, free = memory_of_export(plan, backend), free_memory()
+    if memory.takes is None or free is None or memory.takes <= free:
+        return memory
     smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe != "none"]
     advice = f", or type --qlinear {smaller[0]}" if plan.qlinear == "none" and smaller else ""
     raise ValueError(
-        f"the export takes about {takes / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free here: free some{advice}"
+        f"the export takes about {memory.takes / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free here: free some"
+        f"{advice}"
     )
 
 

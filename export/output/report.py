@@ -30,7 +30,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
-        "export_bytes": memory_of_export(plan, BACKENDS[plan.config.backend].load()),
+        "export_bytes": memory_of_export(plan, BACKENDS[plan.config.backend].load()).takes,
         "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
         "longest_context": memory and {gpu.name: _longest_context(plan, gpu) for gpu in _gpus(plan)},
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},

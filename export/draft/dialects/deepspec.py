@@ -28,7 +28,7 @@ def refuse(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for layers after the first, which take the embedding as well there."""
     from eagle3.export.checkpoints.json_fields import count
 
-    if (count(config, "num_hidden_layers", 1, file) or 1) > 1:
+    if count(config, "num_hidden_layers", 1, file) > 1:
         raise ValueError(
             f"{file}: num_hidden_layers is {config['num_hidden_layers']}, but DeepSpec's own evaluation takes heads of "
             "one layer alone: this head is not read"
