@@ -1,14 +1,16 @@
 """Artifacts that take minutes of one core to make: begun with the first test, one after the other, beside the tests.
 
-With pytest-xdist one worker makes them for all: each is a folder in a place that every worker knows, with a file beside
-it that says it is finished.
+With pytest-xdist its workers say what they need, and the process that they belong to makes it for all: none waits in
+vain for a worker that died. Each artifact is a folder in a place that all know, with a file beside it that says it is
+finished.
 """
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -24,15 +26,25 @@ COMMANDS = {
 
 
 class Beforehand:
-    """The folders of ``COMMANDS`` below ``folder``. One process ``makes`` them, the others wait."""
+    """The folders of ``COMMANDS`` below ``folder``: one process ``makes`` them, those that run tests wait for them."""
 
-    def __init__(self, folder: Path, names: Collection[str], makes: bool):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.running: subprocess.Popen | None = None
         self.pool = ThreadPoolExecutor(1)
-        self.names = [name for name in COMMANDS if name in names]
-        for name in self.names if makes else ():
-            self.pool.submit(self._make, name)
+        self.making: list[Future] = []
+        self.asked = folder / "asked"
+
+    def ask(self, names: Collection[str]) -> None:
+        """Says what the tests need: every process that runs tests has collected the same."""
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
+            file.write(" ".join(name for name in COMMANDS if name in names))
+        Path(file.name).rename(self.asked)
+
+    def make(self) -> None:
+        """Begins what was asked for, once, however often this is called."""
+        if not self.making:
+            self.making = [self.pool.submit(self._make, name) for name in self.asked.read_text().split()]
 
     def _make(self, name: str) -> None:
         command = [sys.executable, *COMMANDS[name], self.folder / name]
@@ -44,7 +56,8 @@ class Beforehand:
 
     def __getitem__(self, name: str) -> Path:
         """The folder of an artifact, once it is there."""
-        assert name in self.names, f"collection saw no test with the fixture {name}: mark it with usefixtures"
+        asked = self.asked.read_text().split()
+        assert name in asked, f"collection saw no test with the fixture {name}: mark it with usefixtures"
         finished = self.folder / f"{name}.finished"
         while not finished.exists():
             time.sleep(0.1)
@@ -52,8 +65,9 @@ class Beforehand:
         assert not error, error
         return self.folder / name
 
-    def stop(self, wait: bool) -> None:
-        """Ends the making, or ``wait`` for it where another process may need what is left."""
-        if not wait and self.running is not None:
+    def stop(self) -> None:
+        """Ends the making."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        if self.running is not None:
             self.running.kill()
-        self.pool.shutdown(wait=wait, cancel_futures=not wait)
+        self.pool.shutdown()

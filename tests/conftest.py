@@ -121,7 +121,6 @@ def eager_target(checkpoints):
 
 
 BEFOREHAND = pytest.StashKey[Beforehand]()
-FOLDER = pytest.StashKey[Path]()
 LONGEST_FILE = "test_interpreted_artifact.py"  # minutes of one core, most of them in two tests
 
 
@@ -143,32 +142,36 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionstart(session):
     """The process that pytest-xdist's workers belong to, or the only one, makes the folder."""
-    if not hasattr(session.config, "workerinput"):
-        session.config.stash[FOLDER] = Path(tempfile.mkdtemp())
+    worker = getattr(session.config, "workerinput", None)
+    session.config.stash[BEFOREHAND] = Beforehand(Path(worker["beforehand"] if worker else tempfile.mkdtemp()))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["beforehand"] = str(node.config.stash[FOLDER])
+    node.workerinput["beforehand"] = str(node.config.stash[BEFOREHAND].folder)
 
 
+@pytest.hookimpl(tryfirst=True)  # before a worker tells that it has collected
 def pytest_collection_finish(session):
     config = session.config
+    beforehand = config.stash[BEFOREHAND]
     if config.option.collectonly or config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
-    worker = getattr(config, "workerinput", {"workerid": "gw0"})
-    folder = Path(worker["beforehand"]) if "beforehand" in worker else config.stash[FOLDER]
-    wanted = {name for item in session.items for name in item.fixturenames} & COMMANDS.keys()
-    config.stash[BEFOREHAND] = Beforehand(folder, wanted, makes=worker["workerid"] == "gw0")
+    beforehand.ask({name for item in session.items for name in item.fixturenames} & COMMANDS.keys())
+    if not hasattr(config, "workerinput"):
+        beforehand.make()
 
 
-def pytest_sessionfinish(session, exitstatus):
-    config = session.config
-    if BEFOREHAND in config.stash:
-        others = hasattr(config, "workerinput") and exitstatus != pytest.ExitCode.INTERRUPTED
-        config.stash[BEFOREHAND].stop(wait=others)
-    if FOLDER in config.stash:
-        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node):
+    node.config.stash[BEFOREHAND].make()
+
+
+def pytest_sessionfinish(session):
+    beforehand = session.config.stash[BEFOREHAND]
+    if not hasattr(session.config, "workerinput"):
+        beforehand.stop()
+        shutil.rmtree(beforehand.folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
