@@ -35,6 +35,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
 
 
+def contiguous_beside(values: Tensor) -> Tensor:
+    """Return a contiguous copy of ``values``: in a file on the same disk if they are a part of a tensor in one."""
+    file = values.untyped_storage().filename
+    if file is None:
+        return values.clone(memory_format=torch.contiguous_format)
+    return empty(values.shape, values.dtype, Path(file).parent).copy_(values)
+
+
 def part_names(weight: TorchAOBaseTensor) -> list[str]:
     """Return the names of the tensors that a quantized weight consists of."""
     return weight.__tensor_flatten__()[0]

@@ -7,6 +7,7 @@ import torch
 from test_xnnpack_quantization import lowered
 from torch import nn
 
+from eagle3.export import tensor_files
 from eagle3.export.lowering.xnnpack import lowering
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import CACHED, KERNEL_ROWS, SplitLinear, split_wide_linears
@@ -57,6 +58,21 @@ def test_a_weight_that_two_hold_is_split_once_and_a_bias_added_once():
     assert all(one.weight is other.weight for one, other in zip(model.linear.parts, model.again.parts, strict=True))
     for out, was in zip((model.linear(x), model.again(x)), before, strict=True):
         assert (out - was).std() < 0.02 * was.std()  # inputs are quantized range by range
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_the_ranges_of_a_weight_in_a_file_lie_in_files(in_a_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "LARGE", 4096)
+    linear = nn.Linear(WIDTH, OUTPUTS, bias=False).requires_grad_(False)
+    quantize(model := nn.Sequential(linear), Recipe("8da4w", "none", 32), spare=set())
+    weight = linear.weight
+    if in_a_file:
+        weight.qdata = tensor_files.empty(weight.qdata.shape, weight.qdata.dtype, tmp_path).copy_(weight.qdata)
+    split_wide_linears(model, 4)
+    parts = [part.weight.qdata for part in model[0].parts]
+    assert [bool(part.untyped_storage().filename) for part in parts] == [in_a_file] * len(parts)
+    assert torch.equal(torch.cat(parts, 1), weight.qdata) and all(part.is_contiguous() for part in parts)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("recipe", [Recipe("8da8w", "none", 0), Recipe("none", "none", 0)])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight
+from eagle3.export.tensor_files import contiguous_beside
 from eagle3.runner.hardware.cpu_features import lacks_avx512
 
 CACHED = 6 << 10
@@ -75,7 +76,7 @@ def _columns(weight: DynamicWeight, start: int, end: int) -> nn.Parameter:
     def cut(values: Tensor) -> Tensor:
         """Return the columns of one range: a code is of one input, a scale of a group."""
         inputs = weight.shape[1] // values.shape[1]
-        return values[:, start // inputs : end // inputs].contiguous()
+        return contiguous_beside(values[:, start // inputs : end // inputs])
 
     data = (cut(getattr(weight, name)) for name in weight.tensor_data_names)
     attributes = (getattr(weight, name) for name in weight.tensor_attribute_names)
