@@ -178,11 +178,15 @@ def names_of(kernel: triton.JITFunction) -> dict[int, str]:
 
 
 def edited(function: triton.JITFunction, old: str, new: str, folder: Path) -> triton.JITFunction:
-    """The function of a copy of its module in which ``new`` stands once in place of ``old``."""
+    """The function of a copy of its module in which ``new`` stands once in place of ``old``.
+
+    The copy's ops have a namespace of their own: one of the same name would end the module's, and the next call of that
+    would read memory that was freed.
+    """
     source = Path(function.fn.__code__.co_filename).read_text()
     assert source.count(old) == 1, f"{source.count(old)} times {old!r}"
     copy = folder / f"edited_{abs(hash((function.fn.__name__, old, new)))}.py"
-    copy.write_text(source.replace(old, new))
+    copy.write_text(source.replace(old, new).replace('"eagle3::', f'"{copy.stem}::'))
     spec = importlib.util.spec_from_file_location(copy.stem, copy)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

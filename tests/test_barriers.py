@@ -47,6 +47,12 @@ def test_queries_that_are_made_and_then_loaded_need_a_barrier(tmp_path):
     assert re.match(r"argument 0 \(Q\) is stored, then loaded .*no barrier.*: PTX line \d+ \(heads.py:\d+\) and", found)
 
 
+def test_a_kernel_with_a_fault_leaves_the_ops_as_they_are(tmp_path):
+    """Otherwise the next call of the op ends the process, or says that there is no memory."""
+    edited(attention._attention_kernel, "what one thread stored, another loads", "the same", tmp_path)
+    assert torch.ops.eagle3.attention.default is attention.attention._opoverload
+
+
 @pytest.mark.parametrize("name", ["attention", "int4", "int8", "bf16", "large int8"])
 @pytest.mark.parametrize(("order", "weaker"), [('sem="acq_rel"', 'sem="relaxed"'), ('scope="gpu"', 'scope="cta"')])
 def test_sums_of_other_blocks_need_an_atomic_that_releases_and_acquires_for_the_gpu(name, order, weaker, tmp_path):
