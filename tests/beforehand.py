@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 class Beforehand:
-    """The folders of ``COMMANDS`` below ``folder``: one process ``makes`` them, those that run tests wait for them."""
+    """The folders of ``COMMANDS`` below ``folder``: one process calls ``make``, those that run tests wait for them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -67,7 +67,7 @@ class Beforehand:
 
     def stop(self) -> None:
         """Ends the making."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)  # first: nothing else begins once the child is gone
         if self.running is not None:
             self.running.kill()
         self.pool.shutdown()

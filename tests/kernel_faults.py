@@ -19,7 +19,7 @@ def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleTy
     if source.count(old) != 1:
         raise ValueError(f"{module.__file__} has {source.count(old)} times what is to be replaced: {old!r}")
     path = folder / Path(module.__file__).name
-    path.write_text(_kernels(source.replace(old, new)))
+    path.write_text(kernels_alone(source.replace(old, new)))
     made: dict = {}
     exec(compile(path.read_text(), str(path), "exec"), vars(module), made)
     with ExitStack() as stack:
@@ -29,8 +29,9 @@ def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleTy
         yield
 
 
-def _kernels(source: str) -> str:
-    """The functions that Triton compiles, on the lines where they stand."""
+def kernels_alone(source: str) -> str:
+    """The functions of a module that Triton compiles, on the lines where they stand. Run whole, a copy would register
+    the module's ops again, which ends the module's own: their next call would read memory that was freed."""
     lines, kept = source.splitlines(), set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):

@@ -3,13 +3,13 @@
 python tests/ptx_of_kernels.py
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import triton
+from kernel_faults import kernels_alone
 from triton._C.libtriton import ir
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime import driver
@@ -178,19 +178,14 @@ def names_of(kernel: triton.JITFunction) -> dict[int, str]:
 
 
 def edited(function: triton.JITFunction, old: str, new: str, folder: Path) -> triton.JITFunction:
-    """The function of a copy of its module in which ``new`` stands once in place of ``old``.
-
-    The copy's ops have a namespace of their own: one of the same name would end the module's, and the next call of that
-    would read memory that was freed.
-    """
+    """The function of a copy of its module's kernels in which ``new`` stands once in place of ``old``."""
     source = Path(function.fn.__code__.co_filename).read_text()
     assert source.count(old) == 1, f"{source.count(old)} times {old!r}"
     copy = folder / f"edited_{abs(hash((function.fn.__name__, old, new)))}.py"
-    copy.write_text(source.replace(old, new).replace('"eagle3::', f'"{copy.stem}::'))
-    spec = importlib.util.spec_from_file_location(copy.stem, copy)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function.fn.__name__)
+    copy.write_text(kernels_alone(source.replace(old, new)))
+    names = dict(function.fn.__globals__)
+    exec(compile(copy.read_text(), str(copy), "exec"), names)
+    return names[function.fn.__name__]
 
 
 if __name__ == "__main__":  # every kernel for every architecture: some minutes
