@@ -38,6 +38,8 @@ ANCHORS, SLOTS, CHAIN = [2, 5, 6, 9, 14, 21, 26], {"eagle3": 12, "dspark": 32}, 
 MARKOV = {"markov_rank": 8, "markov_head_type": "vanilla"}
 CASES = {  # folder: family, kind, options of its configuration, seed: the first from 704 on without a near-tie
     "golden/qwen3_deepspec": ("qwen3", "eagle3", {}, 736),
+    "golden/gemma4_deepspec": ("gemma4", "eagle3", {}, 707),
+    "golden/gemma4_deepspec_values": ("gemma4", "eagle3", {"attention_k_eq_v": False}, 713),
     "golden_dflash/dflash_deepspec": ("qwen3", "dspark", {"markov_rank": 0}, 722),
     "golden_dflash/dspark_deepspec": ("qwen3", "dspark", MARKOV, 704),
     "golden_dflash/dspark_deepspec_gemma4": ("gemma4", "dspark", MARKOV, 704),

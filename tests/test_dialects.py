@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,8 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.taps import choose_taps
 from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
+
+GOLDEN = Path(__file__).parent / "golden"
 
 TARGET = LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=12)
 
@@ -297,8 +300,22 @@ def test_a_deepspec_head_is_read_with_its_steps_and_target(tmp_path):
 def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     two = write(tmp_path / "two", "deepspec", num_hidden_layers=2)
     assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes heads of one layer" in refusal(read_draft, two)
-    gemma = write(tmp_path / "gemma", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
-    assert "an EAGLE-3 head with Gemma 4's layers" in refusal(read_draft, gemma)
+    named = write(tmp_path / "named", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
+    assert "lacks layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads with Gemma 4's" in refusal(read_draft, named)
+    more = {"layers.0.pre_feedforward_layernorm.weight": torch.ones(HIDDEN)}
+    unnamed = write(tmp_path / "unnamed", "deepspec", random_head() | more)
+    assert "has layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads" in refusal(read_draft, unnamed)
+    experts = shutil.copytree(GOLDEN / "gemma4_deepspec", tmp_path / "experts")
+    config = json.loads((experts / "config.json").read_text())
+    (experts / "config.json").write_text(json.dumps(config | {"enable_moe_block": True}))
+    assert "layers with experts or with inputs of their own" in refusal(read_draft, experts)
+
+
+@pytest.mark.parametrize("case", ["gemma4_deepspec", "gemma4_deepspec_values"])
+def test_deepspec_heads_with_gemma4_layers_are_their_formulas(case):
+    draft = read_draft(GOLDEN / case)
+    assert draft.gemma4 and (draft.embedding_scale, draft.softcap) == (8.0, 4.0)
+    check_draft(draft, taps=3)
 
 
 def test_angelslims_own_ids_are_outputs(tmp_path):

@@ -58,6 +58,11 @@ class DraftDescription:
     verifier: str | None = None
     """The target that the head was trained for, if the checkpoint names it."""
     verifier_architectures: tuple[str, ...] = ()
+    gemma4: bool = False
+    """The layers are Gemma 4's, of full attention."""
+    embedding_scale: float = 1.0
+    softcap: float | None = None
+    """A logit x becomes softcap * tanh(x / softcap)."""
     warnings: tuple[str, ...] = ()
 
     @property

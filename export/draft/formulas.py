@@ -8,7 +8,8 @@ names, so that a mistake in reading them shows as well. EAGLE-3 (taps a, embedde
     x = r + attention(cat[e, h]);  g = x + mlp(post_attention_layernorm(x))
     logits = lm_head(norm(g));  the next f is norm(g) if norm_output else g
 
-A later layer takes its norm of g instead of cat[e, h]. EAGLE 1 and 2: f is the target's final state, and the layer runs
+A later layer takes its norm of g instead of cat[e, h]. DeepSpec's for Gemma 4 has E * sqrt(H), another layer
+(``_gemma4_layer``) and a softcap of its logits. EAGLE 1 and 2: f is the target's final state, and the layer runs
 on x = fc(cat[E, f]). P-EAGLE: step j is a row of its own after the last one, with the mask token and the feature
 fc(mask_hidden).
 
@@ -56,7 +57,8 @@ class Drafter:
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens [T] -> [T, H]."""
         own = self._find("embed_tokens.weight")
-        return (self.embedding if own is None else own)[tokens]
+        rows = (self.embedding if own is None else own)[tokens]
+        return rows * self.layer.hidden_size**0.5 if self._of_gemma4 else rows
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Fuse the target's states, each [T, H_target], into features [T, H]. A head that takes the final state returns
@@ -84,7 +86,14 @@ class Drafter:
         said, specforge = self._said("norm_output"), self.dialect == "specforge"
         out = g if specforge and said is False else normed
         feeds = not specforge and (said or self._said("return_hidden_post_norm"))
-        return F.linear(out, self._vocabulary(), self._find("lm_head.bias")), normed if feeds else g
+        logits = F.linear(out, self._vocabulary(), self._find("lm_head.bias"))
+        if self._of_gemma4 and (cap := self._said("final_logit_softcapping")):
+            logits = torch.tanh(logits / cap) * cap
+        return logits, normed if feeds else g
+
+    @property
+    def _of_gemma4(self) -> bool:
+        return "Gemma4Eagle3Model" in (self.config.get("architectures") or [])
 
     @property
     def _layers(self) -> int:
@@ -103,6 +112,8 @@ class Drafter:
 
     def _layer(self, index: int, e: Tensor, f: Tensor) -> Tensor:
         at = f"layers.{index}."
+        if self._of_gemma4:
+            return self._gemma4_layer(at, e, f)
         if index == 0 and self._joins_in_fc:
             residual = self._linear(torch.cat([self._normed_if_there(e, "embed_norm"), f], dim=-1), "fc")
             x = self._normed_if_there(residual, f"{at}input_layernorm")
@@ -120,18 +131,31 @@ class Drafter:
         gate = self._activation()(self._linear(inner, f"{at}mlp.gate_proj"))
         return x + self._linear(gate * self._linear(inner, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
 
+    def _gemma4_layer(self, at: str, e: Tensor, f: Tensor) -> Tensor:
+        """Norms before and behind attention and MLP, and a factor of the layer's own."""
+        both = torch.cat([self._norm(e, f"{at}input_layernorm"), self._norm(f, f"{at}hidden_norm")], dim=-1)
+        x = f + self._norm(self._attention(0, both), f"{at}post_attention_layernorm")
+        inner = self._norm(x, f"{at}pre_feedforward_layernorm")
+        gate = self._activation()(self._linear(inner, f"{at}mlp.gate_proj"))
+        out = self._linear(gate * self._linear(inner, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
+        return (x + self._norm(out, f"{at}post_feedforward_layernorm")) * self._get(f"{at}layer_scalar")
+
     def _attention(self, index: int, x: Tensor) -> Tensor:
         at, heads = f"layers.{index}.self_attn.", self.layer.num_attention_heads
         size = self._get(f"{at}q_proj.weight").shape[0] // heads
+        of_value = "v" if self._find(f"{at}v_proj.weight") is not None else "k"
         query, key, value = (
-            self._linear(x, f"{at}{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1) for name in "qkv"
+            self._linear(x, f"{at}{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1)
+            for name in ("q", "k", of_value)
         )  # [heads or kv_heads, T, size]
+        if self._of_gemma4:
+            value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + self.layer.rms_norm_eps)
         if self._find(f"{at}q_norm.weight") is not None:
             query, key = self._norm(query, f"{at}q_norm"), self._norm(key, f"{at}k_norm")
         query, key = self._with_rotary(query, size), self._with_rotary(key, size)
         groups = heads // len(key)
         key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
-        scores = query @ key.transpose(1, 2) / size**0.5
+        scores = query @ key.transpose(1, 2) / (1 if self._of_gemma4 else size**0.5)
         scores = scores.masked_fill(~self._visible(index, len(x)), float("-inf"))
         return self._linear((scores.softmax(-1) @ value).transpose(0, 1).flatten(1), f"{at}o_proj")
 

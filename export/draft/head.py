@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
+from eagle3.export.draft.gemma4_layer import Gemma4DraftLayer
 from eagle3.export.draft.kinds.head import CachedHead
 from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
@@ -40,6 +41,7 @@ class DraftHead(CachedHead):
         self.max_seq_len, self.feeds_normed = max_seq_len, draft.feeds_normed
         self.joins_in_fc, self.mask_token = draft.kind == EAGLE, draft.mask_token_id
         self.takes_final_state = draft.takes_final_state
+        self.embedding_scale, self.softcap = draft.embedding_scale, draft.softcap
         if draft.has_embedding:
             tokens, width = draft.headers["embed_tokens.weight"].shape
             self.embed_tokens = nn.Embedding(tokens, width)
@@ -53,7 +55,8 @@ class DraftHead(CachedHead):
         self.embed_norm = norm("embed_norm", size)
         fused = draft.headers["fc.weight"].shape[1] if draft.has("fc") else 0
         self.fc = nn.Linear(fused, size, bias="fc.bias" in draft.headers) if fused else None
-        self.layers = nn.ModuleList(DraftLayer(draft, index) for index in range(draft.layers))
+        layer = Gemma4DraftLayer if draft.gemma4 else DraftLayer
+        self.layers = nn.ModuleList(layer(draft, index) for index in range(draft.layers))
         self.norm = norm("norm", size)
         if not draft.shares_lm_head and not draft.ties_lm_head:
             self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)
@@ -136,6 +139,8 @@ class DraftHead(CachedHead):
             if accepted is not None:
                 tokens, feature = self._masked_behind(tokens, feature, accepted)
         embedded = self.embed_tokens(tokens)
+        if self.embedding_scale != 1.0:
+            embedded = embedded * self.embedding_scale
         if self.embed_norm is not None:
             embedded = self.embed_norm(embedded)
         state = feature
@@ -151,7 +156,10 @@ class DraftHead(CachedHead):
             keep = self._kept(last, accepted) if index == len(self.layers) - 1 else None
             state = layer(embedded, state, keep, position_embeddings=rotary, attention_mask=rows[window])
         normed = state if self.norm is None else self.norm(state)
-        return self.lm_head(normed), normed if self.feeds_normed else state
+        logits = self.lm_head(normed)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits, normed if self.feeds_normed else state
 
     def _with_mask_rows(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.mask_token is not None, "a P-EAGLE has a mask token"

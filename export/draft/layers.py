@@ -44,15 +44,29 @@ class DraftLayer(nn.Module):
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if draft.has(f"{where}.{name}") else None
             setattr(self, name, norm)
-        self.self_attn = _attention_class(draft, where)(config, layer_idx=0)
+        self.self_attn = self.attention_of(draft, where)
         self.mlp = modeling_llama.LlamaMLP(config)
         width = config.hidden_size * (2 if self.joins else 1)
         for owner, names in ((self.self_attn, "qkvo"), (self.mlp, ("gate", "up", "down"))):
             part = "self_attn" if owner is self.self_attn else "mlp"
             for name in (f"{each}_proj" for each in names):
                 linear, bias = getattr(owner, name), f"{where}.{part}.{name}.bias" in draft.headers
+                if linear is None:
+                    continue
                 inputs = width if name in ("q_proj", "k_proj", "v_proj") else linear.in_features
                 setattr(owner, name, nn.Linear(inputs, linear.out_features, bias=bias))
+
+    def attention_of(self, draft: EagleDescription, where: str) -> nn.Module:
+        """Return the attention, whose linears ``__init__`` replaces. ``where`` is the layer's name. GLM's applies RoPE
+        to the first dimensions of a head only. It splits each head for that, which would cost time where all dimensions
+        have RoPE."""
+        if _rotates_in_part(draft):
+            attention: Any = modeling_glm4_moe.Glm4MoeAttention
+        elif draft.has(f"{where}.self_attn.q_norm"):
+            attention = modeling_qwen3.Qwen3Attention
+        else:
+            attention = modeling_llama.LlamaAttention
+        return attention(_config(draft), layer_idx=0)
 
     def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention: Any) -> Tensor:
         """Compute embedding (used by the first layer only) and feature, each [1, T, H] -> [1, T, H], or only the rows
@@ -81,14 +95,6 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 def _rotates_in_part(draft: EagleDescription) -> bool:
     return draft.layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
-
-
-def _attention_class(draft: EagleDescription, where: str) -> type[nn.Module]:
-    """Return the attention class. GLM's applies RoPE to the first dimensions of a head only. It splits each head for
-    that, which would cost time where all dimensions have RoPE."""
-    if _rotates_in_part(draft):
-        return modeling_glm4_moe.Glm4MoeAttention
-    return modeling_qwen3.Qwen3Attention if draft.has(f"{where}.self_attn.q_norm") else modeling_llama.LlamaAttention
 
 
 def _config(draft: EagleDescription) -> LlamaConfig:

@@ -10,7 +10,6 @@ from eagle3.export.draft.own_layer import MODEL_TYPES
 _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_ARCHITECTURE = {
     r"DSpark": "a DSpark head in a form other than speculators' and DeepSpec's",
-    r"Gemma4Eagle3": "an EAGLE-3 head with Gemma 4's layers",
     r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head (a block-parallel head)",
     r"MuseGlimmerAssistant": "a Muse Glimmer assistant",

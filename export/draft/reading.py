@@ -13,6 +13,7 @@ from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
 from eagle3.export.draft.eagle_kinds import MASK_TOKENS, head_kind
+from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
@@ -82,7 +83,8 @@ def _describe(
     if dialect.name == "speculators" and not isinstance(config.get("transformer_layer_config"), dict):
         nested(config, "transformer_layer_config", file)
         raise ValueError(f"{file} has no transformer_layer_config, as a head of speculators has: correct it")
-    fields = dialect.layer_fields(config)
+    gemma4 = dialect.name == "deepspec" and names_gemma4(config)
+    fields = full_attention_fields(config, file) if gemma4 else dialect.layer_fields(config)
     if fields is config and "transformer_layer_config" in config:
         raise ValueError(f"{file} is of speculators (transformer_layer_config): type --draft-dialect speculators")
     dialect.refuse(config, file)
@@ -104,6 +106,7 @@ def _describe(
     decided = () if norm_before_residual is None else ("norm_before_residual",)
     refuse_unheeded_variants(dialect, kind, file, variants, own, decided)
     _check_presence(folder, kind, variants, own, final, warnings)
+    _check_gemma4(folder, gemma4, own)
     later = _later_norm(folder, own, layers, dialect)
     normed, feeds = _output_norm(file, variants, own, dialect, warnings)
     unused = {"fc.weight", "fc.bias"} if kind != EAGLE and final else set()
@@ -162,6 +165,9 @@ def _describe(
         chain_len=proposal.chain_len,
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,
+        gemma4=gemma4,
+        embedding_scale=layer.hidden_size**0.5 if gemma4 else 1.0,
+        softcap=number(config, "final_logit_softcapping", None, file) if gemma4 else None,
         warnings=tuple(warnings),
     )
 
@@ -264,6 +270,16 @@ def _mask_token(file: Path, variants: Mapping[str, Any], own: Headers) -> int:
             "rows: correct it"
         )
     return found[0]
+
+
+def _check_gemma4(folder: Path, gemma4: bool, own: Headers) -> None:
+    """Check that the head has what Gemma 4's layers have beside Llama's, or that it has none of it."""
+    for name in ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight", "layer_scalar"):
+        if gemma4 != (f"layers.0.{name}" in own):
+            raise ValueError(
+                f"{folder} {'lacks' if gemma4 else 'has'} layers.0.{name}: EAGLE-3 heads with Gemma 4's layers are "
+                "read as DeepSpec saves them (Gemma4Eagle3Model)"
+            )
 
 
 def _check_presence(

@@ -20,6 +20,7 @@ from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.eagle_kinds import MASK_TOKENS
 from eagle3.export.draft.formulas import Drafter
+from eagle3.export.draft.gemma4_fields import with_sizes_of
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.tensor_names import own_name
@@ -107,7 +108,7 @@ def _small_layer(draft: EagleDescription) -> "LlamaConfig":
 def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
     """Return the head's own ``config.json`` with smaller sizes."""
     config = read_object(draft.folder / "config.json")
-    fields = DIALECTS[draft.dialect].layer_fields(config)
+    fields = config if draft.gemma4 else DIALECTS[draft.dialect].layer_fields(config)
     cut = small.to_dict()
     sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     fields |= {key: cut[key] for key in (*sizes, "max_position_embeddings")} | {"vocab_size": VOCABULARY}
@@ -116,6 +117,7 @@ def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | 
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
         fields.pop(key, None)
     fields["rope_parameters"] = cut["rope_parameters"]
+    fields |= with_sizes_of(cut) if draft.gemma4 else {}
     if config.get("draft_vocab_size") is not None:
         config["draft_vocab_size"] = _spoken(draft)
     for part in (config, config.get("eagle_config") or {}):
@@ -180,7 +182,9 @@ def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int
             f"{at}.mlp.down_proj": (size, inner),
         }
         norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+        norms |= {f"{at}.{name}_feedforward_layernorm": (size,) for name in ("pre", "post")}  # Gemma 4's
         norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
     shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(draft.layers)}
     return shapes | ({"mask_hidden": (1, 1, (taps or 1) * width)} if draft.kind == P_EAGLE else {})

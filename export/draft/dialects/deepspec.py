@@ -1,5 +1,5 @@
 """DeepSeek's DeepSpec: the target's own flat keys, with ``ttt_length`` and the taps in ``target_layer_ids``, which mean
-outputs. A head has one layer, Qwen3's, an embedding and an lm_head of the whole vocabulary.
+outputs. A head has one layer, Qwen3's or Gemma 4's, an embedding and an lm_head of the whole vocabulary.
 
 Source: deepseek-ai/DeepSpec, ``deepspec/modeling/eagle3/qwen3/modeling.py`` and ``deepspec/eval/eagle3/evaluator.py``.
 """

@@ -21,15 +21,9 @@ class DFlashDescription(DraftDescription):
     mask_token_id: int
     first_row: int
     """The first row of a block that proposes a token: 0, or 1 if the anchor's row does not."""
-    embedding_scale: float = 1.0
     embeds_as_target: bool = False
     """Tokens are embedded as the target embeds them, scaled where it scales; if not, by the embedding's rows alone."""
     output_multiplier: float = 1.0
-    softcap: float | None = None
-    """A logit x becomes softcap * tanh(x / softcap)."""
-
-    gemma4: bool = False
-    """The layers are Gemma 4's, of full attention, in place of Qwen3's."""
     markov_rank: int = 0
     markov_type: str = "vanilla"
     """DSpark's head: its rank, 0 for none, and its type."""

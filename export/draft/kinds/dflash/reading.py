@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects import DIALECTS, Proposal
+from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS, XPRESS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.layer_config import layer_config, windows
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 SPECULATORS, Z_LAB, DEEPSPEC = "speculators", "z-lab", "deepspec"
-GEMMA4 = "Gemma4DSparkModel"
 KEYS, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
 """Keys that tell the forms apart."""
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
@@ -65,8 +65,9 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         what, forms = ("an xPress", "speculators'") if kind == XPRESS else ("a DSpark", "speculators' and DeepSpec's")
         raise ValueError(f"{folder} is {what} head in a form other than {forms}, which is not read")
     said = _of_z_lab(config, file, kind) if form == Z_LAB else config
-    gemma4 = GEMMA4 in (config.get("architectures") or [])
-    fields = nested(config, KEYS, file) if speculators else _of_gemma4(config, file) if gemma4 else config
+    gemma4 = form == DEEPSPEC and names_gemma4(config)
+    own_fields = full_attention_fields(config, file) if gemma4 else config
+    fields = nested(config, KEYS, file) if speculators else own_fields
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     check_named_once(folder, names)
     plain = {name.removeprefix("model."): header for name, header in headers.items()}
@@ -186,24 +187,6 @@ def _of_z_lab(config: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
     if any((file.parent / name).exists() for name in ("mask_embedding.pt", "mask_embedding.safetensors")):
         raise ValueError(f"{file.parent} has an embedding of its mask token in a file of its own, which is not read")
     return {key: config[key] for key in (*_HEEDED, *_FACTORS, *_OF_DFLASH2, "is_causal") if key in config} | own
-
-
-def _of_gemma4(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the sizes of Gemma 4's layers of full attention under the keys that other layers have them under. Raises
-    ValueError for experts and inputs by layer, which DeepSpec's code does not compute."""
-    experts = boolean(config, "enable_moe_block", False, file)
-    by_layer = count(config, "hidden_size_per_layer_input", 0, file, least=0)
-    if experts or by_layer:
-        raise ValueError(f"{file}: layers with experts or with inputs of their own, which DeepSpec's code has not")
-    heads = "num_global_key_value_heads" if boolean(config, "attention_k_eq_v", False, file) else "num_key_value_heads"
-    kept = (
-        *("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size"),
-        *("num_hidden_layers", "rms_norm_eps", "layer_types"),
-    )
-    rope = nested(nested(config, "rope_parameters", file), "full_attention", file)
-    own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get(heads), "rope_parameters": rope}
-    own |= {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")}
-    return {key: config[key] for key in kept if key in config} | own
 
 
 def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, speculators: bool) -> Block:

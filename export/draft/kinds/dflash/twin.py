@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.draft.gemma4_fields import with_sizes_of
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
 from eagle3.export.draft.kinds.dflash.reading import KEYS, OWN, read
@@ -102,9 +103,7 @@ def _shrunken(draft: DFlashDescription) -> tuple[dict[str, Any], "LlamaConfig"]:
     for key in ("rope_theta", "rope_scaling"):
         fields.pop(key, None)
     fields["rope_parameters"] = cut["rope_parameters"]
-    if draft.gemma4:
-        fields |= {"global_head_dim": cut["head_dim"], "num_global_key_value_heads": cut["num_key_value_heads"]}
-        fields["rope_parameters"] = {"full_attention": cut["rope_parameters"]}
+    fields |= with_sizes_of(cut) if draft.gemma4 else {}
     if config.get("draft_vocab_size") is not None:
         config["draft_vocab_size"] = SPOKEN if draft.maps_vocabulary else VOCABULARY
     for part in (config, config.get(OWN) or {}):
