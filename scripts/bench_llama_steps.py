@@ -1,6 +1,6 @@
 """Compares steps of a CPU artifact with llama.cpp's llama-bench, at published widths with random weights.
 
-    python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 8
+    python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 8 --prompt 64,1000,4000
     python scripts/bench_llama_steps.py llama.cpp --folder steps --bits 4 --target llama3.1-8B --layers 4
 
 ``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more CMake target. A decode computes one token. A
@@ -86,13 +86,24 @@ def of_artifact(artifact: Path, prompt: int) -> Steps:
 
 def text(report: dict) -> str:
     cells = [
-        {"": name}
-        | {NAMES[step]: f"{report['ms'][name][step]:.1f} ms" for step in NAMES}
-        | {"verify to decode": f"{report['ms'][name]['window'] / report['ms'][name]['decode']:.2f}"}
-        for name in report["ms"]
+        {"": name, "behind": f"{prompt} tokens"}
+        | {NAMES[step]: f"{steps[step]:.1f} ms" for step in NAMES}
+        | {"verify to decode": f"{steps['window'] / steps['decode']:.2f}"}
+        for prompt, names in report["ms"].items()
+        for name, steps in names.items()
     ]
-    where = f"{report['target']}, {report['layers']} layers, {cores()} threads, behind {report['prompt']} tokens"
+    where = f"{report['target']}, {report['layers']} layers, {cores()} threads"
     return f"{report['machine']}; {where}\n{rendered(cells)}"
+
+
+def prompts(_context: click.Context, _option: click.Parameter, value: str) -> list[int]:
+    try:
+        lengths = [int(each) for each in value.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < PREFILL:
+        raise click.BadParameter(f"numbers of tokens, {PREFILL} or more each, such as 64,1000,4000")
+    return lengths
 
 
 @click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0], epilog=epilog(__doc__))
@@ -100,12 +111,12 @@ def text(report: dict) -> str:
 @click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True)
 @click.option("--layers", type=click.IntRange(4), default=9, show_default=True)
 @click.option("--bits", type=click.Choice(list(RECIPES)), default="8", show_default=True, help="Bits per weight.")
-@click.option("--prompt", type=click.IntRange(PREFILL, 1900), default=PREFILL, show_default=True, help="Cached tokens.")
+@click.option("--prompt", "lengths", callback=prompts, default=str(PREFILL), show_default=True, help="Cached tokens.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all recipes.")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="For checkpoint, artifacts and GGUFs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
-    llama_cpp: Path, target: str, layers: int, bits: str, prompt: int, repeats: int, folder: Path, as_json: bool
+    llama_cpp: Path, target: str, layers: int, bits: str, lengths: list[int], repeats: int, folder: Path, as_json: bool
 ) -> None:
     build, (recipes, types) = Build.found(llama_cpp), RECIPES[bits]
     if not Path(build.tool("llama-bench")).is_file():
@@ -116,22 +127,30 @@ def main(
     if not whole.is_file():
         write_gguf(folder / "target", config, part)
         part.rename(whole)
-    artifacts = {recipe: folder / recipe.replace(" ", "") for recipe in recipes}
+    slots = max(2048, max(lengths) + 256)
+    artifacts = {recipe: folder / f"{recipe.replace(' ', '')}-{slots}" for recipe in recipes}
     for recipe, artifact in artifacts.items():
         if not artifact.is_dir():
             qlinear, *more = recipe.split()
-            exported_for_cpu(folder, target, layers, qlinear, 2048, *more)
+            exported_for_cpu(folder, target, layers, qlinear, slots, *more)
             (folder / "artifact").rename(artifact)
     files = {f"llama.cpp, {kind}": folder / f"{kind}.gguf" for kind in types}
     for kind, file in zip(types, files.values(), strict=True):
         make(file, [build.tool("llama-quantize"), str(whole), PART, kind])
-    passes = []
+    passes: list[dict[int, dict[str, Steps]]] = []
     for _ in range(repeats):
-        passes.append({recipe: of_artifact(artifact, prompt) for recipe, artifact in artifacts.items()})
-        passes[-1] |= {name: of_llama(build, file, prompt) for name, file in files.items()}
-    ms = {name: {step: statistics.median(each[name][step] for each in passes) for step in NAMES} for name in passes[0]}
-    report = {"machine": machine(None), "versions": versions(), "target": target, "layers": layers, "prompt": prompt}
-    report["ms"] = ms
+        passes.append({})
+        for prompt in lengths:
+            found = {recipe: of_artifact(artifact, prompt) for recipe, artifact in artifacts.items()}
+            passes[-1][prompt] = found | {name: of_llama(build, file, prompt) for name, file in files.items()}
+    ms = {
+        prompt: {
+            name: {step: statistics.median(each[prompt][name][step] for each in passes) for step in NAMES}
+            for name in (*artifacts, *files)
+        }
+        for prompt in lengths
+    }
+    report = {"machine": machine(None), "versions": versions(), "target": target, "layers": layers, "ms": ms}
     click.echo(json.dumps(report | {"passes": passes}) if as_json else text(report))
 
 
