@@ -89,6 +89,10 @@ PATCHES: dict[str, Patch] = {
         "executorch.backends.xnnpack.xnnpack_preprocess.XnnpackBackend.copy_exported_program_for_preprocess",
     ),
     **_group(
+        "operations over the used slots of a cache, whose number is an input's value, are XNNPACK's as well",
+        "executorch.backends.xnnpack.partition.config.xnnpack_config.has_free_unbacked_symbols",
+    ),
+    **_group(
         "a weight's name has its scales' hash: weights with the same codes and other scales would be one",
         "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_serialized_buffer_index",
     ),

@@ -26,12 +26,14 @@ from torch import nn
 from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
-from eagle3.export.lowering.xnnpack.llm_ops_attention import heads_as_rows, heads_together, repeated_rows, rows_as_heads
+from eagle3.export.lowering.xnnpack.full_attention import FullAttention
+from eagle3.export.lowering.xnnpack.head_rows import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.targets.attention import KVCacheShape
 
 LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # larger than the processor's caches
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -91,6 +93,35 @@ def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], obj
     def call(rows: int) -> Callable[[], object]:
         query = torch.randn(1, rows, HEADS, HEAD_DIM).to(dtype)
         return lambda: torch.ops.llama.custom_sdpa(query, *cache, keys, None, 0.0, True, HEAD_DIM**-0.5)
+
+    return call
+
+
+class FullLayer(nn.Module):
+    """A layer's attention as an export has it."""
+
+    def __init__(self, slots: int):
+        super().__init__()
+        self.attention = FullAttention(KVCacheShape(KV_HEADS, HEAD_DIM, slots, heads=HEADS))
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, input_pos: torch.Tensor
+    ) -> torch.Tensor:
+        return self.attention(query, key, value, self.attention.rows(input_pos), HEAD_DIM**-0.5)
+
+
+def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
+    """Return the same as an export has it: of several rows, products of XNNPACK's over the slots that are used."""
+
+    def call(rows: int) -> Callable[[], object]:
+        shapes = [(1, rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        given = [*map(torch.randn, shapes), torch.arange(keys, keys + rows)]
+        program = torch.export.export(FullLayer(keys + max(ROWS)), tuple(given), strict=False)
+        lowered, _ = backend.lower({"forward": program}, {}, None)
+        buffer = lowered.buffer
+        with calm_stderr():
+            method = load_runtime().load_program(buffer).load_method("forward")
+        return lambda: (method.execute(given), len(buffer))
 
     return call
 
@@ -161,6 +192,7 @@ def main(keys: int, repeats: int, as_json: bool) -> None:
     products = {name: measured(product(name), repeats) for name in RECIPES}
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     attentions = {str(dtype).split(".")[1]: measured(attention(keys, dtype), repeats) for dtype in dtypes}
+    attentions["float32, as an export has it"] = measured(exported_attention(keys), repeats)
     attentions["int8"] = measured(int8_attention(keys), repeats)
     attentions |= {
         f"float32, a ring{named}": measured(windowed_attention(keys, count), repeats)

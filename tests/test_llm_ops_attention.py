@@ -1,25 +1,29 @@
 """Attention on the CPU, lowered and run: softcaps and sinks as the eager reference has them, rings and rewrites too."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir import to_edge_transform_and_lower
 from executorch.runtime import Runtime
 from torch import nn
 from torch.export import Dim
 
-from eagle3.export.lowering.xnnpack.llm_ops_attention import (
-    LlmOpsAttention,
-    heads_as_rows,
-    heads_together,
-    repeated_rows,
-    rows_as_heads,
-)
+from eagle3.export.lowering.xnnpack import full_attention
+from eagle3.export.lowering.xnnpack.attention import cpu_attention
+from eagle3.export.lowering.xnnpack.head_rows import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
+from eagle3.export.lowering.xnnpack.used_slots import planned
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 KV_HEADS, DIM, SLOTS = 2, 16, 48
 SCALE = 0.3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def products_of_small_caches():
+    with patch.object(full_attention, "LEAST_BYTES", 0):
+        yield
 
 
 class Layer(nn.Module):
@@ -43,14 +47,13 @@ def inputs(heads: int, start: int, length: int, seed: int):
 def lowered(layer: nn.Module, example, dynamic, file):
     program = torch.export.export(layer, example, dynamic_shapes=dynamic, strict=False)
     edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
-    plan = MemoryPlanningPass(alloc_graph_input=False)
-    file.write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=plan)).buffer)
+    file.write_bytes(edge.to_executorch(planned()).buffer)
     return Runtime.get().load_program(file).load_method("forward")
 
 
 KINDS = [(0, False, None, False), (0, False, None, True), (8, False, None, True)]
 """window, chunked, softcap, sinks"""
-# 4: a head of each group of keys is a product; 16: of each group of 8 heads 4 are rows of one, but with a softcap.
+# 4: two query heads for each head of keys; 16: eight, of which four become rows of a ring.
 CASES = [
     *((kind, heads) for kind in KINDS for heads in (4, 16)),
     ((8, True, 2.0, True), 4),
@@ -62,7 +65,7 @@ CASES = [
 def test_softcaps_and_sinks_are_those_of_the_eager_reference(kind, heads, tmp_path):
     rows = Dim("rows", min=1, max=8)
     dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows})
-    layer = Layer(LlmOpsAttention, heads, *kind)
+    layer = Layer(cpu_attention, heads, *kind)
     method = lowered(layer, inputs(heads, 0, 5, 0), dynamic, tmp_path / "layer.pte")
     eager = Layer(EagerAttention, heads, *kind)
     walk = [(0, 8), (8, 8), (16, 1), (17, 8), (25, 4), (26, 2), (28, 8), (36, 8)]  # 26: some of 25 to 28 were wrong
@@ -73,7 +76,7 @@ def test_softcaps_and_sinks_are_those_of_the_eager_reference(kind, heads, tmp_pa
 
 @pytest.mark.parametrize(("kind", "heads"), CASES)
 def test_a_row_at_a_time_from_the_first_position_on(kind, heads, tmp_path):
-    method = lowered(Layer(LlmOpsAttention, heads, *kind), inputs(heads, 0, 1, 0), None, tmp_path / "layer.pte")
+    method = lowered(Layer(cpu_attention, heads, *kind), inputs(heads, 0, 1, 0), None, tmp_path / "layer.pte")
     eager = Layer(EagerAttention, heads, *kind)
     for position in range(SLOTS):
         given = inputs(heads, position, 1, position)
@@ -86,17 +89,15 @@ METHODS = {"row": (1, 1), "window": (2, 8), "chunk": (9, 20)}
 
 @pytest.fixture(scope="module")
 def three_methods(tmp_path_factory):
-    """One full layer as three methods over one cache: windows keep their mask in the keys, the others do not."""
-    layer, programs = Layer(LlmOpsAttention, 16, 0, False, None, False), {}
+    """One full layer as three methods over one cache."""
+    layer, programs = Layer(cpu_attention, 16, 0, False, None, False), {}
     for name, (fewest, most) in METHODS.items():
         rows = Dim("rows", min=fewest, max=most) if fewest < most else None
         dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
         programs[name] = torch.export.export(layer, inputs(16, 0, fewest, 0), dynamic_shapes=dynamic, strict=False)
     edge = to_edge_transform_and_lower(programs, partitioner=[LevelPartitioner()])
-    plan = MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True)
-    config = ExecutorchBackendConfig(memory_planning_pass=plan, emit_mutable_buffer_names=True)
     file = tmp_path_factory.mktemp("three") / "layer.pte"
-    file.write_bytes(edge.to_executorch(config).buffer)
+    file.write_bytes(edge.to_executorch(planned()).buffer)
     return file
 
 
@@ -119,14 +120,48 @@ def test_windows_and_chunks_and_single_rows_share_a_cache(walk, three_methods):
         torch.testing.assert_close(methods[name].execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
 
 
-def test_windows_alone_keep_their_mask_in_the_keys_and_only_where_heads_share_keys():
-    def sliced(heads: int, length: int) -> bool:
-        layer = Layer(LlmOpsAttention, heads, 0, False, None, False)
-        program = torch.export.export(layer, inputs(heads, 0, length, 0), strict=False)
-        return any("masking_keys" in str(node.args) and "slice" in str(node.target) for node in program.graph.nodes)
+def operators(length: int, softcap: float | None = None, kv_heads: int = KV_HEADS) -> set[str]:
+    """Return which of the two ways a full layer computes ``length`` rows in."""
+    layer = Layer(cpu_attention, 16, 0, False, softcap, False)
+    layer.attention = cpu_attention(KVCacheShape(kv_heads, DIM, SLOTS, heads=16))
+    query, _, _, positions = inputs(16, 0, length, 0)
+    given = query, *(torch.randn(1, length, kv_heads, DIM) for _ in range(2)), positions
+    targets = {str(node.target) for node in torch.export.export(layer, given, strict=False).graph.nodes}
+    return {name for name in ("custom_sdpa", "used_slots") if any(name in target for target in targets)}
 
-    assert [sliced(16, length) for length in (1, 2, 7, 9)] == [False, True, True, False]
-    assert not sliced(4, 4)
+
+def test_windows_are_products_over_the_used_slots_and_single_rows_and_chunks_are_the_ops():
+    ways = [operators(length) for length in (1, 2, 16, 17)]
+    assert ways == [{"custom_sdpa"}, {"used_slots"}, {"used_slots"}, {"custom_sdpa"}]
+    assert operators(1, softcap=2.0) == {"used_slots"}
+    with patch.object(full_attention, "LEAST_BYTES", 2 * 4 * KV_HEADS * DIM * SLOTS + 1):
+        assert operators(2) == {"custom_sdpa"}
+
+
+def test_a_cache_that_the_processors_hold_is_the_ops_alone(tmp_path):
+    with patch.object(full_attention, "LEAST_BYTES", 2**20):
+        layer, eager = (Layer(kind, 16, 0, False, None, False) for kind in (cpu_attention, EagerAttention))
+        rows = Dim("rows", min=2, max=8)
+        dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows})
+        method = lowered(layer, inputs(16, 0, 5, 0), dynamic, tmp_path / "layer.pte")
+    for seed, (start, length) in enumerate([(0, 8), (8, 2), (9, 5), (14, 8), (40, 8)]):
+        given = inputs(16, start, length, seed)
+        torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
+
+
+def test_what_lies_in_a_cache_takes_no_memory_of_its_own(tmp_path):
+    """A program with a cache a hundred times as long plans as much for everything else."""
+    planned_bytes = []
+    for slots in (SLOTS, 100 * SLOTS):
+        layer = Layer(cpu_attention, 4, 0, False, None, False)
+        layer.attention = cpu_attention(KVCacheShape(KV_HEADS, DIM, slots, heads=4))
+        program = torch.export.export(layer, inputs(4, 0, 2, 0), strict=False)
+        edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
+        (plan,) = edge.to_executorch(planned()).executorch_program.execution_plan
+        planned_bytes.append(plan.non_const_buffer_sizes)
+    (_, few, caches), (_, more, longer) = planned_bytes
+    assert (caches, longer) == tuple(2 * 4 * KV_HEADS * DIM * slots for slots in (SLOTS, 100 * SLOTS))
+    assert more - few <= 32 * 99 * SLOTS  # the mask of two rows, and what it is made of; a slot of a cache has 256
 
 
 BLOCKS = [
@@ -165,7 +200,7 @@ def test_a_block_attends_as_the_eager_reference_does(heads, window, block, tmp_p
     """Behind rows that were written, and written again where the block before was."""
     rows = Dim("rows", min=1, max=8)
     dynamic = ({1: rows}, {1: rows}, {0: rows}, None, None, None)
-    layer = Drafting(LlmOpsAttention, heads, window, block)
+    layer = Drafting(cpu_attention, heads, window, block)
     method = lowered(layer, drafted(heads, 0, 3, 0), dynamic, tmp_path / "layer.pte")
     eager, written = Drafting(EagerAttention, heads, window, block), {}
     for seed, (start, length) in enumerate([(0, 8), (8, 1), (9, 5), (11, 8), (19, 7), (24, 2), (26, 8), (34, 8)]):

@@ -39,9 +39,9 @@ class XnnpackBackend:
         from eagle3.export.lowering.xnnpack.bookkeeping import tables_read_by_libyaml
 
         with collected_rarely(), tables_read_by_libyaml():
-            from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
+            from eagle3.export.lowering.xnnpack.attention import cpu_attention
 
-        return LlmOpsAttention
+        return cpu_attention
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for groups that do not fit a linear, and for versions that were not tested."""

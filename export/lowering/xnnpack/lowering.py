@@ -7,11 +7,9 @@ from typing import Any
 
 from executorch.exir import (
     EdgeCompileConfig,
-    ExecutorchBackendConfig,
     ExecutorchProgramManager,
     to_edge_transform_and_lower,
 )
-from executorch.exir.passes import MemoryPlanningPass
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -19,11 +17,13 @@ from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, kept_once
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
+from eagle3.export.lowering.xnnpack.full_attention import FullAttention
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears, splits
+from eagle3.export.lowering.xnnpack.used_slots import planned
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 
 
@@ -34,7 +34,8 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
     use_product_norms(model)
     if splits():
         split_wide_linears(model, rows)
-    head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, LlmOpsAttention)}
+    kinds = (FullAttention, LlmOpsAttention)
+    head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, kinds)}
     with product_rotary(model, head_dims), rows_before_heads(model), tanh_gelu(model), collected_rarely(), kept_once():
         yield
 
@@ -58,9 +59,4 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),
         )
-        return lowered.to_executorch(
-            ExecutorchBackendConfig(
-                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
-                emit_mutable_buffer_names=True,
-            )
-        )
+        return lowered.to_executorch(planned())

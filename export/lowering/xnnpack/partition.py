@@ -8,7 +8,8 @@ lie before. None waits for a later one, and there are as many as the longest cha
 
 It also leaves out every slice of a tensor with a dynamic dimension, which ends a delegate. XNNPACK takes it: a
 dimension's upper bound, which is what ExecuTorch writes as the size of a slice, is cut to what there is when the
-delegate runs.
+delegate runs. It leaves out what has a dimension that a number of the program's decides, such as the slots of a cache
+that are used; XNNPACK takes that as well.
 """
 
 from collections import defaultdict
@@ -20,6 +21,10 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
+
+from eagle3.export.patches import replaced
+
+_UNBACKED = "executorch.backends.xnnpack.partition.config.xnnpack_config.has_free_unbacked_symbols"
 
 
 class SliceConfig(SliceCopyConfig):
@@ -47,7 +52,8 @@ class LevelPartitioner(XnnpackPartitioner):
         return ops, None
 
     def generate_partitions(self, ep: ExportedProgram) -> list[Partition]:
-        groups = self.get_matched_nodes_from_configs(ep)
+        with replaced(_UNBACKED, lambda _value: False):
+            groups = self.get_matched_nodes_from_configs(ep)
         delegates: dict[int, list[Node]] = defaultdict(list)
         for group, level in zip(groups, levels(ep.graph, groups), strict=True):
             delegates[level] += group

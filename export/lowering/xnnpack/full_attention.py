@@ -1,0 +1,126 @@
+"""Attention on the CPU of a layer that attends to everything before it.
+
+A verify window is two products and a softmax of XNNPACK's for each head of keys, over the slots that hold something
+(``used_slots.py``). They read each key once for all rows and all query heads that share it: the keys are the left side
+of the product, which XNNPACK takes as it lies. ExecuTorch's ``llama::custom_sdpa`` packs keys anew for each query head
+and takes the softmax a number at a time. It computes single rows, where it is as fast, longer chunks, since its memory
+does not grow with rows times slots, and all of a small cache. It knows no softcap: with one, a row is products too, and
+a chunk is computed over all slots.
+
+``llama::update_cache`` writes in place. Where nothing is computed over all slots, a step costs the same whatever
+``max_seq_len`` is.
+"""
+
+from typing import Any, NamedTuple
+
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from eagle3.export.lowering.xnnpack.head_rows import heads_together, repeated_rows
+from eagle3.export.lowering.xnnpack.used_slots import used_slots
+from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
+
+FEW_ROWS = 16
+"""The longest window that is computed by products."""
+MOST_HEADS = 16
+"""The most heads of keys that are."""
+LEAST_BYTES = 2 * 2**20
+"""The smallest keys and values that are. The processor's caches hold what is smaller, and products cost a layer 20 to
+60 microseconds more before they gain: their shapes change with every call."""
+
+
+class Rows(NamedTuple):
+    """``start``: the first row's slot. ``input_pos`` [T]: the slots of all. ``single``: there is one row. ``alike``:
+    every row attends to all slots up to the last row's. ``few``: they may be computed by products, for which
+    ``additive`` [T, used slots] is the mask, None where the rows are alike."""
+
+    start: Any
+    input_pos: Tensor
+    single: bool
+    alike: bool
+    few: bool
+    additive: Tensor | None
+
+
+class FullAttention(nn.Module):
+    """See ``EagerAttention``. The caches are laid out [kv_heads, slots, 1, head_dim]: to ExecuTorch's ops a batch."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, shape: KVCacheShape):
+        super().__init__()
+        self.shape = shape
+        for name in ("k_cache", "v_cache"):
+            empty = torch.zeros(shape.kv_heads, shape.slots, 1, shape.head_dim, dtype=shape.dtype)
+            self.register_buffer(name, empty, persistent=False)
+
+    def rows(self, input_pos: Tensor, block: Block | None = None) -> Rows:
+        assert block is None or block.before is None, "a layer without a ring attends from position 0 on"
+        start: Any = input_pos[0].item()  # in a trace a symbol
+        length = input_pos.shape[0]
+        torch._check(start >= 0)
+        torch._check(start + length <= self.shape.slots)
+        single = statically_known_true(length == 1)
+        alike = single or (block is not None and not block.causal)
+        large = self.shape.bytes >= LEAST_BYTES and self.shape.kv_heads <= MOST_HEADS
+        few = large and statically_known_true(length <= FEW_ROWS)
+        additive = None
+        if few and not alike:
+            seen = causal_mask(input_pos, start + length)[0, 0]
+            additive = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
+        return Rows(start, input_pos, single, alike, few, additive)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rows: Rows,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None, "a layer with sinks has LlmOpsAttention"
+        if key is not None and value is not None:
+            self.write(key, value, rows)
+        if rows.few and (softcap is not None or not rows.single):
+            return self._by_products(query, rows, scale, softcap)
+        if softcap is None:
+            return self._by_custom_sdpa(query, rows, scale)
+        keys, values = (cache.permute(2, 0, 1, 3) for cache in (self.k_cache, self.v_cache))
+        mask = causal_mask(rows.input_pos, self.shape.slots)
+        return attend(query.transpose(1, 2), keys, values, mask, scale, softcap).transpose(1, 2)
+
+    def write(self, key: Tensor, value: Tensor, rows: Rows) -> None:
+        for new, cache in ((key, self.k_cache), (value, self.v_cache)):
+            torch.ops.llama.update_cache(new.permute(2, 1, 0, 3).contiguous(), cache, rows.start)
+
+    def _by_products(self, query: Tensor, rows: Rows, scale: float, softcap: float | None) -> Tensor:
+        """Return [1, T, heads, head_dim]. T rows of the G query heads that share keys are T * G rows."""
+        kv_heads, used = self.shape.kv_heads, rows.start + rows.input_pos.shape[0]
+        groups = query.shape[2] // kv_heads
+        packed = (query[0] * scale).unflatten(1, (kv_heads, groups)).permute(1, 3, 0, 2).flatten(2)
+        mask = None if rows.additive is None else repeated_rows(rows.additive, groups)[None]
+        results = []
+        for head in range(kv_heads):
+            keys, values = (used_slots(cache, head, used) for cache in (self.k_cache, self.v_cache))
+            scores = torch.bmm(keys, packed[head : head + 1]).transpose(1, 2)  # [1, T * G, used]
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            scores = scores if mask is None else scores + mask
+            results.append(torch.bmm(torch.softmax(scores, dim=-1), values))
+        return torch.cat(results).unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)[None]
+
+    def _by_custom_sdpa(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
+        """Return [1, T, heads, head_dim]. Query heads of a single row that share keys are rows, since the op packs the
+        keys for each head."""
+        heads, kv_heads = query.shape[2], self.shape.kv_heads
+        together = heads_together(heads, kv_heads) if rows.single else 1
+        batch = query[0].unflatten(1, (kv_heads, -1, together)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+        start = rows.start + 1 - together  # the op takes as many keys as this and the rows are
+        given = self.k_cache, self.v_cache, start, None, 0.0, not rows.alike, scale
+        out = torch.ops.llama.custom_sdpa(batch, *given)  # [kv_heads, T * together, heads of each, head_dim]
+        return out.unflatten(1, (-1, together)).permute(1, 0, 3, 2, 4).flatten(1, 3)[None]
