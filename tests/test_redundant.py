@@ -46,7 +46,7 @@ def test_an_input_is_quantized_once_for_all_of_its_linears(tmp_path):
 
 
 def test_heads_are_not_put_before_rows_and_back(family_exports):
-    """Those that are left belong to attention: of queries, keys, values, the scores of two heads of keys, the result."""
+    """Those that are left belong to attention: of queries, keys, values, scores of two heads of keys, the result."""
     pte, layers = read_pte(family_exports / "llama3.1-8B" / "out" / MODEL_FILE), 3
     for method in METHODS:
         count = delegates_of(pte, method).nodes["StaticTranspose"]
