@@ -18,11 +18,13 @@ from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 KV_HEADS, DIM, SLOTS = 2, 16, 48
 SCALE = 0.3
+STEP = 16
+"""Slots of a cache that are added at once to those that products read."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def products_of_small_caches():
-    with patch.object(full_attention, "LEAST_BYTES", 0):
+    with patch.multiple(full_attention, LEAST_BYTES=0, STEP=STEP):
         yield
 
 

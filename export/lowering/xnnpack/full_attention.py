@@ -2,13 +2,15 @@
 
 A verify window is two products and a softmax of XNNPACK's for each head of keys, over the slots that hold something
 (``used_slots.py``). They read each key once for all rows and all query heads that share it: the keys are the left side
-of the product, which XNNPACK takes as it lies. ExecuTorch's ``llama::custom_sdpa`` packs keys anew for each query head
-and takes the softmax a number at a time. It computes single rows, where it is as fast, longer chunks, since its memory
-does not grow with rows times slots, and all of a small cache. It knows no softcap: with one, a row is products too, and
-a chunk is computed over all slots.
+of the product, which XNNPACK takes as it lies. The slots are rounded up to a multiple of ``STEP``, the rest masked: for
+each new number of slots XNNPACK plans its memory anew, and for a larger one it gets new pages.
+
+ExecuTorch's ``llama::custom_sdpa`` packs keys anew for each query head and takes the softmax a number at a time. It
+computes single rows, where it is as fast, longer chunks, since its memory does not grow with rows times slots, and all
+of a small cache. It knows no softcap: with one, a row is products too, and a chunk is computed over all slots.
 
 ``llama::update_cache`` writes in place. Where nothing is computed over all slots, a step costs the same whatever
-``max_seq_len`` is.
+``max_seq_len`` is. What is masked has to be finite: ExecuTorch's runners begin with caches of zeros.
 """
 
 from typing import Any, NamedTuple
@@ -28,19 +30,20 @@ MOST_HEADS = 16
 """The most heads of keys that are."""
 LEAST_BYTES = 2 * 2**20
 """The smallest keys and values that are. The processor's caches hold what is smaller, and products cost a layer 20 to
-60 microseconds more before they gain: their shapes change with every call."""
+60 microseconds more before they gain."""
+STEP = 64
+"""Slots. A call at another multiple takes some milliseconds more."""
 
 
 class Rows(NamedTuple):
     """``start``: the first row's slot. ``input_pos`` [T]: the slots of all. ``single``: there is one row. ``alike``:
-    every row attends to all slots up to the last row's. ``few``: they may be computed by products, for which
-    ``additive`` [T, used slots] is the mask, None where the rows are alike."""
+    every row attends to all slots up to the last row's. ``additive`` [T, used slots]: the mask of rows that may be
+    computed by products, None of others."""
 
     start: Any
     input_pos: Tensor
     single: bool
     alike: bool
-    few: bool
     additive: Tensor | None
 
 
@@ -53,8 +56,10 @@ class FullAttention(nn.Module):
     def __init__(self, shape: KVCacheShape):
         super().__init__()
         self.shape = shape
+        self.large = shape.bytes >= LEAST_BYTES and shape.kv_heads <= MOST_HEADS
+        slots = -(-shape.slots // STEP) * STEP if self.large else shape.slots
         for name in ("k_cache", "v_cache"):
-            empty = torch.zeros(shape.kv_heads, shape.slots, 1, shape.head_dim, dtype=shape.dtype)
+            empty = torch.zeros(shape.kv_heads, slots, 1, shape.head_dim, dtype=shape.dtype)
             self.register_buffer(name, empty, persistent=False)
 
     def rows(self, input_pos: Tensor, block: Block | None = None) -> Rows:
@@ -65,13 +70,12 @@ class FullAttention(nn.Module):
         torch._check(start + length <= self.shape.slots)
         single = statically_known_true(length == 1)
         alike = single or (block is not None and not block.causal)
-        large = self.shape.bytes >= LEAST_BYTES and self.shape.kv_heads <= MOST_HEADS
-        few = large and statically_known_true(length <= FEW_ROWS)
         additive = None
-        if few and not alike:
-            seen = causal_mask(input_pos, start + length)[0, 0]
+        if self.large and statically_known_true(length <= FEW_ROWS):
+            used = (start + length + STEP - 1) // STEP * STEP
+            seen = causal_mask(input_pos[-1:].expand_as(input_pos) if alike else input_pos, used)[0, 0]
             additive = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
-        return Rows(start, input_pos, single, alike, few, additive)
+        return Rows(start, input_pos, single, alike, additive)
 
     def forward(
         self,
@@ -86,32 +90,31 @@ class FullAttention(nn.Module):
         assert sinks is None, "a layer with sinks has LlmOpsAttention"
         if key is not None and value is not None:
             self.write(key, value, rows)
-        if rows.few and (softcap is not None or not rows.single):
-            return self._by_products(query, rows, scale, softcap)
+        if rows.additive is not None and (softcap is not None or not rows.single):
+            return self._by_products(query, rows.additive, scale, softcap)
         if softcap is None:
             return self._by_custom_sdpa(query, rows, scale)
         keys, values = (cache.permute(2, 0, 1, 3) for cache in (self.k_cache, self.v_cache))
-        mask = causal_mask(rows.input_pos, self.shape.slots)
+        mask = causal_mask(rows.input_pos, self.k_cache.shape[1])
         return attend(query.transpose(1, 2), keys, values, mask, scale, softcap).transpose(1, 2)
 
     def write(self, key: Tensor, value: Tensor, rows: Rows) -> None:
         for new, cache in ((key, self.k_cache), (value, self.v_cache)):
             torch.ops.llama.update_cache(new.permute(2, 1, 0, 3).contiguous(), cache, rows.start)
 
-    def _by_products(self, query: Tensor, rows: Rows, scale: float, softcap: float | None) -> Tensor:
+    def _by_products(self, query: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Return [1, T, heads, head_dim]. T rows of the G query heads that share keys are T * G rows."""
-        kv_heads, used = self.shape.kv_heads, rows.start + rows.input_pos.shape[0]
+        kv_heads, used = self.shape.kv_heads, mask.shape[1]
         groups = query.shape[2] // kv_heads
         packed = (query[0] * scale).unflatten(1, (kv_heads, groups)).permute(1, 3, 0, 2).flatten(2)
-        mask = None if rows.additive is None else repeated_rows(rows.additive, groups)[None]
+        mask = repeated_rows(mask, groups)[None]
         results = []
         for head in range(kv_heads):
             keys, values = (used_slots(cache, head, used) for cache in (self.k_cache, self.v_cache))
             scores = torch.bmm(keys, packed[head : head + 1]).transpose(1, 2)  # [1, T * G, used]
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
-            scores = scores if mask is None else scores + mask
-            results.append(torch.bmm(torch.softmax(scores, dim=-1), values))
+            results.append(torch.bmm(torch.softmax(scores + mask, dim=-1), values))
         return torch.cat(results).unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)[None]
 
     def _by_custom_sdpa(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
