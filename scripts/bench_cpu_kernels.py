@@ -74,16 +74,22 @@ def product(name: str) -> Callable[[int], Callable[[], object]]:
     example = torch.randn(1, 3, HIDDEN, dtype=dtype)
     rows = {1: Dim("rows", min=1, max=max(ROWS))}
     program = torch.export.export(model, (example,), dynamic_shapes=(rows,), strict=False)
-    lowered, _ = backend.lower({"forward": program}, {}, None)
-    buffer = lowered.buffer
-    with calm_stderr():
-        method = load_runtime().load_program(buffer).load_method("forward")
+    execute = lowered(program)
 
     def call(rows: int) -> Callable[[], object]:
         x = torch.randn(1, rows, HIDDEN, dtype=dtype)
-        return lambda: (method.execute([x]), len(buffer))  # refers to buffer, which the method does not keep alive
+        return lambda: execute([x])
 
     return call
+
+
+def lowered(program: torch.export.ExportedProgram) -> Callable[[list[torch.Tensor]], object]:
+    """Return a function that executes the lowered program."""
+    made, _ = backend.lower({"forward": program}, {}, None)
+    buffer = made.buffer
+    with calm_stderr():
+        method = load_runtime().load_program(buffer).load_method("forward")
+    return lambda given: (method.execute(given), len(buffer))  # refers to buffer, which the method does not keep alive
 
 
 def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
@@ -117,11 +123,8 @@ def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
         shapes = [(1, rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         given = [*map(torch.randn, shapes), torch.arange(keys, keys + rows)]
         program = torch.export.export(FullLayer(keys + max(ROWS)), tuple(given), strict=False)
-        lowered, _ = backend.lower({"forward": program}, {}, None)
-        buffer = lowered.buffer
-        with calm_stderr():
-            method = load_runtime().load_program(buffer).load_method("forward")
-        return lambda: (method.execute(given), len(buffer))
+        execute = lowered(program)
+        return lambda: execute(given)
 
     return call
 

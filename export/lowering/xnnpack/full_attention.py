@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from eagle3.export.lowering.xnnpack.head_rows import heads_together, repeated_rows
+from eagle3.export.lowering.xnnpack.head_rows import additive_mask, first_slot, heads_together, repeated_rows
 from eagle3.export.lowering.xnnpack.used_slots import used_slots
 from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
 
@@ -36,12 +36,12 @@ STEP = 64
 
 
 class Rows(NamedTuple):
-    """``start``: the first row's slot. ``input_pos`` [T]: the slots of all. ``single``: there is one row. ``alike``:
-    every row attends to all slots up to the last row's. ``additive`` [T, used slots]: the mask of rows that may be
+    """``start``: the first row's slot. ``last`` [T]: the last slot that each row attends to. ``single``: there is one
+    row. ``alike``: ``last`` is the last row's slot for all. ``additive`` [T, used slots]: the mask of rows that may be
     computed by products, None of others."""
 
     start: Any
-    input_pos: Tensor
+    last: Tensor
     single: bool
     alike: bool
     additive: Tensor | None
@@ -57,25 +57,21 @@ class FullAttention(nn.Module):
         super().__init__()
         self.shape = shape
         self.large = shape.bytes >= LEAST_BYTES and shape.kv_heads <= MOST_HEADS
-        slots = -(-shape.slots // STEP) * STEP if self.large else shape.slots
+        slots = whole_steps(shape.slots) if self.large else shape.slots
         for name in ("k_cache", "v_cache"):
             empty = torch.zeros(shape.kv_heads, slots, 1, shape.head_dim, dtype=shape.dtype)
             self.register_buffer(name, empty, persistent=False)
 
     def rows(self, input_pos: Tensor, block: Block | None = None) -> Rows:
         assert block is None or block.before is None, "a layer without a ring attends from position 0 on"
-        start: Any = input_pos[0].item()  # in a trace a symbol
-        length = input_pos.shape[0]
-        torch._check(start >= 0)
-        torch._check(start + length <= self.shape.slots)
+        start, length = first_slot(input_pos, self.shape.slots), input_pos.shape[0]
         single = statically_known_true(length == 1)
         alike = single or (block is not None and not block.causal)
+        last = input_pos[-1:].expand_as(input_pos) if alike else input_pos
         additive = None
         if self.large and statically_known_true(length <= FEW_ROWS):
-            used = (start + length + STEP - 1) // STEP * STEP
-            seen = causal_mask(input_pos[-1:].expand_as(input_pos) if alike else input_pos, used)[0, 0]
-            additive = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
-        return Rows(start, input_pos, single, alike, additive)
+            additive = additive_mask(causal_mask(last, whole_steps(start + length))[0, 0])
+        return Rows(start, last, single, alike, additive)
 
     def forward(
         self,
@@ -95,7 +91,7 @@ class FullAttention(nn.Module):
         if softcap is None:
             return self._by_custom_sdpa(query, rows, scale)
         keys, values = (cache.permute(2, 0, 1, 3) for cache in (self.k_cache, self.v_cache))
-        mask = causal_mask(rows.input_pos, self.k_cache.shape[1])
+        mask = causal_mask(rows.last, self.k_cache.shape[1])
         return attend(query.transpose(1, 2), keys, values, mask, scale, softcap).transpose(1, 2)
 
     def write(self, key: Tensor, value: Tensor, rows: Rows) -> None:
@@ -127,3 +123,8 @@ class FullAttention(nn.Module):
         given = self.k_cache, self.v_cache, start, None, 0.0, not rows.alike, scale
         out = torch.ops.llama.custom_sdpa(batch, *given)  # [kv_heads, T * together, heads of each, head_dim]
         return out.unflatten(1, (-1, together)).permute(1, 0, 3, 2, 4).flatten(1, 3)[None]
+
+
+def whole_steps(count: int) -> int:
+    """Return ``count`` slots, in a trace a symbol, rounded up to a multiple of ``STEP``."""
+    return (count + STEP - 1) // STEP * STEP

@@ -1,14 +1,31 @@
-"""Query heads that share keys as rows below each other, [1, T, heads, head_dim] for ExecuTorch's ``custom_sdpa``.
+"""Arguments of ExecuTorch's ``custom_sdpa``: the first slot, a mask, and query heads that share keys as rows below each
+other, [1, T, heads, head_dim].
 
 The op packs the keys anew for each head: four rows of 32 heads over 4,000 positions take half the time as 16 rows of 8
 (scripts/bench_cpu_kernels.py). Rows need a mask, or to see all keys alike, as a single row's heads do: the op's own
 causal mask goes by the row.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 LEAST_HEADS = 4
 """The fewest heads that stay: the op's threads take a head each."""
+
+
+def first_slot(input_pos: Tensor, slots: int) -> Any:  # noqa: ANN401 - in a trace a symbol, else a number
+    """Return the first of the rows' positions, of which a trace then knows that the ``slots`` of a cache hold them."""
+    start: Any = input_pos[0].item()
+    torch._check(start >= 0)
+    torch._check(start + input_pos.shape[0] <= slots)
+    return start
+
+
+def additive_mask(seen: Tensor) -> Tensor:
+    """Return what is added to the scores for a mask of bool, of the same shape."""
+    return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
 
 
 def heads_together(heads: int, kv_heads: int) -> int:

@@ -5,13 +5,20 @@ its slots. ``llama::update_cache`` writes in place, and ``llama::custom_sdpa`` r
 It knows no softcap: with one, products and softmax are XNNPACK's, over all slots.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.lowering.xnnpack.head_rows import heads_as_rows, heads_together, repeated_rows, rows_as_heads
+from eagle3.export.lowering.xnnpack.head_rows import (
+    additive_mask,
+    first_slot,
+    heads_as_rows,
+    heads_together,
+    repeated_rows,
+    rows_as_heads,
+)
 from eagle3.targets.attention import Block, KVCacheShape, attend, attention_mask
 from eagle3.targets.sinks import (
     after_the_sink,
@@ -64,13 +71,10 @@ class LlmOpsAttention(nn.Module):
             slots, seen = input_pos % self.shape.slots, mask
             if self.shape.sinks:
                 slots, seen = slots_after_the_sink(slots), mask_with_sink(mask)
-            additive = torch.zeros_like(seen[0, 0], dtype=torch.float32).masked_fill(~seen[0, 0], float("-inf"))
-            return Rows(0, slots[None], additive, mask)
-        start: Any = input_pos[0].item()  # in a trace a symbol
-        torch._check(start >= 0)
-        torch._check(start + input_pos.shape[0] <= self.shape.slots)
+            return Rows(0, slots[None], additive_mask(seen[0, 0]), mask)
+        start = self.first_slot + first_slot(input_pos, self.shape.slots)
         alike = block is not None and not block.causal
-        return Rows(self.first_slot + start, slots_after_the_sink(input_pos)[None], None, mask, alike)
+        return Rows(start, slots_after_the_sink(input_pos)[None], None, mask, alike)
 
     def forward(
         self,

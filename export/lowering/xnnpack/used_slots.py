@@ -43,13 +43,12 @@ class InPlace(PassBase):
         for node in list(graph.nodes):
             if node.target is not exir_ops.edge.eagle3.used_slots.default:
                 continue
-            cache, head, _ = node.args
+            cache, head, count = node.args
             if not isinstance(cache, Node) or cache.op != "placeholder":
                 raise RuntimeError(f"{node} is of {cache}, which is no cache of the program's")
-            value = node.meta["val"]
             with graph.inserting_before(node):
-                length = [1, node.args[2], value.shape[2]]
-                empty = graph.call_function(exir_ops.edge.aten.empty.memory_format, (length,))
+                sizes = [1, count, node.meta["val"].shape[2]]
+                empty = graph.call_function(exir_ops.edge.aten.empty.memory_format, (sizes,))
             empty.meta = node.meta | {PLACE: (cache.name, head)}
             node.replace_all_uses_with(empty)
             graph.erase_node(node)
