@@ -184,6 +184,9 @@ def assistant(config: Gemma4TextConfig) -> PublishedHead:
         "vocab_size_per_layer_input": 0,
         "layer_types": ASSISTANT_LAYERS,
         "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
         "per_layer_config": {ASSISTANT_LAYERS.index("full_attention"): keys},
     }
     text = Gemma4TextConfig.from_dict(config.to_dict() | changes)

@@ -1,6 +1,7 @@
 """Any fault in a checkpoint's files is one line that names the file and what to do, no error of Python's."""
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -12,6 +13,7 @@ from commands import fail_command
 from random_checkpoints import save_random_draft
 from safetensors.torch import save_file
 
+from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.safetensors_folder import read_headers, shard_paths
 from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
 from eagle3.export.cli import main as export_main
@@ -189,6 +191,27 @@ def test_quantized_weights_are_read_and_missing_parts_named(tmp_path):
 def test_a_file_that_is_no_safetensors_file(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "no safetensors file" in refusal(read_headers, tmp_path)
+
+
+def test_a_file_larger_than_memory_is_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"last": torch.arange(4.0)}, file)
+    content = file.read_bytes()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = {"hole": 4 * memory, "last": 16}  # a hole takes no room on the disk
+    at, header = 0, {}
+    for name, size in parts.items():
+        header[name] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [at, at + size]}
+        at += size
+    described = json.dumps(header).encode()
+    with file.open("wb") as sparse:
+        sparse.write(struct.pack("<Q", len(described)) + described)
+        sparse.truncate(8 + len(described) + parts["hole"])
+        sparse.seek(0, 2)
+        sparse.write(content[-16:])
+    assert read_headers(tmp_path)["hole"].bytes == parts["hole"]
+    with open_safetensors(file) as opened:
+        assert torch.equal(opened.get_tensor("last"), torch.arange(4.0))
 
 
 # --- the target's configuration

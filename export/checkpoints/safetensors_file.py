@@ -86,14 +86,25 @@ class HeaderFile:
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[OpenFile]:
     """Open a safetensors file or a header file. Raises SafetensorError for a file that is neither."""
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         header = (file.metadata() or {}).get(HEADER)
         yield file if header is None else HeaderFile(path, file, json.loads(header))
 
 
 def is_header_file(path: Path) -> bool:
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return HEADER in (file.metadata() or {})
+
+
+def _opened(path: Path) -> safe_open:
+    """Map a file into memory, or read from it where it is larger than memory: safetensors maps files with pages that
+    could be written, and Linux then refuses to map more than there is. transformers saves files of up to 50 GB."""
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):
+            raise
+        return safe_open(path, framework="pt", backend="pread")
 
 
 def needs_values(error: BaseException | None) -> bool:
