@@ -55,21 +55,10 @@ def _in_place(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None
     return NOWHERE if meeting.same_program and loads_first and same else None
 
 
-def _zeros(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None:
-    """Return ``NOWHERE`` if the stores write only zeros to their common places."""
-    common, of_early, of_late = meeting.common()
-    if meeting.early is meeting.late:
-        cells, counts = np.unique(meeting.early.cells(meeting.width), return_counts=True)
-        of_early = of_late = np.isin(meeting.early.cells(meeting.width), cells[counts > 1])
-    pieces = meeting.early.pieces(meeting.width)[of_early], meeting.late.pieces(meeting.width)[of_late]
-    return None if any(each.any() for each in pieces) else NOWHERE
-
-
 _WRITES_CACHE = r"write_keys_and_values: tl\.store\([KV](_SCALES)? "
 _READS_CACHE = r"_attention_kernel: ([kv] = tl\.load\([KV] |(scores|weights) \*= tl\.load\([KV]_SCALES )"
 _WRITES = rf"write_queries: tl\.store\(Q |{_WRITES_CACHE}"
 _READS = rf"_attention_kernel: q = tl\.load\(Q |{_READS_CACHE}"
-_FUSED_EXPERTS = r"_fused_moe_silu_batched_kernel: tl\.store\(c_ptrs, "
 _INDUCTOR = r"triton_\w+: .*\bin_out_ptr\d+\b"
 
 BY_DESIGN = (
@@ -90,12 +79,6 @@ BY_DESIGN = (
         "it loads there, old or new, has weight 0",
         (_WRITES_CACHE, _READS_CACHE),
         _foreign,
-    ),
-    Design(
-        "ExecuTorch's fused experts: rows of padding have weight 0 and are stored in a row behind the last, which "
-        "nothing reads",
-        (_FUSED_EXPERTS, _FUSED_EXPERTS),
-        _zeros,
     ),
     Design(
         "Inductor: of a tensor that it names in_out_ptr an element is computed from what was loaded at its place, so "

@@ -339,6 +339,12 @@ def test_products_of_kernels_by_their_constants():
     assert (large.multiply_adds, large.iterations) == (64 * 64 * 64, 2 * 3 * 16)
     template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
     assert (template.weights, template.iterations) == (64 * 32, 2 * 32)
+    chosen = {"N": 1408, "K": 704, "BLOCK_N": 128, "BLOCK_K": 256, "BLOCK_M": 8}  # 11 tiles for each of 32 choices
+    experts = products("int4_experts_small_m_kernel", chosen, 32 * 11, 4)
+    assert (experts.multiply_adds, experts.iterations) == (128 * 256 * 8, 32 * 11 * 3)
+    block = {"N": 1408, "K": 2816, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 256, "BLOCK_SIZE_M": 64}
+    many = products("_fused_moe_batched_kernel", block, 3 * 44, 1024)
+    assert (many.weights, many.multiply_adds, many.iterations) == (32 * 256, 32 * 256 * 64, 3 * 44 * 11)
     assert products("triton_poi_fused_add_0", {"XBLOCK": 128}, 2, 1) is None
 
 

@@ -21,7 +21,7 @@ from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 
-FUSED = {"qwen3-30B-A3B": 4, "llama4-maverick": 2}  # of 4 layers, those whose experts the fused kernel computes
+FUSED = {"qwen3-30B-A3B": 4, "llama4-maverick": 2, "gemma4-26B-A4B": 4}  # of 4 layers
 EVERY_METHOD = ("gemma4-31B", "qwen3-30B-A3B")
 """Families whose decode and forward are traced too: the layers of a method are those of the verify."""
 OTHERWISE = ("llama4-maverick",)  # norms behind the rotation, queries scaled by their positions
@@ -75,13 +75,11 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
         with cuda.tracing(speculator, plan):
             program = trace(speculator, method, plan.draft.hidden_size, cuda.dtype)
         counts[name] = check_linears(name, program)
-        op = (
-            torch.ops.triton.fused_moe
-            if method.max_len <= SMALL_M_ROWS[-1]
-            else torch.ops.triton.fused_moe_batched_gemm
-        )
+        few = method.max_len <= SMALL_M_ROWS[-1]
+        op = torch.ops.eagle3.int4_experts_small_m if few else torch.ops.eagle3.sorted_experts_matmul
         fused = [node for node in program.graph.nodes if node.target is op.default]
-        assert len(fused) == (FUSED.get(plan.config.target_model, 0) if name != "draft_decode" else 0)
+        layers = FUSED.get(plan.config.target_model, 0) if name != "draft_decode" else 0
+        assert len(fused) == layers * (1 if few else 2)
     fuses = not plan.draft.takes_final_state  # by the draft's fc
     quantized = sum(type(module) is nn.Linear for module in speculator.target.modules()) + fuses
     for name in ("target_verify", "decode") if every else ("target_verify",):

@@ -82,7 +82,7 @@ def test_halves_of_other_than_whole_tiles_are_named():
 @triton.jit
 def _gate(GATE, UP, OUT, ACTIVATION: tl.constexpr):
     at = tl.arange(0, 128)
-    tl.store(OUT + at, sums._gated(tl.load(GATE + at), tl.load(UP + at), ACTIVATION).to(tl.bfloat16))
+    tl.store(OUT + at, sums.gate_of(tl.load(GATE + at), tl.load(UP + at), ACTIVATION).to(tl.bfloat16))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

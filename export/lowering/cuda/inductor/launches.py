@@ -34,6 +34,8 @@ from eagle3.export.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
+CHOICES = "CHOICES"
+"""The argument of a kernel of experts: how many were chosen, by all rows."""
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 """Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
 
@@ -167,6 +169,8 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
             if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:
                 continue  # a cache; the draft step of an assistant writes none of those that it reads
             weights[name] = _bytes(constant.shape, constant.dtype, elements)
+            if CHOICES in values:  # each of another expert at most
+                weights[name] = weights[name] * min(values[CHOICES], constant.shape[0]) // constant.shape[0]
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
@@ -256,6 +260,8 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     The sizes are found by the names of its constants: ``N`` (or ``N0`` and so on for several weights), ``K``,
     ``BLOCK_N`` and ``BLOCK_K``.
     """
+    if kernel.startswith("_fused_moe"):  # ExecuTorch's
+        constants = {**constants} | {f"BLOCK_{axis}": constants[f"BLOCK_SIZE_{axis}"] for axis in "MNK"}
     outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
     k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
     if run_of_k is None or k is None or block_n is None or not outputs:

@@ -71,7 +71,7 @@ def _terms(codes, steps):
 
 
 @triton.jit
-def _add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
+def add_half(acc, words, terms, x01, x23, sum_x, magic, BLOCK_M: tl.constexpr):
     # A word's codes are k = 0..7; code i and code i + 4 lie 16 bits apart, a pair of bf16 for one AND and one OR.
     words = tl.permute(tl.reshape(words, (64, 8, 4)), (1, 0, 2))
     w01 = operand((words & 0x000F000F) | magic, ((words >> 4) & 0x000F000F) | magic, 64, 4)
@@ -156,8 +156,8 @@ def int4_small_m_kernel(
         x01, x23 = tl.reshape(x01, (8, 16, BLOCK_M)), tl.reshape(x23, (8, 16, BLOCK_M))
         sum_x = on_all_rows(tl.dot(ones, x23, tl.dot(ones, x01)), 64, BLOCK_M)
         terms0, terms1 = _terms(codes, steps)
-        acc0 = _add_half(acc0, words0, terms0, x01, x23, sum_x, magic, BLOCK_M)
-        acc1 = _add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
+        acc0 = add_half(acc0, words0, terms0, x01, x23, sum_x, magic, BLOCK_M)
+        acc1 = add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
         codes, steps = codes_after, steps_after
     total = tl.join(sum_of_groups(acc0, 64, BLOCK_M), sum_of_groups(acc1, 64, BLOCK_M))
     total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))

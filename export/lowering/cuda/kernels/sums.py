@@ -120,7 +120,7 @@ def _sums(PARTS, at, here, part, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def gate_of(gate, up, ACTIVATION: tl.constexpr):
     # float32, both -> float32, to be rounded; add_rn, so that nothing is fused here that Inductor does not fuse
     gate = gate.to(tl.bfloat16).to(tl.float32)
     if ACTIVATION == "silu":
@@ -155,7 +155,7 @@ def store(
         if arrive(counter) == HALVES * SPLITS - 1:
             total = _sums(PARTS, at, here, part, SPLITS)
             if HALVES == 2:
-                total = _gated(total, _sums(PARTS, at + N // 2, here, part, SPLITS), ACTIVATION)
+                total = gate_of(total, _sums(PARTS, at + N // 2, here, part, SPLITS), ACTIVATION)
             tl.store(OUT + row * (N // HALVES) + n[:, None], total.to(OUT.dtype.element_ty), mask=here)
             tl.store(counter, 0)
 
