@@ -72,6 +72,7 @@ def sorted_experts(
     inner = gate(sorted_experts_matmul(filled, *gate_up, order, owners, choices // x.shape[0]))
     out = sorted_experts_matmul(inner, *down, torch.arange(inner.shape[0], device=x.device), owners, 1)
     places = torch.arange(order.shape[0], device=x.device)
+    places = torch.where(order < choices, places, 0)  # of those without a choice the same, as all are put at one place
     place = torch.zeros(choices + 1, dtype=torch.int64, device=x.device)
     place = place.index_put((order,), places)[:-1]  # not scatter, which calls a function that runtimes lack
     return (out[place] * factors.view(-1, 1)).to(x.dtype)
