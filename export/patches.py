@@ -149,6 +149,10 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels",
     ),
     **_group(
+        "a loop of a kernel loads what other threads have stored in an earlier one: a barrier is between the two",
+        "torch._inductor.codegen.triton.TritonKernel.codegen_body",
+    ),
+    **_group(
         "the argmax of a vocabulary is divided among blocks",
         "torch._inductor.decomposition.decompositions",
     ),

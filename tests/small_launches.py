@@ -6,8 +6,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from test_experts_small_m import choices, weights_of
+from test_int4_experts import choices, weights_of
 from test_int4_matmul import parts
+from test_int8_experts import weights_of as int8_weights_of
 from test_k_quants import weight as k_quant_weight
 from test_rotary_in_attention import made as made_product
 from test_small_m import int4_weight, int8_weight
@@ -15,10 +16,11 @@ from test_small_m import int4_weight, int8_weight
 from eagle3.export.lowering.cuda.kernels import (
     attention,
     bf16,
-    experts,
     heads,
     int4,
+    int4_experts,
     int4_matmul,
+    int8_experts,
     int8_matmul,
     k_quant_matmul,
     k_quants,
@@ -26,6 +28,7 @@ from eagle3.export.lowering.cuda.kernels import (
     small_m,
     sums,
 )
+from eagle3.export.lowering.cuda.kernels import choices as kernel_choices
 from eagle3.targets.attention import int8_codes
 
 
@@ -104,11 +107,18 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
 def experts_of(rows: int) -> None:
     """Launch 4 experts of which each row chooses 2, with rows of outputs and of K that fill no tile."""
     x, weights, (chosen, factors) = _rows(rows, 96), weights_of(4, 96, 32), choices(rows, 4, 2)
-    kernel = experts.int4_experts_small_m_kernel
-    inner = experts._launch_experts(kernel, x, *weights[:2], chosen, factors, sums.SILU)
-    experts._launch_experts(kernel, inner, *weights[2:], chosen, factors)
+    kernel = int4_experts.int4_experts_small_m_kernel
+    inner = int4_experts._launch_experts(kernel, x, *weights[:2], chosen, factors, sums.SILU)
+    int4_experts._launch_experts(kernel, inner, *weights[2:], chosen, factors)
 
 
+def int8_experts_of(rows: int) -> None:
+    x, (chosen, factors) = _rows(rows, 96), choices(rows, 4, 2)
+    kernel, weights = int8_experts._int8_experts_small_m_kernel, int8_weights_of(4, 70, 96, False)
+    int8_experts._launch_experts(kernel, x, *weights, chosen, factors)
+
+
+EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
 SMALL_M = sums, small_m, bf16, int4, k_quants
 LARGE_M = sums, small_m, int4, large_m, int4_matmul, int8_matmul, k_quant_matmul
 ATTENTION = attention, heads, sums
@@ -118,7 +128,8 @@ SMALL = {
     "int8": Small(int8_product, SMALL_M),
     "int4": Small(int4_product, SMALL_M),
     "K-quants": Small(k_quant_product, SMALL_M),
-    "experts": Small(lambda: experts_of(5), (sums, small_m, int4, experts)),
+    "experts": Small(lambda: experts_of(5), EXPERTS),
+    "int8 experts": Small(lambda: int8_experts_of(5), (sums, small_m, kernel_choices, int8_experts)),
     "int4, many rows": Small(int4_large, LARGE_M),
     "int8, many rows": Small(int8_large, LARGE_M),
     "K-quants, many rows": Small(k_quant_large, LARGE_M),

@@ -281,6 +281,8 @@ SKIPPED = "{store}\n@%p1 bra $L__BB0_1;\n{one}\n$L__BB0_1:\n{load}\nret;"
 # As inline assembly has it: a label of its own scope, twice
 WAIT = "{{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared.b64 done, [%r9], 0;\n@!done bra.uni wait;\n}}\n"
 AGAIN = WAIT + "{store}\n{one}\n" + WAIT + "{load}\nret;"
+HANDED = "st.shared.b64 [ %r9 + 0 ], %rd4;\nld.shared.b64 %rd6, [%r9];\n"
+HANDED += STORE + "\nld.global.b32 { %r3 }, [ %rd6 + 0 ];\nret;"
 CHOSEN = "selp.b64 %rd6, %rd4, %rd5, %p1;\n" + STORE + "\nld.global.b32 { %r3 }, [ %rd6 + 0 ];\nret;"
 
 
@@ -298,6 +300,7 @@ CHOSEN = "selp.b64 %rd6, %rd4, %rd5, %p1;\n" + STORE + "\nld.global.b32 { %r3 },
         (LOOP.format(store=STORE, one=BARRIER, other="", load=LOAD), ["stored, then loaded"]),
         (LOOP.format(store=STORE, one="", other=BARRIER, load=LOAD), ["loaded, then stored"]),
         (CHOSEN, ["stored, then loaded"]),
+        (HANDED, ["stored, then loaded"]),  # the pointer goes through shared memory
         (AGAIN.format(store=STORE, one=BARRIER, load=LOAD), []),
         (AGAIN.format(store=STORE, one="", load=LOAD), ["stored, then loaded"]),
     ],

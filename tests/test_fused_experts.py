@@ -22,7 +22,7 @@ from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
-from eagle3.export.lowering.cuda.kernels import experts, int4, small_m, sorted_experts, sums
+from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int8_experts, small_m, sorted_experts, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, quantize
@@ -52,10 +52,13 @@ def by_interpreter(kernel):
 @contextmanager
 def by_kernels():
     """Compute experts by the kernels, in Triton's interpreter, instead of the references."""
-    few, many = experts.int4_experts_small_m._init_fn, sorted_experts.sorted_experts_matmul._init_fn
+    few, many = int4_experts.int4_experts_small_m._init_fn, sorted_experts.sorted_experts_matmul._init_fn
+    int8 = int8_experts.int8_experts_small_m._init_fn
     with (
-        interpreted(sums, small_m, int4, experts),
-        mock.patch.object(experts, "wrap_triton", by_interpreter),
+        interpreted(sums, small_m, int4, choices, int4_experts, int8_experts),
+        mock.patch.object(int8_experts, "wrap_triton", by_interpreter),
+        mock.patch.object(fused, "int8_experts_small_m", int8),
+        mock.patch.object(int4_experts, "wrap_triton", by_interpreter),
         mock.patch.object(sorted_experts, "wrap_triton", by_interpreter),
         mock.patch.object(fused, "int4_experts_small_m", few),
         mock.patch.object(sorted_experts, "sorted_experts_matmul", many),
@@ -63,10 +66,10 @@ def by_kernels():
         yield
 
 
-def random_experts(name: str) -> tuple[Experts, Experts]:
+def random_experts(family: str) -> tuple[Experts, Experts]:
     """The experts of a family's layer with random weights, in INT4 as the recipe says, and with those dequantized."""
     torch.manual_seed(3)
-    config = FAMILIES[name](SIZE | {"num_hidden_layers": 2}).config
+    config = FAMILIES[family](SIZE | {"num_hidden_layers": 2}).config
     made = []
     for _ in range(2):
         model = skeleton(config, 64).model
@@ -74,24 +77,27 @@ def random_experts(name: str) -> tuple[Experts, Experts]:
     packed, plain = made
     holder = nn.ModuleDict({"experts": packed})
     for parameter in packed.parameters():
-        parameter.data = (torch.randn(parameter.shape) / parameter.shape[1] ** 0.5).to(torch.bfloat16)
+        parameter.data = (torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5).to(torch.bfloat16)
     quantize(holder, fitted_recipe("default", config, holder))
     for name in ("gate_up", "down"):
-        weight = getattr(packed, name).weight.dequantize(torch.float32)
+        weight = getattr(packed, name).weight
+        weight = weight.dequantize(torch.float32) if FUSED[family] else weight.dequantize().float()
         getattr(plain, name).weight = nn.Parameter(weight, requires_grad=False)
+    if not FUSED[family]:
+        plain.gate_up.bias.data, plain.down_bias.data = (packed.gate_up.bias.float(), packed.down_bias.float())
     fused.use_fused_experts(holder)
     return holder["experts"], plain
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gpt-oss-20b"])
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("how", [nullcontext, by_kernels])
 def test_the_experts_are_those_of_dequantized_weights(how, rows, name):
     module, plain = random_experts(name)
-    assert isinstance(module, fused.FusedExperts)
+    assert isinstance(module, fused.FusedExperts if name in NAMES else fused.Int8Experts)
     x = torch.randn(rows, 64).to(torch.bfloat16)
     weights, chosen = torch.randn(rows, plain.count).softmax(-1).topk(2)
-    with how():
+    with how(), torch.no_grad():
         found = module(x, chosen, weights)
     expected = plain(x.float(), chosen, weights)
     assert (found.float() - expected).norm() <= 2**-7 * expected.norm()  # bf16 of inputs, products and results
@@ -121,8 +127,8 @@ def exported(module: nn.Module, shortest: int, longest: int):
 @pytest.mark.parametrize("name", FUSED)
 def test_experts_are_known_by_what_their_gate_computes(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
-    rules = [rule.pattern for rule in fused.expert_rules(model)]
-    assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
+    ways = [rule.config.bits for rule in fused.expert_rules(model) if "gate_up" in rule.pattern]
+    assert ways == [4] * FUSED[name] or not FUSED[name] and set(ways) == {8}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")

@@ -1,6 +1,7 @@
 """Inductor fuses independent kernels into one, whose numbers in the interpreter are the eager ones."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
+from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 
 ROWS, WIDTH = 4, 16
@@ -49,6 +51,18 @@ class Step(nn.Module):
         self.cache.index_copy_(0, at, normed(key) + 1)
         cos = (at[:, None] * self.frequencies).cos()
         return normed(query), self.cache[:8] * 2, query[:, 1] * cos, key[:, :WIDTH] * cos
+
+
+class Norms(nn.Module):
+    """Norms of sums, whose rows of ``LONG`` a kernel keeps in memory from loop to loop."""
+
+    def forward(self, x, y):
+        total = x + normed(y)
+        again = total + normed(normed(total))
+        return total, again, normed(again)
+
+
+LONG = 3000
 
 
 class OverRows(nn.Module):
@@ -124,3 +138,25 @@ def test_what_reduces_over_the_rows_of_a_chunk_is_a_launch_of_its_own():
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     called, _ = lowered(OverRows(), (torch.ones(9, 8), torch.ones(9, 8)), dynamic_shapes=(rows, rows))
     assert len(called) == 2
+
+
+def met(source: str) -> int:
+    """Return how many loads find what a store before has left, without a barrier between them."""
+    stored, count = set(), 0
+    for line in source.splitlines():
+        if "tl.debug_barrier()" in line:
+            stored.clear()
+        count += any(pointer in stored for pointer in re.findall(r"tl\.load\((\w+)", line))
+        stored.update(re.findall(r"tl\.store\((\w+)", line))
+    return count
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_a_barrier_is_between_a_loop_that_stores_and_one_that_loads_the_same():
+    given = torch.randn(ROWS, LONG), torch.randn(ROWS, LONG)
+    _, plain = lowered(Norms(), given)
+    assert sum(map(met, plain.sources.values())) > 0, "Inductor does without: so can this package"
+    with barriers_between_loops():
+        _, ours = lowered(Norms(), given)
+    assert sum(map(met, ours.sources.values())) == 0
+    assert plain.sources.keys() == ours.sources.keys()

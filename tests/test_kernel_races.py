@@ -64,7 +64,7 @@ ARRIVING = {
     "without release": ('sem="acq_rel"', 'sem="acquire"'),
 }
 """The ways to take the counter of a tile wrongly."""
-DIVIDED = [name for name in SMALL if name not in ("attention in one part", "experts")]
+DIVIDED = [name for name in SMALL if name not in ("attention in one part", "experts", "int8 experts")]
 READS = r"tl\.load\((PARTS|STATS|sums) "
 """The loads of what other programs have left."""
 

@@ -1,7 +1,8 @@
 """Reads a kernel's PTX as a graph of instructions, with the pointer arguments that each address may come from.
 
 A register may be assigned several times (a loop's variable, a zero before a load that a predicate skips), so its
-possible sources are collected over all assignments. Values loaded from memory are assumed not to be pointers.
+possible sources are collected over all assignments. Values loaded from memory are assumed not to be pointers, except
+from shared memory, where the compiler may hand pointers from thread to thread.
 """
 
 import re
@@ -23,6 +24,8 @@ PLACE = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]\s][^,]*")
 REGISTER = re.compile(r"%[a-z]+\d+")
 NAME = re.compile(r"[A-Za-z_$][\w$]*")
+SHARED = "shared memory"
+"""The place of all values in shared memory, beside registers."""
 BRANCHES, ENDS = ("bra", "brx"), ("ret", "exit", "trap")
 
 
@@ -138,18 +141,23 @@ class Flow:
     def bases(self) -> dict[str, frozenset[str]]:
         """Map each register or variable to the pointer arguments and variables that its value may come from."""
         found: dict[str, set[str]] = defaultdict(set)
-        users: dict[str, list[Instruction]] = defaultdict(list)
+        users: dict[str, list[str]] = defaultdict(list)
         for instruction in self.instructions:
-            if instruction.parts[0] in ("setp", "set", "atom", "call") or _loads(instruction):
-                continue
-            for source in instruction.sources:
-                users[source].append(instruction)
+            kind, of_shared = instruction.parts[0], any(part.startswith("shared") for part in instruction.parts)
+            if kind == "ld" and of_shared:
+                users[SHARED] += instruction.targets
+            elif kind == "st" and of_shared:
+                for source in instruction.sources:
+                    users[source].append(SHARED)
+            elif kind not in ("setp", "set", "atom", "call") and not _loads(instruction):
+                for source in instruction.sources:
+                    users[source] += instruction.targets
         changed = list(self.pointers)
         for name in changed:
             found[name] = {name}
         while changed:
             source = changed.pop()
-            for register in (target for user in users[source] for target in user.targets):
+            for register in users[source]:
                 if not found[source] <= found[register]:
                     found[register] |= found[source]
                     changed.append(register)

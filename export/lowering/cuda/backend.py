@@ -36,6 +36,7 @@ from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_
 from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
+from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
@@ -194,6 +195,7 @@ class NvidiaBackend:
             named_gpu(named_arch(plan)) if named else toolchain(),
             inductor.patch(OPTIONS),
             fused_further(),
+            barriers_between_loops(),
             counters_unchanged(),
             analyzed_once(),
             no_repro(),

@@ -16,6 +16,7 @@ from eagle3.runner.contract import PREFILL
 SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW, GATHER = "small_m", "large_m", "dequantize", "once a row", "gather"
 _PER_ROW_OPS = "executorch_cuda::"
 _OPS = dict.fromkeys(("eagle3::int4_small_m", "eagle3::int8_small_m", "eagle3::k_quant_small_m"), SMALL_M)
+_OPS["eagle3::int8_experts_small_m"] = SMALL_M
 _OPS |= dict.fromkeys(("eagle3::int4_matmul", "eagle3::int8_matmul", "eagle3::k_quant_matmul"), LARGE_M)
 
 

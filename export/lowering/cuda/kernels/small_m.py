@@ -71,7 +71,7 @@ def on_all_rows(sums, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _add_groups(acc, part, sum_x, s, z, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+def add_groups(acc, part, sum_x, s, z, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     # s, z: [8, BLOCK_N] in the order of N, to the order of the tile's rows; fma, so that nothing is left to fuse or not
     both = tl.permute(tl.reshape(tl.join(-z, s), (8, 8, BLOCK_N // 8, 2)), (0, 2, 1, 3))
     z, s = tl.split(tl.reshape(both, (8, BLOCK_N, 1, 2)))
@@ -81,7 +81,7 @@ def _add_groups(acc, part, sum_x, s, z, BLOCK_N: tl.constexpr, BLOCK_M: tl.const
 
 
 @triton.jit
-def _tile_rows(row, BLOCK_N: tl.constexpr):
+def tile_rows(row, BLOCK_N: tl.constexpr):
     # the output of each row of the tile: a lane's rows (8 apart) are neighbours in N, one vector load of s and z
     return (row % 8) * (BLOCK_N // 8) + row // 8
 
@@ -94,6 +94,27 @@ def sum_of_groups(acc, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     a, b = tl.split(tl.reshape(a + b, (BLOCK_N, BLOCK_M, 2, 2)))
     a, b = tl.split(a + b)
     return a + b
+
+
+@triton.jit
+def add_int8_block(
+    acc, words, x, scale, zero, magic, magic_high, ones, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    # uint32 [BLOCK_N, 2 * CHUNK], bf16 [BLOCK_M, 8 * CHUNK]; scale and zero [8, BLOCK_N] in the order of N
+    N_WORDS: tl.constexpr = CHUNK // 4
+    # A word's codes are k = 0..3, of two nibbles each; the XOR with 8 in the high ones adds 128 to the code.
+    words = tl.permute(tl.reshape(words, (BLOCK_N, 8, N_WORDS)), (1, 0, 2))
+    low = operand((words & 0x000F000F) ^ magic, ((words >> 8) & 0x000F000F) ^ magic, BLOCK_N, N_WORDS)
+    high = operand(
+        ((words >> 4) & 0x000F000F) ^ magic_high, ((words >> 12) & 0x000F000F) ^ magic_high, BLOCK_N, N_WORDS
+    )
+    x = tl.permute(tl.reshape(x, (BLOCK_M, 8, N_WORDS, 2, 2)), (1, 2, 4, 3, 0))  # chunk, word, odd, half, m
+    x = tl.reshape(x, (8, CHUNK, BLOCK_M))
+    x16 = (x.to(tl.float32) * 16).to(tl.bfloat16)
+    part = tl.dot(high, x16, tl.dot(low, x))
+    sum_x = on_all_rows(tl.dot(ones, x), BLOCK_N, BLOCK_M)
+    return add_groups(acc, part, sum_x, scale.to(tl.float32), zero.to(tl.float32) + 2304.0, BLOCK_N, BLOCK_M)
 
 
 @triton.jit
@@ -110,7 +131,7 @@ def _int8_small_m_kernel(
     m0 = tl.program_id(0) * BLOCK_M
     n0 = tl.program_id(1) * BLOCK_N
     row = tl.arange(0, BLOCK_N)
-    tile_row = _tile_rows(row, BLOCK_N)
+    tile_row = tile_rows(row, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
     word = tl.arange(0, 8 * N_WORDS)
     k = tl.arange(0, BLOCK_K)
@@ -143,19 +164,7 @@ def _int8_small_m_kernel(
         group = tl.minimum(((block + 1) * 8 + chunk) * CHUNK // G, K // G - 1)[:, None]
         scale_after, zero_after = tl.load(SCALE + row + group), tl.load(ZERO + row + group)
 
-        # A word's codes are k = 0..3, of two nibbles each; the XOR with 8 in the high ones adds 128 to the code.
-        words = tl.permute(tl.reshape(words, (BLOCK_N, 8, N_WORDS)), (1, 0, 2))
-        low = operand((words & 0x000F000F) ^ magic, ((words >> 8) & 0x000F000F) ^ magic, BLOCK_N, N_WORDS)
-        high = operand(
-            ((words >> 4) & 0x000F000F) ^ magic_high, ((words >> 12) & 0x000F000F) ^ magic_high, BLOCK_N, N_WORDS
-        )
-        x = tl.permute(tl.reshape(x, (BLOCK_M, 8, N_WORDS, 2, 2)), (1, 2, 4, 3, 0))  # chunk, word, odd, half, m
-        x = tl.reshape(x, (8, CHUNK, BLOCK_M))
-        x16 = (x.to(tl.float32) * 16).to(tl.bfloat16)
-        part = tl.dot(high, x16, tl.dot(low, x))
-        sum_x = on_all_rows(tl.dot(ones, x), BLOCK_N, BLOCK_M)
-        z = zero.to(tl.float32) + 2304.0
-        acc = _add_groups(acc, part, sum_x, scale.to(tl.float32), z, BLOCK_N, BLOCK_M)
+        acc = add_int8_block(acc, words, x, scale, zero, magic, magic_high, ones, BLOCK_N, BLOCK_M, CHUNK)
         scale, zero = scale_after, zero_after
     n = n0 + tile_row
     store(OUT, PARTS, ARRIVED, sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)

@@ -2,7 +2,7 @@
 
 That operator computes SiLU in a second kernel, and adds a row's experts by a program for each number. Here any
 activation goes between two launches of its first kernel, and the addition is left to Inductor. The weights are those of
-``experts.py``.
+``int4_experts.py``.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from executorch.backends.cuda.triton.kernels.fused_moe import (
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.experts import GROUP, dequantized
+from eagle3.export.lowering.cuda.kernels.int4_experts import GROUP, dequantized
 
 
 @triton_op("eagle3::sorted_experts_matmul", mutates_args={})
 def sorted_experts_matmul(x: Tensor, codes: Tensor, scale: Tensor, order: Tensor, owners: Tensor, each: int) -> Tensor:
     """Return bfloat16 [64 * blocks, N]. Place i has row ``order[i] // each`` of ``x`` (bfloat16 [rows, K]; ``order``
     int64, 64 for each block or more), times the weight of its block's expert (``owners``, int64 [blocks]), whose parts
-    are as in ``experts.py``."""
+    are as in ``int4_experts.py``."""
     outputs, blocks = codes.shape[1], owners.shape[0]
     out = x.new_empty(blocks * _BATCHED_BLOCK_M, outputs)
     of = {"am": (x, 0), "ak": (x, 1), "be": (codes, 0), "bk": (codes, 2), "bn": (codes, 1)}
@@ -72,7 +72,7 @@ def sorted_experts(
     inner = gate(sorted_experts_matmul(filled, *gate_up, order, owners, choices // x.shape[0]))
     out = sorted_experts_matmul(inner, *down, torch.arange(inner.shape[0], device=x.device), owners, 1)
     places = torch.arange(order.shape[0], device=x.device)
-    places = torch.where(order < choices, places, 0)  # of those without a choice the same, as all are put at one place
-    place = torch.zeros(choices + 1, dtype=torch.int64, device=x.device)
-    place = place.index_put((order,), places)[:-1]  # not scatter, which calls a function that runtimes lack
+    to = torch.where(order < choices, order, choices + places)  # each of its own, also those without a choice
+    place = torch.zeros(choices + order.shape[0], dtype=torch.int64, device=x.device)
+    place = place.index_put((to,), places)[:choices]  # not scatter, which calls a function that runtimes lack
     return (out[place] * factors.view(-1, 1)).to(x.dtype)

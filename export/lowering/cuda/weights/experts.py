@@ -1,39 +1,47 @@
-"""Experts on CUDA, of which only the chosen ones' weights are read.
+"""Experts on CUDA, of which a verify reads the chosen ones' weights alone.
 
-The kernels take INT4 weights in groups of 32 without zero points, no biases, and SiLU or GELU (tanh) of one half times
-the other. The weights of such experts are quantized in this form, whatever the recipe says for other weights. Other
-experts (gpt-oss) stay two linears over all experts. That is correct, and slower by the ratio of all experts to the
-chosen ones.
+Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other are INT4 in groups of 32 without
+zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as well. Other
+experts (gpt-oss) are INT8: two linears over all experts, which a prefill reads whole.
 """
 
 import torch
 from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from executorch.extension.llm.export.quant import QuantConfig, QuantRule
 from torch import Tensor, nn
+from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from eagle3.export.backends import SMALL_M_ROWS
 from eagle3.export.lowering.cuda.graph.attention import most_rows
-from eagle3.export.lowering.cuda.kernels.experts import GROUP, ZERO, int4_experts_small_m
+from eagle3.export.lowering.cuda.kernels.int4_experts import GROUP, ZERO, int4_experts_small_m
+from eagle3.export.lowering.cuda.kernels.int8_experts import int8_experts_small_m
 from eagle3.export.lowering.cuda.kernels.sorted_experts import sorted_experts
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, gated
 from eagle3.targets.experts import Experts, Router
 
+INT8 = QuantConfig(bits=8, group_size=GROUP, symmetric=True, method="min_max")
 SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_max")
 
 
 def expert_rules(model: nn.Module) -> list[QuantRule]:
     """Return the quantization rules for experts with kernels, and for routers, which are not quantized."""
-    fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and is_fused(module)]
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    fused = [name for name, module in experts.items() if is_fused(module)]
+    others = [name for name, module in experts.items() if not is_fused(module) and in_whole_groups(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # Llama 4's
     rules = [QuantRule(rf"(.*\.)?{name}\.weight", None) for name in routers]
-    return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
+    ways = [(name, SYMMETRIC) for name in fused] + [(name, INT8) for name in others]
+    return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", way) for name, way in ways]
 
 
 def is_fused(experts: Experts) -> bool:
-    """Return True if the kernels can compute these experts."""
-    whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
-    return whole_groups and experts.gate_up.bias is None and activation_of(experts) is not None
+    """Return True if the INT4 kernels can compute these experts."""
+    return in_whole_groups(experts) and experts.gate_up.bias is None and activation_of(experts) is not None
+
+
+def in_whole_groups(experts: Experts) -> bool:
+    return experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
 
 
 def activation_of(experts: Experts) -> str | None:
@@ -47,12 +55,24 @@ def use_fused_experts(model: nn.Module) -> None:
     """Replace every ``Experts`` whose weights are quantized by ``expert_rules``."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Experts) and _is_quantized(child) and is_fused(child):
+            if not isinstance(child, Experts):
+                continue
+            weights = child.gate_up.weight, child.down.weight
+            if isinstance(weights[0], ExportableInt4Tensor) and is_fused(child):
                 setattr(parent, name, FusedExperts(child))
+            elif all(map(_is_int8, weights)) and not child.weighs_inputs:
+                setattr(parent, name, Int8Experts(child))
 
 
-def _is_quantized(experts: Experts) -> bool:
-    return isinstance(experts.gate_up.weight, ExportableInt4Tensor)
+def _is_int8(weight: Tensor) -> bool:
+    return isinstance(weight, IntxUnpackedToInt8Tensor) and weight.scale.shape[1] * GROUP == weight.shape[1]
+
+
+def added(out: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add each row's experts: [T * k, hidden] -> [T, hidden]. Number by number, because a reduction would take a
+    program for each sum of so few."""
+    each = out.float().unflatten(0, (-1, chosen.shape[1])).unbind(1)
+    return sum(each[1:], each[0]).to(dtype)
 
 
 class FusedExperts(nn.Module):
@@ -98,6 +118,34 @@ class FusedExperts(nn.Module):
             out = int4_experts_small_m(x, *gate_up, *down, chosen, factors, self.activation)
         else:
             out = sorted_experts(x, gate_up, down, chosen, factors, self.gate)
-        # Added number by number: a reduction would take a program for each sum of so few.
-        each = out.float().unflatten(0, (-1, chosen.shape[1])).unbind(1)
-        return sum(each[1:], each[0]).to(x.dtype)
+        return added(out, chosen, x.dtype)
+
+
+class Int8Experts(nn.Module):
+    """Computes ``Experts`` with INT8 weights: for a few rows by the kernel that reads the chosen experts alone, for
+    many as they are."""
+
+    def __init__(self, experts: Experts):
+        super().__init__()
+        self.all = experts
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
+        if most_rows(x.shape[0]) > SMALL_M_ROWS[-1]:
+            return self.all(x, chosen, weights)
+        gate_up, down = (self._parts(linear) for linear in (self.all.gate_up, self.all.down))
+        inner = self.all.gate(int8_experts_small_m(x, *gate_up, self._bias("gate_up", x), chosen))
+        out = int8_experts_small_m(inner, *down, self._bias("down", x), chosen, weights.float())
+        return added(out, chosen, x.dtype)
+
+    @staticmethod
+    def _parts(linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor]:
+        weight: IntxUnpackedToInt8Tensor = linear.weight
+        return weight.qdata, weight.scale, weight.zero_point
+
+    def _bias(self, name: str, x: Tensor) -> Tensor:
+        """Return the biases [experts, N] of ``gate_up`` or ``down``, zeros if there are none."""
+        count = self.all.count
+        if self.all.gate_up.bias is None:
+            return x.new_zeros(count, 2 * self.all.width if name == "gate_up" else x.shape[1])
+        return self.all.gate_up.bias.unflatten(0, (count, -1)) if name == "gate_up" else self.all.down_bias

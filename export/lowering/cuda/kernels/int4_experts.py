@@ -1,10 +1,7 @@
-"""The experts of a few rows over INT4 weights in Triton: each chosen expert's weights are read once, however many of up
-to 16 rows chose it.
+"""The experts of a few rows over INT4 weights in Triton; each chosen expert's weights are read once for 16 rows.
 
 ExecuTorch's ``fused_moe`` reads them once for each row, a byte twice, with 10 to 12 instructions a weight. Here a
-program takes 128 outputs of one expert for all rows at once, as ``int4.py`` does for a linear, with its instructions:
-the tensor cores multiply 8 rows or 16 in any case, and what a row did not choose is not stored. There is a program for
-each choice of each row; it ends at once if an earlier choice is of the same expert.
+program takes 128 outputs of one expert (``choices.py``) with the instructions of ``int4.py``.
 
 Weights are symmetric: w = (q - 8) * s, with a scale for 32 of K. Their codes are those of ``fused_moe``, which reads
 them for many rows (``sorted_experts.py``). Gate and up of a program are the same 64 outputs of both, so the activation
@@ -18,19 +15,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.choices import choices_of, launch
 from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, INT4, TILE, add_half
 from eagle3.export.lowering.cuda.kernels.small_m import (
-    ROWS,
     WARPS,
     check_contiguous,
     on_all_rows,
     ones_operand,
     sum_of_groups,
 )
-from eagle3.export.lowering.cuda.kernels.sums import gate_of, gated, row_tiles
+from eagle3.export.lowering.cuda.kernels.sums import gate_of, gated
 
 GROUP = 32
 """Weights that share a scale, along K."""
@@ -53,13 +49,12 @@ def int4_experts_small_m_kernel(
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     tile, choice = tl.program_id(1), tl.program_id(2)
-    expert = tl.load(CHOSEN + choice)
     m, t = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_T)[None, :]
-    here = (m < M) & (t < TOP_K)
-    own = here & (tl.load(CHOSEN + m * TOP_K + t, mask=here, other=-1) == expert)
-    if tl.min(tl.where(own, m * TOP_K + t, CHOICES)) < choice:
-        return  # that choice's program computes the expert for all rows
-    mine = tl.max(tl.where(own, m * TOP_K + t, -1), 1)  # each row's choice of the expert, or -1
+    at, here = m * TOP_K + t, (m < M) & (t < TOP_K)
+    expert = tl.load(CHOSEN + choice)
+    first, mine = choices_of(expert, tl.load(CHOSEN + at, mask=here, other=-1), at, here, CHOICES)
+    if first < choice:
+        return  # that choice's program computes the expert
 
     OUTPUTS: tl.constexpr = N if ACTIVATION == "" else N // 2
     GROUPS: tl.constexpr = K // 32
@@ -125,33 +120,26 @@ def int4_experts_small_m_kernel(
 def _launch_experts(
     kernel: Any, x: Tensor, codes: Tensor, scale: Tensor, chosen: Tensor, factors: Tensor, activation: str = ""
 ) -> Tensor:
-    """Return a row for each choice: those of the experts' gated outputs with an ``activation``, otherwise of their
-    outputs, times ``factors``. ``x`` has a row for each row of ``chosen`` or for each choice."""
-    check(x, codes, scale, chosen)
+    """Return the experts' gated outputs with an ``activation``, otherwise their outputs times ``factors``."""
+    check(x, codes, scale)
     check_contiguous(codes, scale)
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
-    (m, top_k), (_, n, half_k) = chosen.shape, codes.shape
-    if not statically_known_true(m <= ROWS[-1]):
-        raise ValueError(f"{m} rows of choices: the kernel takes {ROWS[-1]}")
     x, chosen, factors = x.contiguous(), chosen.contiguous(), factors.contiguous()
-    each = 1 if statically_known_true(x.shape[0] == m * top_k) else top_k
-    out = x.new_empty(m * top_k, n // 2 if activation else n)
-    for rows, count in row_tiles(m, ROWS):
+    (m, top_k), (_, n, half_k) = chosen.shape, codes.shape
+
+    def run(count: Any, _rows: int, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, TILE), m * top_k)](
-            x, codes, scale, chosen, factors, out, m, m * top_k, N=n, K=2 * half_k, TOP_K=top_k, EACH=each,
-            BLOCK_M=rows, BLOCK_T=triton.next_power_of_2(top_k), BLOCK_N=TILE, BLOCK_K=BLOCK, STAGES=INT4.stages,
-            ACTIVATION=activation, num_warps=WARPS,
+            x, codes, scale, chosen, factors, out, m, m * top_k, N=n, K=2 * half_k, BLOCK_N=TILE, BLOCK_K=BLOCK,
+            STAGES=INT4.stages, ACTIVATION=activation, num_warps=WARPS, **constants,
         )  # fmt: skip
-    return out
+
+    return launch(x, chosen, n // 2 if activation else n, run)
 
 
-def check(x: Tensor, codes: Tensor, scale: Tensor, chosen: Tensor) -> None:
+def check(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Raise ValueError for shapes that do not agree."""
-    (m, top_k), (experts, n, half_k) = chosen.shape, codes.shape
-    if x.shape[1] != 2 * half_k or x.shape[0] not in (m, m * top_k):
-        given = f"x is {tuple(x.shape)}, codes {tuple(codes.shape)}, chosen {tuple(chosen.shape)}"
-        raise ValueError(f"{given}: x has twice the codes' last size, and a row for each row of chosen or each choice")
+    experts, n, half_k = codes.shape
+    if x.shape[1] != 2 * half_k:
+        raise ValueError(f"x has K = {x.shape[1]}, codes {2 * half_k}: they must agree")
     if scale.shape != (experts, 2 * half_k // GROUP, n) or 2 * half_k % GROUP:
         raise ValueError(
             f"scales are {tuple(scale.shape)}: experts of {n} x {2 * half_k} have {experts} x {2 * half_k / GROUP:g} x "
@@ -209,7 +197,7 @@ def experts_reference(
     activation: str,
 ) -> Tensor:
     """``int4_experts_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    check(x, gate_up, gate_up_scale, chosen)
+    check(x, gate_up, gate_up_scale)
     of, factors = chosen.flatten(), factors.flatten()
     x = x.repeat_interleave(of.shape[0] // x.shape[0], 0)
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import experts, int4, small_m, sums
+from eagle3.export.lowering.cuda.kernels import choices as kernel_choices
+from eagle3.export.lowering.cuda.kernels import int4, int4_experts, small_m, sums
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
-KERNELS = sums, small_m, int4, experts
+KERNELS = sums, small_m, int4, kernel_choices, int4_experts
 
 
 class Weights(NamedTuple):
@@ -43,14 +44,14 @@ def choices(rows: int, count: int, top_k: int) -> tuple[Tensor, Tensor]:
 
 def computed(x: Tensor, weights: Weights, chosen: Tensor, factors: Tensor, activation: str = SILU) -> Tensor:
     with interpreted(*KERNELS):
-        kernel = experts.int4_experts_small_m_kernel
-        inner = experts._launch_experts(kernel, x, *weights[:2], chosen, factors, activation)
-        return experts._launch_experts(kernel, inner, *weights[2:], chosen, factors)
+        kernel = int4_experts.int4_experts_small_m_kernel
+        inner = int4_experts._launch_experts(kernel, x, *weights[:2], chosen, factors, activation)
+        return int4_experts._launch_experts(kernel, inner, *weights[2:], chosen, factors)
 
 
 def assert_right(found: Tensor, x: Tensor, weights: Weights, *given) -> None:
     """Assert what rounding explains: the reference rounds at the same places, and sums in another order."""
-    expected = experts.experts_reference(x, *weights, *given)
+    expected = int4_experts.experts_reference(x, *weights, *given)
     assert found.dtype == expected.dtype == torch.bfloat16 and found.shape == expected.shape
     found, expected = found.float(), expected.float()
     room = 2**-7 * expected.abs() + 2**-8 * expected.square().mean(1, keepdim=True).sqrt()
@@ -106,13 +107,13 @@ def test_a_row_has_the_same_bits_in_every_call():
         choices(16, 5, 2),
     )
     with interpreted(*KERNELS):
-        given = experts.int4_experts_small_m_kernel, x, *weights[:2]
+        given = int4_experts.int4_experts_small_m_kernel, x, *weights[:2]
         alone = [
-            experts._launch_experts(given[0], x[i : i + 1], *given[2:], chosen[i : i + 1], factors, SILU)
+            int4_experts._launch_experts(given[0], x[i : i + 1], *given[2:], chosen[i : i + 1], factors, SILU)
             for i in range(16)
         ]
         for rows in (2, 8, 9, 16):
-            found = experts._launch_experts(given[0], x[:rows], *given[2:], chosen[:rows], factors, SILU)
+            found = int4_experts._launch_experts(given[0], x[:rows], *given[2:], chosen[:rows], factors, SILU)
             assert torch.equal(found, torch.cat(alone[:rows]))
 
 
@@ -155,7 +156,7 @@ FAULTS = {
     "outputs past the last": ("mask=there & (n1 + row < N)[:, None])", "mask=there)"),
     "codes past the last": ("tl.minimum(n1 + row, N - 1)", "(n1 + row)"),
     "scales past the last": ("tl.minimum(n1 + n, N - 1)", "n1 + n"),
-    "the last choice's program": ("CHOICES)) < choice", "-1)) > choice"),
+    "the last choice's program": ("if first < choice:", "if first > choice:"),
     "the first expert's codes": ("+ expert * (N * (K // 8))", ""),
     "the first expert's scales": ("    SCALE += expert * (GROUPS * N)\n", ""),
 }
@@ -190,19 +191,19 @@ def test_without_a_fault_nothing_is_noticed(case):
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_put_in_by_hand_is_noticed(name, tmp_path):
-    with fault(tmp_path, experts, *FAULTS[name]):
+    with fault(tmp_path, int4_experts, *FAULTS[name]):
         assert any(noticed(weights_of(count, hidden, width), 4, k) for hidden, width, count, k in CASES.values())
 
 
 def test_shapes_that_do_not_agree_are_named():
     x, weights, (chosen, factors) = torch.randn(3, 64).bfloat16(), weights_of(4, 64, 32), choices(3, 4, 2)
     given = *weights, chosen, factors, SILU
-    with pytest.raises(ValueError, match=r"x is \(3, 32\).* twice the codes' last size"):
-        experts.int4_experts_small_m(x[:, :32], *given)
-    with pytest.raises(ValueError, match=r"x is \(2, 64\).* a row for each row of chosen"):
-        experts.int4_experts_small_m(x[:2], *given)
+    with pytest.raises(ValueError, match="x has K = 32, codes 64"):
+        int4_experts.int4_experts_small_m(x[:, :32], *given)
     with pytest.raises(ValueError, match=r"scales are \(4, 1, 64\): experts of 64 x 64 have 4 x 2 x 64"):
-        experts.int4_experts_small_m(x, weights[0], weights[1][:, :1], *given[2:])
+        int4_experts.int4_experts_small_m(x, weights[0], weights[1][:, :1], *given[2:])
+    with pytest.raises(ValueError, match="x has 2 rows, 3 rows chose 2 each"):
+        computed(x[:2], weights, chosen, factors)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         computed(x.float(), *(weights, chosen, factors))
     with pytest.raises(ValueError, match="17 rows of choices: the kernel takes 16"):
@@ -221,7 +222,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_weight_takes_2_7_instructions_and_nothing_is_spilled(name, arch, tmp_path):
-    kernel, constants = experts.int4_experts_small_m_kernel, GEMMA4 | LAUNCHES[name]
+    kernel, constants = int4_experts.int4_experts_small_m_kernel, GEMMA4 | LAUNCHES[name]
     eight, sixteen = (
         usage(kernel, TYPES, constants | {"BLOCK_M": rows}, arch, tmp_path, small_m.WARPS) for rows in small_m.ROWS
     )
