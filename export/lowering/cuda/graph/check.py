@@ -13,10 +13,11 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.runner.contract import PREFILL
 
-SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW, GATHER = "small_m", "large_m", "dequantize", "once a row", "gather"
+SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW = "small_m", "large_m", "dequantize", "once a row"
+GATHER, EXPERTS = "gather", "experts"
 _PER_ROW_OPS = "executorch_cuda::"
 _OPS = dict.fromkeys(("eagle3::int4_small_m", "eagle3::int8_small_m", "eagle3::k_quant_small_m"), SMALL_M)
-_OPS["eagle3::int8_experts_small_m"] = SMALL_M
+_OPS["eagle3::int8_experts_small_m"] = EXPERTS
 _OPS |= dict.fromkeys(("eagle3::int4_matmul", "eagle3::int8_matmul", "eagle3::k_quant_matmul"), LARGE_M)
 
 
@@ -63,6 +64,9 @@ def check_linears(method: str, program: ExportedProgram) -> dict[str, int]:
     linears: dict[str, set[str]] = {SMALL_M: set(), LARGE_M: set(), DEQUANTIZE: set()}
     for use in quantized_uses(program):
         if use.kind == GATHER:
+            continue
+        if use.kind == EXPERTS:  # which refuses many rows itself
+            linears[SMALL_M].add(use.layer)
             continue
         if use.kind == PER_ROW:
             raise ValueError(f"{method}: {use.layer} would read its weights once a row")
