@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from kernel_usage import SHARED, assert_two_programs_fit, usage
 from torch import Tensor
 from torch.nn import functional as F
-from triton.runtime.interpreter import InterpreterBuilder
-from triton_interpreter import interpreted
+from triton_interpreter import interpreted, words_read
 
 from eagle3.export.lowering.cuda.kernels import int4 as kernel4
 from eagle3.export.lowering.cuda.kernels import small_m, sums
@@ -237,20 +235,11 @@ def test_a_row_has_the_same_bits_in_every_call(weight):
 
 
 @pytest.mark.races(("forward",))  # loads are counted
-def test_each_weight_word_is_read_once_for_up_to_16_rows(monkeypatch):
-    read = []
-    load = InterpreterBuilder.create_masked_load
-
-    def counted(self, ptrs, mask, other, *options):
-        if ptrs.get_element_ty() == tl.uint32:
-            read.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
-        return load(self, ptrs, mask, other, *options)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+def test_each_weight_word_is_read_once_for_up_to_16_rows():
     for op, weight, k in ((int4, int4_weight(128, 1024), 1024), (int8, int8_weight(128, 1024, 32), 1024)):
         for m in (1, 8, 9, 16):
-            read.clear()
-            op(activations(m, k), *weight)
+            with words_read() as read:
+                op(activations(m, k), *weight)
             addresses = np.concatenate(read)
             first = weight[0].data_ptr()
             addresses = addresses[(addresses >= first) & (addresses < first + weight[0].nbytes)]

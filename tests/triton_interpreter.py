@@ -118,3 +118,18 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
                 wrapped["libdevice"] = LIBDEVICE
             stack.enter_context(mock.patch.multiple(module, **wrapped))
         yield
+
+
+@contextmanager
+def words_read() -> Iterator[list[np.ndarray]]:
+    """The addresses of the 32-bit words that kernels load while this is open, an array for each load."""
+    read: list[np.ndarray] = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(self, ptrs: TensorHandle, mask: TensorHandle, other: TensorHandle, *options: Any) -> TensorHandle:
+        if ptrs.get_element_ty() == tl.uint32:
+            read.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
+        return load(self, ptrs, mask, other, *options)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", counted):
+        yield read
