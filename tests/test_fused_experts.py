@@ -1,6 +1,7 @@
 """Experts of which the chosen ones alone are read: the numbers of their dequantized weights, by the kernels in Triton's
 interpreter and by the references."""
 
+import itertools
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -22,6 +23,7 @@ from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
+from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int8_experts, small_m, sorted_experts, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
@@ -132,12 +134,13 @@ def test_experts_are_known_by_what_their_gate_computes(name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-@pytest.mark.parametrize("longest", [16, 64])
-def test_both_are_compiled_without_a_gpu(longest):
-    module, _ = random_experts("gemma4-26B-A4B")
+@pytest.mark.parametrize(("name", "longest"), [("gemma4-26B-A4B", 16), ("gemma4-26B-A4B", 64), ("gpt-oss-20b", 16)])
+def test_they_are_compiled_without_a_gpu_and_what_a_window_reads_is_counted(name, longest):
+    module, plain = random_experts(name)
     program = exported(module, 2 if longest <= 16 else 9, longest)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
-    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further():
+    rows = {"forward": 1}, {"forward": longest}
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches(*rows) as launches:
         edge = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
         lowered = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=edge)
     made = lowered.exported_program()
@@ -148,3 +151,13 @@ def test_both_are_compiled_without_a_gpu(longest):
     buffers = [each for each in delegate.named_data_store_output.buffers if isinstance(each, bytes)]
     (library,) = (read_library(each) for each in buffers if each.startswith(b"\x7fELF"))
     assert lacking(library.needs, library.asks_for) == []
+    if longest <= 16:  # one row, which chose three
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        held = sum(tensor.nbytes for each in tensors for tensor in parts_of(each))
+        assert launches["forward"]["weight_bytes"] == held * 3 // plain.count
+
+
+def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a quantized weight consists of, or the weight."""
+    names = getattr(weight, "tensor_data_names", None)
+    return [getattr(weight, name) for name in names] if names else [weight]

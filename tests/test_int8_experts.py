@@ -125,6 +125,7 @@ def test_shapes_that_do_not_agree_are_named():
 
 TYPES = ["*bf16", "*i8", "*bf16", "*i8", "*bf16", "*i64", "*fp32", "*bf16", "i32", "i32"]
 GPT_OSS = {"BLOCK_N": small_m.INT8.n, "BLOCK_K": 256, "STAGES": small_m.INT8.stages, "TOP_K": 4, "BLOCK_T": 4}
+GPT_OSS |= {"EXPERTS": 32}
 LAUNCHES = {
     "gate and up": {"N": 5760, "K": 2880, "ROW": 2880, "EXPERT": 5760 * 2880, "EACH": 4, "WEIGHED": False},
     "down": {"N": 2880, "K": 2880, "ROW": 32 * 2880, "EXPERT": 2880, "EACH": 1, "WEIGHED": True},

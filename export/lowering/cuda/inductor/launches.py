@@ -34,8 +34,6 @@ from eagle3.export.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32
-CHOICES = "CHOICES"
-"""The argument of a kernel of experts: how many were chosen, by all rows."""
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 """Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
 
@@ -169,8 +167,8 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
             if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:
                 continue  # a cache; the draft step of an assistant writes none of those that it reads
             weights[name] = _bytes(constant.shape, constant.dtype, elements)
-            if CHOICES in values:  # each of another expert at most
-                weights[name] = weights[name] * min(values[CHOICES], constant.shape[0]) // constant.shape[0]
+            if experts := constants.get("EXPERTS"):  # each choice is of another at most
+                weights[name] = weights[name] * min(values["CHOICES"], experts) // experts
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)

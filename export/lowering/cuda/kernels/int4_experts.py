@@ -44,14 +44,15 @@ def _terms(scales):
 @triton.jit
 def int4_experts_small_m_kernel(
     X, Q, SCALE, CHOSEN, FACTORS, OUT, M, CHOICES,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EACH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     tile, choice = tl.program_id(1), tl.program_id(2)
     m, t = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_T)[None, :]
     at, here = m * TOP_K + t, (m < M) & (t < TOP_K)
     expert = tl.load(CHOSEN + choice)
+    tl.device_assert((expert >= 0) & (expert < EXPERTS), "there is no such expert")
     first, mine = choices_of(expert, tl.load(CHOSEN + at, mask=here, other=-1), at, here, CHOICES)
     if first < choice:
         return  # that choice's program computes the expert
@@ -124,12 +125,12 @@ def _launch_experts(
     check(x, codes, scale)
     check_contiguous(codes, scale)
     x, chosen, factors = x.contiguous(), chosen.contiguous(), factors.contiguous()
-    (m, top_k), (_, n, half_k) = chosen.shape, codes.shape
+    (m, top_k), (experts, n, half_k) = chosen.shape, codes.shape
 
     def run(count: Any, _rows: int, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, TILE), m * top_k)](
-            x, codes, scale, chosen, factors, out, m, m * top_k, N=n, K=2 * half_k, BLOCK_N=TILE, BLOCK_K=BLOCK,
-            STAGES=INT4.stages, ACTIVATION=activation, num_warps=WARPS, **constants,
+            x, codes, scale, chosen, factors, out, m, m * top_k, EXPERTS=experts, N=n, K=2 * half_k, BLOCK_N=TILE,
+            BLOCK_K=BLOCK, STAGES=INT4.stages, ACTIVATION=activation, num_warps=WARPS, **constants,
         )  # fmt: skip
 
     return launch(x, chosen, n // 2 if activation else n, run)

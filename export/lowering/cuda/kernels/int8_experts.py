@@ -32,14 +32,15 @@ BLOCK_K = 8 * GROUP
 @triton.jit
 def _int8_experts_small_m_kernel(
     X, Q, SCALE, ZERO, BIAS, CHOSEN, FACTORS, OUT, M, CHOICES,
-    N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, EXPERT: tl.constexpr, TOP_K: tl.constexpr, EACH: tl.constexpr,
-    WEIGHED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, EXPERT: tl.constexpr,
+    TOP_K: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, choice = tl.program_id(1), tl.program_id(2)
     m, t = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_T)[None, :]
     at, here = m * TOP_K + t, (m < M) & (t < TOP_K)
     expert = tl.load(CHOSEN + choice)
+    tl.device_assert((expert >= 0) & (expert < EXPERTS), "there is no such expert")
     first, mine = choices_of(expert, tl.load(CHOSEN + at, mask=here, other=-1), at, here, CHOICES)
     if first < choice:
         return  # that choice's program computes the expert
@@ -95,14 +96,14 @@ def _launch_experts(
 ) -> Tensor:  # fmt: skip
     by_rows = check(x, qdata, scale, zero, bias)
     check_contiguous(qdata, scale, zero, bias)
-    (m, top_k), (n, k), row = chosen.shape, (bias.shape[1], x.shape[1]), qdata.shape[1]
+    (m, top_k), (experts, n), k, row = chosen.shape, bias.shape, x.shape[1], qdata.shape[1]
     x, chosen = x.contiguous(), chosen.contiguous()
     given = bias if factors is None else factors.contiguous()
 
     def run(count: Any, _rows: int, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, INT8.n), m * top_k)](
-            x, qdata, scale, zero, bias, chosen, given, out, m, m * top_k, N=n, K=k, ROW=row,
-            EXPERT=n * k if by_rows else k, WEIGHED=factors is not None, BLOCK_N=INT8.n, BLOCK_K=BLOCK_K,
+            x, qdata, scale, zero, bias, chosen, given, out, m, m * top_k, EXPERTS=experts, N=n, K=k,
+            ROW=row, EXPERT=n * k if by_rows else k, WEIGHED=factors is not None, BLOCK_N=INT8.n, BLOCK_K=BLOCK_K,
             STAGES=INT8.stages, num_warps=WARPS, **constants,
         )  # fmt: skip
 
