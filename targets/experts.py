@@ -65,12 +65,19 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
-        each = torch.zeros(x.shape[0], self.count, dtype=x.dtype, device=x.device)
-        each = each.scatter(1, chosen, weights.to(x.dtype))
+        each = self.by_expert(chosen, weights.to(x.dtype))
         by_expert = each[..., None]
         inner = self.gate_up(x).unflatten(-1, (self.count, -1))  # [T, experts, 2 * width]
         # Without a bias, weighting the input is the same as weighting the output of gate_up.
         inner = self.gate(inner * by_expert) if self.weighs_inputs else self.gate(inner) * by_expert
+        return self.finished(inner, each)
+
+    def by_expert(self, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weights [T, k] at the places of the experts, [T, experts], 0 elsewhere."""
+        return weights.new_zeros(weights.shape[0], self.count).scatter(1, chosen, weights)
+
+    def finished(self, inner: Tensor, each: Tensor) -> Tensor:
+        """Compute [T, hidden] of weighted gated activations [T, experts, width] and the weights [T, experts]."""
         out = self.down(inner.flatten(1))
         return out if self.gate_up.bias is None else out + each @ self.down_bias
 

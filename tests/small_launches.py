@@ -113,9 +113,9 @@ def experts_of(rows: int) -> None:
 
 
 def int8_experts_of(rows: int) -> None:
-    x, (chosen, factors) = _rows(rows, 96), choices(rows, 4, 2)
-    kernel, weights = int8_experts._int8_experts_small_m_kernel, int8_weights_of(4, 70, 96, False)
-    int8_experts._launch_experts(kernel, x, *weights, chosen, factors)
+    x, (chosen, _) = _rows(rows, 96), choices(rows, 4, 2)
+    kernel, weights = int8_experts._int8_experts_small_m_kernel, int8_weights_of(4, 70, 96)
+    int8_experts._launch_experts(kernel, x, *weights, chosen)
 
 
 EXPERTS = sums, small_m, int4, kernel_choices, int4_experts

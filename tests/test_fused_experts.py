@@ -1,7 +1,6 @@
 """Experts of which the chosen ones alone are read: the numbers of their dequantized weights, by the kernels in Triton's
 interpreter and by the references."""
 
-import itertools
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -17,6 +16,7 @@ from random_checkpoints import FAMILIES, SIZE
 from torch import nn
 from torch._inductor import config as inductor
 from torch.export import Dim
+from torchao.quantization import IntxUnpackedToInt8Tensor
 from triton.runtime import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton_interpreter import interpreted
@@ -83,7 +83,8 @@ def random_experts(family: str) -> tuple[Experts, Experts]:
     quantize(holder, fitted_recipe("default", config, holder))
     for name in ("gate_up", "down"):
         weight = getattr(packed, name).weight
-        weight = weight.dequantize(torch.float32) if FUSED[family] else weight.dequantize().float()
+        int8 = isinstance(weight, IntxUnpackedToInt8Tensor)
+        weight = weight.dequantize().float() if int8 else weight.dequantize(torch.float32)
         getattr(plain, name).weight = nn.Parameter(weight, requires_grad=False)
     if not FUSED[family]:
         plain.gate_up.bias.data, plain.down_bias.data = (packed.gate_up.bias.float(), packed.down_bias.float())
@@ -129,14 +130,14 @@ def exported(module: nn.Module, shortest: int, longest: int):
 @pytest.mark.parametrize("name", FUSED)
 def test_experts_are_known_by_what_their_gate_computes(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
-    ways = [rule.config.bits for rule in fused.expert_rules(model) if "gate_up" in rule.pattern]
-    assert ways == [4] * FUSED[name] or not FUSED[name] and set(ways) == {8}
+    rules = [rule.pattern for rule in fused.expert_rules(model)]
+    assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-@pytest.mark.parametrize(("name", "longest"), [("gemma4-26B-A4B", 16), ("gemma4-26B-A4B", 64), ("gpt-oss-20b", 16)])
-def test_they_are_compiled_without_a_gpu_and_what_a_window_reads_is_counted(name, longest):
-    module, plain = random_experts(name)
+@pytest.mark.parametrize("longest", [16, 64])
+def test_they_are_compiled_without_a_gpu_and_what_a_window_reads_is_counted(longest):
+    module, plain = random_experts("gemma4-26B-A4B")
     program = exported(module, 2 if longest <= 16 else 9, longest)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
     rows = {"forward": 1}, {"forward": longest}
@@ -152,12 +153,5 @@ def test_they_are_compiled_without_a_gpu_and_what_a_window_reads_is_counted(name
     (library,) = (read_library(each) for each in buffers if each.startswith(b"\x7fELF"))
     assert lacking(library.needs, library.asks_for) == []
     if longest <= 16:  # one row, which chose three
-        tensors = itertools.chain(module.parameters(), module.buffers())
-        held = sum(tensor.nbytes for each in tensors for tensor in parts_of(each))
+        held = sum(tensor.nbytes for tensor in module.buffers())
         assert launches["forward"]["weight_bytes"] == held * 3 // plain.count
-
-
-def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a quantized weight consists of, or the weight."""
-    names = getattr(weight, "tensor_data_names", None)
-    return [getattr(weight, name) for name in names] if names else [weight]

@@ -1,8 +1,9 @@
-"""The experts of a few rows over INT8 weights in Triton; each chosen expert's weights are read once for 16 rows.
+"""Gate and up of the experts of a few rows over INT8 weights in Triton; each chosen expert's weights are read once for
+16 rows.
 
-The weights are those of the linears over all experts (``targets/experts.py``), which serve many rows: torchao's
-``IntxUnpackedToInt8Tensor``. An expert has some rows of a linear's weight, or some columns. A program takes 64 outputs
-of one expert (``choices.py``) with the instructions of ``small_m.py``. K is not divided.
+The weight is that of the linear over all experts (``targets/experts.py``), which serves many rows: torchao's
+``IntxUnpackedToInt8Tensor``. An expert has some rows of it. A program takes 64 outputs of one expert (``choices.py``)
+with the instructions of ``small_m.py``. K is not divided.
 """
 
 from typing import Any
@@ -31,10 +32,9 @@ BLOCK_K = 8 * GROUP
 
 @triton.jit
 def _int8_experts_small_m_kernel(
-    X, Q, SCALE, ZERO, BIAS, CHOSEN, FACTORS, OUT, M, CHOICES,
-    EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, EXPERT: tl.constexpr,
-    TOP_K: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    X, Q, SCALE, ZERO, BIAS, CHOSEN, OUT, M, CHOICES,
+    EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EACH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, choice = tl.program_id(1), tl.program_id(2)
     m, t = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_T)[None, :]
@@ -51,12 +51,12 @@ def _int8_experts_small_m_kernel(
     tile_row = tile_rows(row, BLOCK_N)
     word, k = tl.arange(0, 64)[None, :], tl.arange(0, BLOCK_K)[None, :]
     chunk = tl.arange(0, 8)[:, None]
-    # Outputs past the end read the last one. ROW: from a row of the weight to the next, EXPERT: from expert to expert.
-    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + expert * (EXPERT // 4)  # 4 codes each
-    words_at = tl.minimum(n0 + tile_row, N - 1).to(tl.int64)[:, None] * (ROW // 4) + word
-    SCALE += expert * (EXPERT // 32)
-    ZERO += expert * (EXPERT // 32)
-    scales_at = tl.minimum(n0 + row, N - 1).to(tl.int64)[None, :] * (ROW // 32)
+    # Outputs past the end read the last one.
+    WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + expert * (N * (K // 4))  # 4 codes each
+    words_at = tl.minimum(n0 + tile_row, N - 1)[:, None] * (K // 4) + word
+    SCALE += expert * (N * GROUPS)
+    ZERO += expert * (N * GROUPS)
+    scales_at = tl.minimum(n0 + row, N - 1)[None, :] * GROUPS
     x_at = (mine // EACH).to(tl.int64)[:, None] * K + k
     there = mine[:, None] >= 0
 
@@ -84,66 +84,56 @@ def _int8_experts_small_m_kernel(
     within = n < N
     total = sum_of_groups(acc, BLOCK_N, BLOCK_M)
     total += tl.load(BIAS + expert * N + n, mask=within, other=0).to(tl.float32)[:, None]
-    if WEIGHED:
-        total *= tl.load(FACTORS + mine, mask=mine >= 0, other=0)[None, :]
     at = mine.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=(mine[None, :] >= 0) & within[:, None])
 
 
 def _launch_experts(
-    kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor,
-    factors: Tensor | None,
-) -> Tensor:  # fmt: skip
-    by_rows = check(x, qdata, scale, zero, bias)
+    kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor
+) -> Tensor:
+    check(x, qdata, scale, zero, bias)
     check_contiguous(qdata, scale, zero, bias)
-    (m, top_k), (experts, n), k, row = chosen.shape, bias.shape, x.shape[1], qdata.shape[1]
+    (m, top_k), (experts, n), k = chosen.shape, bias.shape, x.shape[1]
     x, chosen = x.contiguous(), chosen.contiguous()
-    given = bias if factors is None else factors.contiguous()
 
     def run(count: Any, _rows: int, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, INT8.n), m * top_k)](
-            x, qdata, scale, zero, bias, chosen, given, out, m, m * top_k, EXPERTS=experts, N=n, K=k,
-            ROW=row, EXPERT=n * k if by_rows else k, WEIGHED=factors is not None, BLOCK_N=INT8.n, BLOCK_K=BLOCK_K,
-            STAGES=INT8.stages, num_warps=WARPS, **constants,
+            x, qdata, scale, zero, bias, chosen, out, m, m * top_k, EXPERTS=experts, N=n, K=k, BLOCK_N=INT8.n,
+            BLOCK_K=BLOCK_K, STAGES=INT8.stages, num_warps=WARPS, **constants,
         )  # fmt: skip
 
     return launch(x, chosen, n, run)
 
 
-def check(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor) -> bool:
-    """Return True if an expert has rows of the weight, False if it has columns. Raises ValueError for shapes that do
-    not agree."""
-    (experts, n), k, (rows, columns) = bias.shape, x.shape[1], qdata.shape
-    if k % GROUP or (rows, columns) not in ((experts * n, k), (n, experts * k)):
+def check(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor) -> None:
+    """Raise ValueError for shapes that do not agree."""
+    (experts, n), k, shape = bias.shape, x.shape[1], tuple(qdata.shape)
+    if k % GROUP or shape != (experts * n, k):
         raise ValueError(
-            f"the weight is {rows} x {columns}: {experts} experts of {n} x {k} have {experts * n} x {k} or {n} x "
-            f"{experts * k}, K in groups of {GROUP}"
+            f"the weight is {shape[0]} x {shape[1]}: {experts} experts of {n} x {k} have {experts * n} x {k}, K in "
+            f"groups of {GROUP}"
         )
-    if scale.shape != zero.shape or scale.shape != (rows, columns // GROUP):
+    if scale.shape != zero.shape or scale.shape != (experts * n, k // GROUP):
         raise ValueError(
-            f"scale is {tuple(scale.shape)} and zero {tuple(zero.shape)}: a weight of {rows} x {columns} has {rows} x "
-            f"{columns // GROUP} of each"
+            f"scale is {tuple(scale.shape)} and zero {tuple(zero.shape)}: a weight of {experts * n} x {k} has "
+            f"{experts * n} x {k // GROUP} of each"
         )
-    return rows == experts * n
 
 
 @triton_op("eagle3::int8_experts_small_m", mutates_args={})
-def int8_experts_small_m(
-    x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor, factors: Tensor | None = None
-) -> Tensor:
-    """Return for each choice its expert's product ``x @ w.T + bias`` with ``w = (q - zero) * scale``, times its factor.
+def int8_experts_small_m(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
+    """Return for each choice its expert's product ``x @ w.T + bias`` with ``w = (q - zero) * scale``.
 
     On CUDA this is one launch of the kernel of this module, on the host ``experts_reference``. A row's bits do not
     depend on the other rows or their number.
 
     Args:
-        x: bfloat16 [M, K] or [M * k, K], a row for each choice; K a multiple of 32; M of 1 to 16 may be dynamic
-        qdata: int8 [experts * N, K] or [N, experts * K]
-        scale: bfloat16, one for each 32 columns of a row
+        x: bfloat16 [M, K], or [M * k, K], a row for each choice; K a multiple of 32; M of 1 to 16 may be dynamic
+        qdata: int8 [experts * N, K]
+        scale: bfloat16 [experts * N, K / 32]
         zero: int8, as many
         bias: bfloat16 [experts, N]
         chosen: int64 [M, k], a row's experts, each once
-        factors: float32 [M, k]
 
     Returns:
         bfloat16 [M * k, N]
@@ -152,20 +142,15 @@ def int8_experts_small_m(
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, weights that are not contiguous, or more
             than 16 rows
     """
-    kernel = wrap_triton(_int8_experts_small_m_kernel)
-    return _launch_experts(kernel, x, qdata, scale, zero, bias, chosen, factors)
+    return _launch_experts(wrap_triton(_int8_experts_small_m_kernel), x, qdata, scale, zero, bias, chosen)
 
 
 @int8_experts_small_m.register_kernel("cpu")
-def experts_reference(
-    x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor, factors: Tensor | None = None
-) -> Tensor:
+def experts_reference(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
     """``int8_experts_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    by_rows, of = check(x, qdata, scale, zero, bias), chosen.flatten()
-    groups = qdata.float().unflatten(1, (-1, GROUP))
+    check(x, qdata, scale, zero, bias)
+    of, groups = chosen.flatten(), qdata.float().unflatten(1, (-1, GROUP))
     weight = ((groups - zero.float()[..., None]) * scale.float()[..., None]).flatten(1)
-    count = bias.shape[0]
-    weight = weight.unflatten(0, (count, -1)) if by_rows else weight.unflatten(1, (count, -1)).transpose(0, 1)
     x = x.repeat_interleave(of.shape[0] // x.shape[0], 0)
-    out = torch.einsum("ck,cnk->cn", x.float(), weight[of]) + bias.float()[of]
-    return (out if factors is None else out * factors.flatten()[:, None]).to(x.dtype)
+    out = torch.einsum("ck,cnk->cn", x.float(), weight.unflatten(0, (bias.shape[0], -1))[of])
+    return (out + bias.float()[of]).to(x.dtype)

@@ -2,7 +2,8 @@
 
 Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other are INT4 in groups of 32 without
 zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as well. Other
-experts (gpt-oss) are INT8: two linears over all experts, which a prefill reads whole.
+experts are linears over all experts. Where these are INT8 (gpt-oss' gate and up), a verify reads the chosen experts' of
+them.
 """
 
 import torch
@@ -19,29 +20,22 @@ from eagle3.export.lowering.cuda.kernels.sorted_experts import sorted_experts
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, gated
 from eagle3.targets.experts import Experts, Router
 
-INT8 = QuantConfig(bits=8, group_size=GROUP, symmetric=True, method="min_max")
 SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_max")
 
 
 def expert_rules(model: nn.Module) -> list[QuantRule]:
     """Return the quantization rules for experts with kernels, and for routers, which are not quantized."""
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    fused = [name for name, module in experts.items() if is_fused(module)]
-    others = [name for name, module in experts.items() if not is_fused(module) and in_whole_groups(module)]
+    fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and is_fused(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # Llama 4's
     rules = [QuantRule(rf"(.*\.)?{name}\.weight", None) for name in routers]
-    ways = [(name, SYMMETRIC) for name in fused] + [(name, INT8) for name in others]
-    return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", way) for name, way in ways]
+    return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
 
 
 def is_fused(experts: Experts) -> bool:
     """Return True if the INT4 kernels can compute these experts."""
-    return in_whole_groups(experts) and experts.gate_up.bias is None and activation_of(experts) is not None
-
-
-def in_whole_groups(experts: Experts) -> bool:
-    return experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
+    whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
+    return whole_groups and experts.gate_up.bias is None and activation_of(experts) is not None
 
 
 def activation_of(experts: Experts) -> str | None:
@@ -57,15 +51,15 @@ def use_fused_experts(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if not isinstance(child, Experts):
                 continue
-            weights = child.gate_up.weight, child.down.weight
-            if isinstance(weights[0], ExportableInt4Tensor) and is_fused(child):
+            weight, biased = child.gate_up.weight, child.gate_up.bias is not None
+            if isinstance(weight, ExportableInt4Tensor) and is_fused(child):
                 setattr(parent, name, FusedExperts(child))
-            elif all(map(_is_int8, weights)) and not child.weighs_inputs:
+            elif isinstance(weight, IntxUnpackedToInt8Tensor) and biased and _has_groups(weight):
                 setattr(parent, name, Int8Experts(child))
 
 
-def _is_int8(weight: Tensor) -> bool:
-    return isinstance(weight, IntxUnpackedToInt8Tensor) and weight.scale.shape[1] * GROUP == weight.shape[1]
+def _has_groups(weight: IntxUnpackedToInt8Tensor) -> bool:
+    return weight.scale.shape[1] * GROUP == weight.shape[1]
 
 
 def added(out: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,8 +116,8 @@ class FusedExperts(nn.Module):
 
 
 class Int8Experts(nn.Module):
-    """Computes ``Experts`` with INT8 weights: for a few rows by the kernel that reads the chosen experts alone, for
-    many as they are."""
+    """Computes ``Experts`` with biases, whose gate and up are INT8: of a few rows those of the chosen experts alone, by
+    the kernel; the rest over all experts."""
 
     def __init__(self, experts: Experts):
         super().__init__()
@@ -131,21 +125,13 @@ class Int8Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
+        experts = self.all
+        weight: IntxUnpackedToInt8Tensor = experts.gate_up.weight
         if most_rows(x.shape[0]) > SMALL_M_ROWS[-1]:
-            return self.all(x, chosen, weights)
-        gate_up, down = (self._parts(linear) for linear in (self.all.gate_up, self.all.down))
-        inner = self.all.gate(int8_experts_small_m(x, *gate_up, self._bias("gate_up", x), chosen))
-        out = int8_experts_small_m(inner, *down, self._bias("down", x), chosen, weights.float())
-        return added(out, chosen, x.dtype)
-
-    @staticmethod
-    def _parts(linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor]:
-        weight: IntxUnpackedToInt8Tensor = linear.weight
-        return weight.qdata, weight.scale, weight.zero_point
-
-    def _bias(self, name: str, x: Tensor) -> Tensor:
-        """Return the biases [experts, N] of ``gate_up`` or ``down``, zeros if there are none."""
-        count = self.all.count
-        if self.all.gate_up.bias is None:
-            return x.new_zeros(count, 2 * self.all.width if name == "gate_up" else x.shape[1])
-        return self.all.gate_up.bias.unflatten(0, (count, -1)) if name == "gate_up" else self.all.down_bias
+            return experts(x, chosen, weights)
+        parts = weight.qdata, weight.scale, weight.zero_point
+        inner = int8_experts_small_m(x, *parts, experts.gate_up.bias.unflatten(0, (experts.count, -1)), chosen)
+        inner = experts.gate(inner).unflatten(0, (-1, chosen.shape[1])) * weights[..., None].to(x.dtype)
+        rows = torch.arange(x.shape[0], device=x.device)[:, None].expand_as(chosen)
+        placed = x.new_zeros(x.shape[0], experts.count, experts.width).index_put((rows, chosen), inner)
+        return experts.finished(placed, experts.by_expert(chosen, weights.to(x.dtype)))

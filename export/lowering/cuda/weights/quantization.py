@@ -13,12 +13,12 @@ import torch
 from executorch.examples.models.gemma4_31b.cuda_packers import convert_quantized_tensors_for_cuda
 from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
 from executorch.extension.llm.export.load import assign_state_dict
-from executorch.extension.llm.export.quant import QuantRecipe, QuantRule, quantize_model
+from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, QuantRule, quantize_model
 from torch import nn
 
 from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.lowering.cuda.weights.experts import INT8, expert_rules
+from eagle3.export.lowering.cuda.weights.experts import expert_rules
 from eagle3.export.lowering.cuda.weights.int4_tensor import lay_out_int4
 from eagle3.targets.spec import Skeleton
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
+INT8 = QuantConfig(bits=8, group_size=32, symmetric=True, method="min_max")
 INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width of a linear is a multiple of it
 
 
