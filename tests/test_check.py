@@ -132,6 +132,14 @@ def test_the_tolerance_is_what_quantized_activations_move_this_models_logits_by(
     assert measured_tie(speculator, dataclasses.replace(own, qlinear="none")) == near_tie("none")
 
 
+def test_the_tolerance_is_limited_except_for_random_weights_that_an_export_made(random_weights, monkeypatch):
+    speculator, own, measured, *_ = random_weights
+    monkeypatch.setattr(check, "WIDEST_TIE", 0.0)
+    assert measured_tie(speculator, own) == near_tie(own.qlinear) < measured
+    made = dataclasses.replace(own, config=dataclasses.replace(own.config, random_weights=True))
+    assert measured_tie(speculator, made) == measured
+
+
 @pytest.mark.parametrize("layer", [0, 3, 5])
 @pytest.mark.parametrize("linear", ["self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
 def test_a_wrong_linear_is_more_than_the_measured_tolerance(random_weights, layer, linear):
