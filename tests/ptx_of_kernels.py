@@ -18,7 +18,9 @@ from eagle3.export.lowering.cuda.kernels import (
     attention,
     bf16,
     int4,
+    int4_experts,
     int4_matmul,
+    int8_experts,
     int8_matmul,
     k_quant_matmul,
     k_quants,
@@ -103,6 +105,27 @@ def attends(
 
 
 TILE = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+
+
+def int4_experts_of(activation: str) -> Callable:
+    """Return a function that launches the kernel for four rows that choose 2 of 8 experts."""
+
+    def launch(kernel: object) -> None:
+        codes, scale = on_meta(8, 256, 256, dtype=torch.int8), on_meta(8, 16, 256, dtype=torch.bfloat16)
+        chosen, factors = on_meta(4, 2, dtype=torch.int64), on_meta(4, 2, dtype=torch.float32)
+        x = on_meta(4, 512, dtype=torch.bfloat16)
+        int4_experts._launch_experts(kernel, x, codes, scale, chosen, factors, activation)
+
+    return launch
+
+
+def int8_experts_of(kernel: object) -> None:
+    codes, scales = on_meta(8 * 256, 512, dtype=torch.int8), on_meta(8 * 256, 16, dtype=torch.bfloat16)
+    zeros, bias = on_meta(8 * 256, 16, dtype=torch.int8), on_meta(8, 256, dtype=torch.bfloat16)
+    x, chosen = on_meta(4, 512, dtype=torch.bfloat16), on_meta(4, 2, dtype=torch.int64)
+    int8_experts._launch_experts(kernel, x, codes, scales, zeros, bias, chosen)
+
+
 KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "attention": (attention._attention_kernel, attends(128, 2, 4, 4, **TILE)),
     "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, **TILE)),
@@ -119,6 +142,9 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
         f"q{bits}_k": (k_quants._k_quant_small_m_kernel, product(k_quants._launch_k_quant, 4, K_QUANTS[bits]))
         for bits in K_QUANTS
     },
+    "int4 experts": (int4_experts.int4_experts_small_m_kernel, int4_experts_of(GELU_TANH)),
+    "int4 experts, down": (int4_experts.int4_experts_small_m_kernel, int4_experts_of("")),
+    "int8 experts": (int8_experts._int8_experts_small_m_kernel, int8_experts_of),
     "large int4": (
         int4_matmul._int4_matmul_kernel,
         product(lambda kernel, *given: int4_matmul._launch_matmul(kernel, Recorded(), *given), 200, INT4),

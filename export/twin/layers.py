@@ -73,18 +73,23 @@ def fewer_layers(
     kinds = _kinds(traits, telling)
     first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}.values()
     others = [at for at in range(total) if at not in first]
-    choices = [list(range(count)), sorted([*first, *others[: max(0, count - len(first))]])]
-    for layers in choices:
-        try:
-            found = _kinds(_traits(build(_take(fields, layers))), telling)
-        except (ValueError, LookupError):  # the class has no such choice
-            continue
-        if len(layers) == count and set(found) == set(kinds):
-            return build(_take(fields, layers)), layers
-    raise ValueError(
-        f"--layers {count} leaves out some of the target's {len(first)} kinds of layers: type --layers "
-        f"{max(1 + max(first), count + 1)} or more"
-    )
+
+    def chosen(count: int) -> list[int] | None:
+        for layers in (list(range(count)), sorted([*first, *others[: max(0, count - len(first))]])):
+            try:
+                found = _kinds(_traits(build(_take(fields, layers))), telling)
+            except (ValueError, LookupError):  # the class has no such choice
+                continue
+            if len(layers) == count and set(found) == set(kinds):
+                return layers
+        return None
+
+    layers = chosen(count)
+    if layers is None:
+        fewest = next((more for more in range(count + 1, total) if chosen(more)), None)
+        instead = f"type --layers {fewest}" if fewest else "leave --layers out"
+        raise ValueError(f"--layers {count} leaves out some of the target's {len(first)} kinds of layers: {instead}")
+    return build(_take(fields, layers)), layers
 
 
 def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
