@@ -66,10 +66,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
         each = self.by_expert(chosen, weights.to(x.dtype))
-        by_expert = each[..., None]
         inner = self.gate_up(x).unflatten(-1, (self.count, -1))  # [T, experts, 2 * width]
         # Without a bias, weighting the input is the same as weighting the output of gate_up.
-        inner = self.gate(inner * by_expert) if self.weighs_inputs else self.gate(inner) * by_expert
+        inner = self.gate(inner * each[..., None]) if self.weighs_inputs else self.gate(inner) * each[..., None]
         return self.finished(inner, each)
 
     def by_expert(self, chosen: Tensor, weights: Tensor) -> Tensor:

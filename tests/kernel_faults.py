@@ -1,11 +1,15 @@
 """Faults put into kernels by hand: what a check of kernels has to notice."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
+
+from race_detector import Detector
+from race_hooks import watching
+from torch import Tensor
 
 
 @contextmanager
@@ -37,3 +41,16 @@ def kernels_alone(source: str) -> str:
         if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
             kept.update(range(node.decorator_list[0].lineno, node.end_lineno + 1))
     return "\n".join(line if number in kept else "" for number, line in enumerate(lines, 1)) + "\n"
+
+
+def noticed(compute: Callable[[], Tensor], assert_right: Callable[[Tensor], None]) -> bool:
+    """Return whether the detector, while ``compute`` launches kernels, or the assertion about its result finds
+    anything."""
+    detector = Detector(("forward",))
+    with watching(detector, of_arguments=True):
+        found = compute()
+    try:
+        assert_right(found)
+    except AssertionError:
+        return True
+    return bool(detector.findings)

@@ -6,10 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from kernel_faults import fault
+from kernel_faults import fault, noticed
 from kernel_usage import SHARED, usage
-from race_detector import Detector
-from race_hooks import watching
 from torch import Tensor
 from triton_interpreter import interpreted, words_read
 
@@ -152,20 +150,11 @@ FAULTS = {
 }
 
 
-def noticed(weights: Weights, rows: int, top_k: int) -> bool:
-    """Return whether the detector, or a comparison with the reference, finds anything."""
-    x, (chosen, factors) = (
-        torch.randn(rows, weights.gate_up.shape[2] * 2).bfloat16(),
-        choices(rows, len(weights.gate_up), top_k),
-    )
-    detector = Detector(("forward",))
-    with watching(detector, of_arguments=True):
-        found = computed(x, weights, chosen, factors)
-    try:
-        assert_right(found, x, weights, chosen, factors, SILU)
-    except AssertionError:
-        return True
-    return bool(detector.findings)
+def is_noticed(hidden: int, width: int, count: int, top_k: int) -> bool:
+    """Return whether anything is found in four rows' choices."""
+    x, weights, chosen = torch.randn(4, hidden).bfloat16(), weights_of(count, hidden, width), choices(4, count, top_k)
+    given = x, weights, *chosen
+    return noticed(lambda: computed(*given), lambda found: assert_right(found, *given, SILU))
 
 
 CASES = {"one block": (96, 32, 4, 2), "blocks": (512, 160, 4, 2), "part of a block": (288, 96, 5, 3)}
@@ -174,15 +163,14 @@ CASES = {"one block": (96, 32, 4, 2), "blocks": (512, 160, 4, 2), "part of a blo
 @pytest.mark.races(())  # they watch for themselves
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_without_a_fault_nothing_is_noticed(case):
-    hidden, width, count, top_k = case
-    assert not noticed(weights_of(count, hidden, width), 4, top_k)
+    assert not is_noticed(*case)
 
 
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_put_in_by_hand_is_noticed(name, tmp_path):
     with fault(tmp_path, int4_experts, *FAULTS[name]):
-        assert any(noticed(weights_of(count, hidden, width), 4, k) for hidden, width, count, k in CASES.values())
+        assert any(is_noticed(*case) for case in CASES.values())
 
 
 def test_shapes_that_do_not_agree_are_named():

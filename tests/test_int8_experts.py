@@ -3,10 +3,8 @@ no GPU."""
 
 import pytest
 import torch
-from kernel_faults import fault
+from kernel_faults import fault, noticed
 from kernel_usage import SHARED, usage
-from race_detector import Detector
-from race_hooks import watching
 from test_int4_experts import choices
 from torch import Tensor
 from triton_interpreter import interpreted
@@ -78,18 +76,11 @@ FAULTS = {
 }
 
 
-def noticed(n: int, k: int, rows: int) -> bool:
-    """Return whether the detector, or a comparison with the reference, finds anything. ``rows``: of x, for 4 rows that
-    chose two experts each."""
+def is_noticed(n: int, k: int, rows: int) -> bool:
+    """Return whether anything is found. ``rows``: of x, for 4 rows that chose two experts each."""
     x, weights, (chosen, _) = torch.randn(rows, k).bfloat16(), weights_of(4, n, k), choices(4, 4, 2)
-    detector = Detector(("forward",))
-    with watching(detector, of_arguments=True):
-        found = computed(x, weights, chosen)
-    try:
-        assert_right(found, x, weights, chosen)
-    except AssertionError:
-        return True
-    return bool(detector.findings)
+    given = x, weights, chosen
+    return noticed(lambda: computed(*given), lambda found: assert_right(found, *given))
 
 
 CASES = [(n, k, rows) for n, k in ((32, 96), (130, 512), (96, 288)) for rows in (4, 8)]
@@ -98,14 +89,14 @@ CASES = [(n, k, rows) for n, k in ((32, 96), (130, 512), (96, 288)) for rows in 
 @pytest.mark.races(())  # they watch for themselves
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_fault_nothing_is_noticed(case):
-    assert not noticed(*case)
+    assert not is_noticed(*case)
 
 
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_put_in_by_hand_is_noticed(name, tmp_path):
     with fault(tmp_path, int8_experts, *FAULTS[name]):
-        assert any(noticed(*case) for case in CASES)
+        assert any(is_noticed(*case) for case in CASES)
 
 
 def test_shapes_that_do_not_agree_are_named():

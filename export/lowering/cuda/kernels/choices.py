@@ -26,9 +26,9 @@ def choices_of(expert, chosen, at, here, CHOICES):
     return tl.min(tl.where(own, at, CHOICES)), tl.max(tl.where(own, at, -1), 1)
 
 
-def launch(x: Tensor, chosen: Tensor, outputs: int, run: Callable[[Any, int, dict[str, Any], Tensor], None]) -> Tensor:
-    """Return bfloat16 [M * k, outputs], a row for each choice of ``chosen`` [M, k], which ``run(programs, rows of a
-    tile, constants, out)`` writes. It is called once for each size of row tiles that is needed.
+def launch(x: Tensor, chosen: Tensor, outputs: int, run: Callable[[Any, dict[str, Any], Tensor], None]) -> Tensor:
+    """Return bfloat16 [M * k, outputs], a row for each choice of ``chosen`` [M, k], which ``run(tiles of rows,
+    constants, out)`` writes. It is called once for each size of row tiles that is needed.
 
     ``x`` has a row for each row of ``chosen`` or for each choice. Raises ValueError for other shapes and another dtype
     of ``x``, and for more rows than a tile has.
@@ -44,5 +44,5 @@ def launch(x: Tensor, chosen: Tensor, outputs: int, run: Callable[[Any, int, dic
     out = x.new_empty(m * top_k, outputs)
     for rows, count in row_tiles(m, ROWS):
         constants = {"TOP_K": top_k, "EACH": each, "BLOCK_M": rows, "BLOCK_T": triton.next_power_of_2(top_k)}
-        run(count, rows, constants, out)
+        run(count, constants, out)
     return out

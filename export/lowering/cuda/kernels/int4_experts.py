@@ -127,7 +127,7 @@ def _launch_experts(
     x, chosen, factors = x.contiguous(), chosen.contiguous(), factors.contiguous()
     (m, top_k), (experts, n, half_k) = chosen.shape, codes.shape
 
-    def run(count: Any, _rows: int, constants: dict[str, Any], out: Tensor) -> None:
+    def run(count: Any, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, TILE), m * top_k)](
             x, codes, scale, chosen, factors, out, m, m * top_k, EXPERTS=experts, N=n, K=2 * half_k, BLOCK_N=TILE,
             BLOCK_K=BLOCK, STAGES=INT4.stages, ACTIVATION=activation, num_warps=WARPS, **constants,

@@ -96,7 +96,7 @@ def _launch_experts(
     (m, top_k), (experts, n), k = chosen.shape, bias.shape, x.shape[1]
     x, chosen = x.contiguous(), chosen.contiguous()
 
-    def run(count: Any, _rows: int, constants: dict[str, Any], out: Tensor) -> None:
+    def run(count: Any, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, INT8.n), m * top_k)](
             x, qdata, scale, zero, bias, chosen, out, m, m * top_k, EXPERTS=experts, N=n, K=k, BLOCK_N=INT8.n,
             BLOCK_K=BLOCK_K, STAGES=INT8.stages, num_warps=WARPS, **constants,
