@@ -1,4 +1,4 @@
-"""The reference for a session on a GPU: greedy decoding of gemma4-tiny with its packed weights in eager PyTorch."""
+"""The reference for a session on a GPU: greedy decoding with the packed weights of an export in eager PyTorch."""
 
 from typing import Any
 
@@ -42,9 +42,10 @@ def placed(module: nn.Module, device: str) -> nn.Module:
 class EagerGreedy:
     """Greedy decoding with one token per forward."""
 
-    def __init__(self, device: str = "cuda", arch: str | None = None):
+    def __init__(self, device: str = "cuda", config: ExportConfig | None = None):
+        """``config``: of the export; without one, of gemma4-tiny on the GPU that is there."""
         self.device = device
-        self.plan: Plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=arch))
+        self.plan: Plan = make_plan(config or ExportConfig("gemma4-tiny"))
         self.speculator = load_speculator(self.plan, EagerAttention, cuda.dtype, cuda.conversion(self.plan))
         cuda.prepare(self.speculator, self.plan)
         self.target = placed(self.speculator, device).target

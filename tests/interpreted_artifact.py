@@ -27,6 +27,7 @@ from unittest.mock import patch
 import click
 import torch
 from cuda_artifact import sources_of
+from proposed import proposed
 from race_detector import Detector
 from race_hooks import watching
 from stand_in_driver import StandIn
@@ -37,7 +38,7 @@ from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE
 from eagle3.runner.artifact.opening import load_artifact
 from eagle3.runner.contract import MODEL_FILE
 from eagle3.runner.hosts import torch_host
-from eagle3.runner.hosts.session import Session
+from eagle3.runner.hosts.session import TimedSession
 from eagle3.runner.loop import complete
 
 HUGE = 0x7E
@@ -126,14 +127,15 @@ def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dic
     return launched
 
 
-def generations(session: Session, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """Generate by fused rounds, replayed as CUDA graphs would be, and by the three methods."""
+def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    """Generate by fused rounds, replayed as CUDA graphs would be, and by the three methods, with their proposals."""
     found = {}
     for name, fused in (("fused_rounds", True), ("three_methods", False)):
         session.has_speculate = fused
+        proposals = proposed(session)
         result = complete(session, prompt, max_new_tokens=max_new_tokens, stop_ids=[])
         found[name] = {"token_ids": result.token_ids, "stats": result.stats.counts()}
-    return found
+    return found | {"proposals": proposals}
 
 
 def main(artifact: Path) -> None:

@@ -13,6 +13,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.pipeline import make_metadata
+from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.hosts.session import EagerSession
 
 PROMPT = [5, 6, 7, 8]
@@ -20,7 +21,8 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def greedy():
-    return gpu_greedy.EagerGreedy("cpu", None if torch.cuda.is_available() else "sm_90")
+    config = ExportConfig("gemma4-tiny", cuda_arch=None if torch.cuda.is_available() else "sm_90")
+    return gpu_greedy.EagerGreedy("cpu", config)
 
 
 def test_a_moved_module_keeps_its_weights_and_their_kinds(greedy):

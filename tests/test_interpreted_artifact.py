@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_interpreted import compare, config_of, eagerly
 from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
 
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
@@ -29,14 +30,35 @@ def found(cuda_artifact):
     return json.loads(done.stdout)
 
 
-def test_fused_rounds_and_three_methods_say_what_eager_greedy_says(found):
-    greedy = EagerGreedy("cpu", "sm_90")
+@pytest.fixture(scope="module")
+def greedy(cuda_artifact):
+    return EagerGreedy("cpu", config_of(cuda_artifact))
+
+
+def test_fused_rounds_and_three_methods_say_what_eager_greedy_says(found, greedy):
     for asked, generation in zip(ASKED, found["generations"], strict=True):
         pair = generation["fused_rounds"], generation["three_methods"]
         assert pair[0] == pair[1] and len(pair[0]["token_ids"]) == asked["max_new_tokens"]
         parting = first_difference(pair[0]["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
         assert parting is None or parting[1] <= NEAR_TIE
     assert found["generations"][0]["fused_rounds"]["stats"]["mean_acceptance_length"] > 2
+
+
+def test_rounds_and_proposals_are_those_of_the_module(found, greedy):
+    for asked, generation in zip(ASKED, found["generations"], strict=True):
+        facts, wrong = compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), generation)
+        assert not wrong, facts
+
+
+@pytest.mark.parametrize("fault", ["token_ids", "stats", "proposals"])
+def test_a_part_that_differs_is_named(found, greedy, fault):
+    expected, generation = eagerly(greedy, ASKED[1]["prompt"], ASKED[1]["max_new_tokens"]), found["generations"][1]
+    if fault == "proposals":
+        other = [[token + 1 for token in call] for call in generation["proposals"]]
+        assert compare(expected, generation | {fault: other})[1] == [fault]
+    else:
+        other = generation["fused_rounds"] | {fault: None}
+        assert compare(expected, generation | {"fused_rounds": other})[1] == [f"fused_rounds: {fault}"]
 
 
 def test_a_gpu_would_have_refused_nothing_and_nothing_leaks(found):
