@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eagle3.targets.softcap import softcapped
 from eagle3.targets.spec import Window
 
 SCALE_BYTES = 4
@@ -226,9 +227,7 @@ def attend(
     heads, length = query.shape[1:3]
     groups = heads // kv_heads  # the heads that share keys are stacked and computed by one matmul
     packed = query.contiguous().view(kv_heads, groups * length, head_dim)
-    scores = torch.bmm(packed * scale, keys[0].transpose(1, 2)).float()
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = softcapped(torch.bmm(packed * scale, keys[0].transpose(1, 2)).float(), softcap)
     hidden = ~mask[0].expand(groups, length, slots).reshape(1, groups * length, slots)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:

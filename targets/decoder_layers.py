@@ -28,6 +28,7 @@ from eagle3.targets.attention import (
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
 from eagle3.targets.experts import Experts
+from eagle3.targets.softcap import softcapped
 from eagle3.targets.spec import Convert, Skeleton, Weights, Window, layer_windows
 from eagle3.targets.text_part import TextPart, build
 
@@ -136,7 +137,7 @@ class DecoderLayersTarget(nn.Module):
 
     def capped(self, scores: Tensor) -> Tensor:
         """Apply the softcap as transformers does, in the dtype of ``scores``. Returns float32."""
-        return (scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap).float()
+        return softcapped(scores, self.cap).float()
 
     def logits(self, state: Tensor) -> Tensor:
         return self.capped(self.scores(state))

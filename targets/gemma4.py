@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.targets import decoder_layers
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
+from eagle3.targets.softcap import softcapped
 from eagle3.targets.spec import Convert, Skeleton, Weights
 
 
@@ -134,8 +135,7 @@ class Gemma4TapTarget(nn.Module):
         return self.model.lm_head(state)
 
     def capped(self, scores: Tensor) -> Tensor:
-        cap = self.model.logit_softcap
-        return torch.tanh(scores.float() / cap) * cap
+        return softcapped(scores.float(), self.model.logit_softcap)
 
     def logits(self, state: Tensor) -> Tensor:
         return self.capped(self.scores(state))

@@ -36,13 +36,6 @@ def load_tensors(
     load_checkpoint("", model, key_map=key_map, convert=form, dtype=dtype, raw_iter=lambda _: tensors)
 
 
-def read_safetensors(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder as they are stored, by ExecuTorch's ``iter_checkpoint``."""
-    with _bare(PACKAGE):
-        from executorch.extension.llm.export.load import iter_checkpoint
-    yield from iter_checkpoint(folder, convert=as_stored)
-
-
 def default_form(name: str, weight: Tensor) -> Tensor:
     """Convert as ExecuTorch's ``to_default``, which leaves a plain tensor as it is."""
     if is_plain(weight):

@@ -23,6 +23,7 @@ from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
+from eagle3.targets.softcap import softcapped
 
 
 class DraftHead(CachedHead):
@@ -156,9 +157,7 @@ class DraftHead(CachedHead):
             keep = self._kept(last, accepted) if index == len(self.layers) - 1 else None
             state = layer(embedded, state, keep, position_embeddings=rotary, attention_mask=rows[window])
         normed = state if self.norm is None else self.norm(state)
-        logits = self.lm_head(normed)
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = softcapped(self.lm_head(normed), self.softcap)
         return logits, normed if self.feeds_normed else state
 
     def _with_mask_rows(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from eagle3.export.lowering.xnnpack.head_rows import additive_mask, first_slot, heads_together, repeated_rows
 from eagle3.export.lowering.xnnpack.used_slots import used_slots
 from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
+from eagle3.targets.softcap import softcapped
 
 FEW_ROWS = 16
 """The longest window that is computed by products."""
@@ -108,9 +109,8 @@ class FullAttention(nn.Module):
         for head in range(kv_heads):
             keys, values = (used_slots(cache, head, used) for cache in (self.k_cache, self.v_cache))
             scores = torch.bmm(keys, packed[head : head + 1]).transpose(1, 2)  # [1, T * G, used]
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            results.append(torch.bmm(torch.softmax(scores + mask, dim=-1), values))
+            weights = torch.softmax(softcapped(scores, softcap) + mask, dim=-1)
+            results.append(torch.bmm(weights, values))
         return torch.cat(results).unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)[None]
 
     def _by_custom_sdpa(self, query: Tensor, rows: Rows, scale: float) -> Tensor:

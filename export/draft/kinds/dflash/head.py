@@ -25,6 +25,7 @@ from eagle3.export.draft.kinds.head import CachedHead
 from eagle3.export.draft.layers import RMSNorm
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, Block, KVCacheShape, ring_window
+from eagle3.targets.softcap import softcapped
 
 
 class Head(CachedHead):
@@ -154,5 +155,4 @@ class Head(CachedHead):
         return [layer.self_attn for layer in self.layers]  # type: ignore[misc]
 
     def _scores(self, state: Tensor) -> Tensor:
-        logits = self.lm_head(state) * self.output_multiplier
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return softcapped(self.lm_head(state) * self.output_multiplier, self.softcap)

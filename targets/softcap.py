@@ -1,0 +1,9 @@
+"""A bound for scores: of attention before its softmax, or of logits."""
+
+import torch
+from torch import Tensor
+
+
+def softcapped(scores: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(scores / cap) of scores of any shape, in their dtype; without a cap the scores themselves."""
+    return scores if cap is None else torch.tanh(scores / cap) * cap
