@@ -13,8 +13,7 @@ from commands import fail_command
 from random_checkpoints import save_random_draft
 from safetensors.torch import save_file
 
-from eagle3.export.checkpoints.safetensors_file import open_safetensors
-from eagle3.export.checkpoints.safetensors_folder import read_headers, shard_paths
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers, shard_paths
 from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
 from eagle3.export.cli import main as export_main
 from eagle3.export.planning.config import ExportConfig
@@ -194,22 +193,23 @@ def test_a_file_that_is_no_safetensors_file(content, tmp_path):
 
 
 def test_a_file_larger_than_memory_is_read(tmp_path):
-    file, last = tmp_path / "model.safetensors", torch.arange(4.0)
+    file, value = tmp_path / "model.safetensors", torch.arange(4.0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts = {"hole": 4 * memory, "last": 16}  # a hole takes no room on the disk
+    parts = {"first": 16, "hole": 4 * memory, "last": 16}  # a hole takes no room on the disk
     at, header = 0, {}
     for name, size in parts.items():
         header[name] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [at, at + size]}
         at += size
     described = json.dumps(header).encode()
     with file.open("wb") as sparse:
-        sparse.write(struct.pack("<Q", len(described)) + described)
-        sparse.truncate(8 + len(described) + parts["hole"])
-        sparse.seek(0, 2)
-        sparse.write(last.numpy().tobytes())
+        sparse.write(struct.pack("<Q", len(described)) + described + value.numpy().tobytes())
+        sparse.seek(parts["hole"], 1)
+        sparse.write(value.numpy().tobytes())
     assert read_headers(tmp_path)["hole"].bytes == parts["hole"]
-    with open_safetensors(file) as opened:
-        assert torch.equal(opened.get_tensor("last"), last)
+    folder = SafetensorsFolder(tmp_path)
+    assert torch.equal(folder.tensor("last"), value)
+    name, first = next(folder.tensors())
+    assert name == "first" and torch.equal(first, value)
 
 
 # --- the target's configuration

@@ -91,11 +91,6 @@ def open_safetensors(path: Path) -> Iterator[OpenFile]:
         yield file if header is None else HeaderFile(path, file, json.loads(header))
 
 
-def is_header_file(path: Path) -> bool:
-    with _opened(path) as file:
-        return HEADER in (file.metadata() or {})
-
-
 def _opened(path: Path) -> safe_open:
     """Map a file into memory, or read from it where it is larger than memory: safetensors maps files with pages that
     could be written, and Linux then refuses to map more than there is. transformers saves files of up to 50 GB."""

@@ -3,15 +3,15 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.safetensors_file import is_header_file, open_safetensors
+from eagle3.export.checkpoints.safetensors_file import OpenFile, open_safetensors
 from eagle3.export.checkpoints.source import Source, TensorHeader
-from eagle3.targets.loading import read_safetensors
 
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
@@ -34,9 +34,7 @@ class SafetensorsFolder(Source):
         return read_headers(self.path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        if any(is_header_file(path) for path in self.files()):
-            return _tensors_by_headers(self.files())
-        return read_safetensors(str(self.path))
+        return _tensors(self.files())
 
     def tensor(self, name: str) -> Tensor:
         for path in self.files():
@@ -150,20 +148,27 @@ def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
     return found
 
 
-def _tensors_by_headers(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Read header files, which ExecuTorch's reader does not know. Each file has all parts of its weights."""
-    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
-
-    for path in paths:
-        with open_safetensors(path) as file:
-            metadata, names = file.metadata() or {}, set(file.keys())
+def _tensors(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of files and of header files as they are stored, one weight in memory at a time. The parts of a
+    weight that torchao quantized may lie in several files. ExecuTorch's reader maps files, whatever their size, and
+    does not know header files."""
+    holders: dict[str, OpenFile] = {}
+    described: dict[str, tuple[list[str], str]] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            file = stack.enter_context(open_safetensors(path))
+            holders |= dict.fromkeys(file.keys(), file)
+            metadata = file.metadata() or {}
             for name, description in _descriptions(path, metadata).items():
-                parts = {key: file.get_tensor(key) for key in _part_names(name, description)}
-                names -= set(parts)
-                single = {name: metadata[name], "tensor_names": json.dumps([name])}
-                yield from unflatten_tensor_state_dict(parts, single)[0].items()
-            for name in sorted(names):
-                yield name, file.get_tensor(name)
+                described[name] = _part_names(name, description), metadata[name]
+        for name, (parts, form) in described.items():
+            from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+            tensors = {part: holders.pop(part).get_tensor(part) for part in parts}
+            single = {name: form, "tensor_names": json.dumps([name])}
+            yield from unflatten_tensor_state_dict(tensors, single)[0].items()
+        for name, file in holders.items():
+            yield name, file.get_tensor(name)
 
 
 def _part_names(name: str, description: dict) -> list[str]:
