@@ -46,6 +46,8 @@ TARGETS: dict[str, TargetSpec] = {
             "google/gemma-4-26B-A4B-it-assistant",
             "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3",
             "z-lab/gemma-4-26B-A4B-it-DFlash",
+            "JetSpec/jetspec-gemma4-26B-A4B0-it",
+            "makora-ai/gemma4-26b-a4b-dspark",
         ),
     ),
     "gemma4-tiny": TargetSpec(
@@ -68,7 +70,11 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
         model_types=("gpt_oss",),
         repository="openai/gpt-oss-20b",
-        heads=("RedHatAI/gpt-oss-20b-speculator.eagle3", "z-lab/gpt-oss-20b-DFlash"),
+        heads=(
+            "RedHatAI/gpt-oss-20b-speculator.eagle3",
+            "z-lab/gpt-oss-20b-DFlash",
+            "JetSpec/jetspec-gpt-oss-20b",
+        ),
     ),
     "granite3-8B": TargetSpec(
         "Granite 3 8B", DECODER_LAYERS, model_types=("granite",), repository="ibm-granite/granite-3.3-8b-instruct"
@@ -147,6 +153,9 @@ TARGETS: dict[str, TargetSpec] = {
             "deepseek-ai/eagle3_qwen3_8b_ttt7",
             "deepseek-ai/dflash_qwen3_8b_block7",
             "deepseek-ai/dspark_qwen3_8b_block7",
+            "JetSpec/jetspec-qwen3-8b",
+            "mgoin/Qwen3-8B-speculator.dspark",
+            "Dogacel/Qwen3-8B-DSpark",
         ),
     ),
     "qwen3-30B-A3B": TargetSpec(
@@ -154,7 +163,7 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
         model_types=("qwen3_moe",),
         repository="Qwen/Qwen3-30B-A3B",
-        heads=("Tengyunw/qwen3_30b_moe_eagle3", "AngelSlim/Qwen3-a3B_eagle3"),
+        heads=("Tengyunw/qwen3_30b_moe_eagle3", "AngelSlim/Qwen3-a3B_eagle3", "JetSpec/jetspec-qwen3-30b-a3b"),
     ),
     "qwen3-32B": TargetSpec(
         "Qwen3 32B",

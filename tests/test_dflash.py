@@ -1,5 +1,5 @@
-"""DFlash heads: speculators' own code made the numbers (scripts/make_dflash_golden.py), or DeepSpec's
-(scripts/make_deepspec_golden.py)."""
+"""DFlash heads: speculators' own code made the numbers (scripts/make_dflash_golden.py), DeepSpec's
+(scripts/make_deepspec_golden.py), or JetSpec's and SpecForge's (scripts/make_zlab_golden.py)."""
 
 import json
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
 CASES = sorted(path.name for path in GOLDEN.iterdir())
+FORMS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab"}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
@@ -32,7 +33,7 @@ class Case:
         embedding.weight = nn.Parameter(self.golden["embedding"])
         if self.draft.shares_lm_head:
             lm_head.weight = nn.Parameter(self.golden["lm_head"])
-        target = SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+        target = SimpleNamespace(embed_tokens=embedding, embed=embedding, lm_head=lm_head)
         self.chain_len = chain_len or self.draft.longest_chain
         self.head = load_draft(self.draft, 40, torch.float32, EagerAttention, target, self.chain_len)
         self.features = self.head.fuse(self.golden["taps"].chunk(3, dim=-1))
@@ -61,7 +62,7 @@ def test_a_block_is_the_trainers_own_seeded_and_chained(name):
     case, start = Case(name), 0
     check_pair(case.draft, TARGET, (1, 3, 4))
     assert case.draft.kind.lower() == name.split("_")[0]
-    assert case.draft.dialect == ("deepspec" if "deepspec" in name else "speculators")
+    assert case.draft.dialect == next((form for mark, form in FORMS.items() if mark in name), "speculators")
     assert case.draft.chain_len == case.draft.longest_chain
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         case.check(number, *case.draft_behind(start, anchor))
@@ -201,6 +202,9 @@ def test_z_labs_first_heads_embed_as_a_target_that_scales(source, own, factor, t
         ({"is_causal": False}, (False, False)),
         ({"is_causal": True}, (True, True)),
         ({"own": {"causal": False, "input_embedding_scale": 3.0, "block_size": 5}}, (False, False)),
+        ({"own": {"causal_head": True}}, (True, True)),  # JetSpec's
+        ({"own": {"causal_head": True, "causal": False}}, (False, False)),
+        ({"causal_head": False}, (False, False)),
     ],
 )
 def test_sliding_layers_of_z_labs_heads_hold_to_their_formulas(keys, causal, tmp_path):
@@ -208,3 +212,45 @@ def test_sliding_layers_of_z_labs_heads_hold_to_their_formulas(keys, causal, tmp
     assert tuple(each.causal for each in draft.attends) == causal
     compared = check_draft(draft, 3)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 14
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "tokens", "first"),
+    [
+        ("dspark", {}, 5, 0),  # without the key, as many proposals as the block has rows
+        ("dspark", {}, 4, 1),  # of before the anchor's row was trained
+        ("dspark", {}, 3, 1),
+        ("dspark", {"sample_from_anchor": True}, 4, 0),
+        ("dflash_full", {}, 4, 1),
+        ("xpress", {}, 4, 1),
+        ("dspark_deepspec", {}, None, 0),
+        ("dspark_deepspec", {"sample_from_anchor": False}, None, 1),
+        ("dflash_deepspec", {"dspark_bonus_anchor": True}, None, 1),
+        ("dspark_specforge", {}, None, 0),
+        ("dspark_specforge", {"sample_from_anchor": False}, None, 1),
+        ("dflash_jetspec", {}, None, 1),
+        ("dflash_jetspec", {"sample_from_anchor": True}, None, 0),
+    ],
+)
+def test_the_first_row_that_proposes_is_the_one_that_was_trained(source, keys, tokens, first, tmp_path):
+    """The formulas find it as well."""
+    said = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}]}
+    named = {"sample_from_anchor": None} | keys | ({"speculators_config": said} if tokens else {})
+    draft = read_draft(changed(GOLDEN / source, tmp_path / "head", named))
+    assert draft.first_row == first and draft.chain_len == (tokens or 5 - first)
+    compared = check_draft(draft, 3)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"architectures": ["QwenDFlashDraftModel"], "num_anchors": 512},  # AngelSlim's, whose count is of training
+        {"architectures": ["Qwen3DFlashDraftModel"]},  # NeMo's
+        {"own": {"projector_type": "dflash", "num_target_layers": 6, "mask_token": "<|MASK|>"}},  # ModelOpt's
+    ],
+)
+def test_heads_of_other_trainers_in_z_labs_form_are_z_labs(keys, tmp_path):
+    draft = read_draft(z_lab(tmp_path / "head", **keys))
+    assert (draft.kind, draft.dialect, draft.first_row, draft.embeds_as_target) == (DFLASH, "z-lab", 1, True)
+    assert check_draft(draft, 3)["states"] < 1e-4

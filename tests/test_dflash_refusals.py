@@ -95,12 +95,19 @@ def test_keys_that_contradict_each_other_are_refused(keys, layer, says, folder, 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"own": {"use_swa": True}}, "use_swa is True, which z-lab's code does not know"),
+        ({"own": {"use_swa": True}}, "use_swa is True, which is not read in a head of z-lab's form"),
         ({"own": {"attention_sink_bias": True}}, "attention_sink_bias"),
         ({"own": {"selector_rank": 256}}, "selector_rank"),
         ({"own": {"block_size": 8}}, "block_size is 5, but 8 in dflash_config"),
         ({"own": {"mask_token_id": None}}, "has no mask_token_id"),
         ({"is_neox_style": False}, "is_neox_style"),
+        (
+            {"own": {"projector_type": "griffin"}},
+            "projector_type is 'griffin', a head of the DFlash family that is not",
+        ),
+        ({"own": {"embedding_gate": True}}, "dflash_config has embedding_gate, which is not known of a DFlash"),
+        ({"own": {"target_hidden_size": 80}}, "target_hidden_size is 80, another than hidden_size"),
+        ({"own": {"attention_mode": "mla"}}, "attention_mode is mla, which is not read"),
         (SLIDING | {"sliding_window": 4}, "sliding_window is 4, less than a block of block_size 5"),
     ],
 )
@@ -188,10 +195,29 @@ def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 
 
-@pytest.mark.parametrize("keys", [{}, {"markov_rank": 8}, {"markov_head_type": "gated", "sample_from_anchor": True}])
-def test_a_dspark_in_a_form_other_than_speculators_is_refused(keys, tmp_path):
-    head = z_lab(tmp_path / "head", architectures=["DSparkDraftModel"], **keys)
-    assert "is a DSpark head in a form other than speculators' and DeepSpec's" in refusal(read_draft, head)
+NOT_NEUTRAL = {
+    "rope_is_neox_style": False,
+    "is_neox_style": False,
+    "use_gemma_norm": True,
+    "attention_value_scale": 0.5,
+    "attention_sink_bias": True,
+    "rope_scaling": {"rope_dim": 8},
+}
+
+
+@pytest.mark.parametrize("key", NOT_NEUTRAL)
+@pytest.mark.parametrize("source", ["dflash_jetspec", "dspark_specforge", "dspark_deepspec", "dflash_full"])
+def test_a_key_that_servers_heed_and_ours_does_not_is_refused_in_every_form(source, key, tmp_path):
+    given = {key: NOT_NEUTRAL[key]}
+    head = changed(GOLDEN / source, tmp_path / "head", **{"layer" if source == "dflash_full" else "keys": given})
+    said = refusal(read_draft, head)
+    assert key in said and "not read" in said
+
+
+def test_keys_that_contradict_each_other_on_the_first_row_are_refused(tmp_path):
+    keys = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
+    head = changed(GOLDEN / "dspark_deepspec", tmp_path / "head", keys)
+    assert "sample_from_anchor and dspark_bonus_anchor are both true" in refusal(read_draft, head)
 
 
 @pytest.mark.parametrize("keys", [{"enable_moe_block": True}, {"hidden_size_per_layer_input": 32}])

@@ -9,7 +9,7 @@ from eagle3.export.draft.own_layer import MODEL_TYPES
 
 _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_ARCHITECTURE = {
-    r"DSpark": "a DSpark head in a form other than speculators' and DeepSpec's",
+    r"DSpark": "a DSpark head of a class of its own",
     r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head (a block-parallel head)",
     r"MuseGlimmerAssistant": "a Muse Glimmer assistant",

@@ -37,18 +37,31 @@ class Drafter:
     @property
     def first_row(self) -> int:
         """The first row of a block that proposes a token."""
-        anchored = "num_anchors" in self.config or "markov_head.markov_w1.weight" in self.tensors
-        return 0 if self.config.get("sample_from_anchor", anchored) else 1
+        biased = "markov_head.markov_w1.weight" in self.tensors
+        if (said := self._said("sample_from_anchor")) is not None:
+            return 0 if said else 1
+        if (said := self._said("dspark_bonus_anchor")) is not None:
+            return 1 if said else 0
+        if "transformer_layer_config" in self.config:
+            methods = self.config.get("speculators_config", {}).get("proposal_methods") or [{}]
+            return 0 if biased and methods[0].get("speculative_tokens") == self.block_size else 1
+        return 0 if biased or self._of_deepspec or self._said("projector_type") == "dspark" else 1
+
+    @property
+    def _of_deepspec(self) -> bool:
+        return "num_anchors" in self.config and "target_layer_ids" not in (self.config.get("dflash_config") or {})
 
     @property
     def _scale(self) -> float:
-        """The factor of a token's row: a z-lab head without one, and without DFlash2's selector, takes the target's."""
+        """The factor of a token's row: a z-lab head without one, and without DFlash2's selector or a bias by the token
+        before, takes the target's."""
         if self._of_gemma4:
             return self.layer.hidden_size**0.5
         if (said := self._said("input_embedding_scale")) is not None:
             return said
-        of_z_lab = not {"transformer_layer_config", "num_anchors"} & self.config.keys()
-        own = any("candidate_selector." in name or name.endswith("embed_tokens.weight") for name in self.tensors)
+        of_z_lab = "transformer_layer_config" not in self.config and not self._of_deepspec
+        later = ("candidate_selector.", "markov_head.", "embed_tokens.weight")
+        own = any(part in name for name in self.tensors for part in later)
         return self.embedding_scale if of_z_lab and not own else 1.0
 
     @property
@@ -202,7 +215,7 @@ class Drafter:
             if place >= start:
                 return place <= at or not slides or bool(self.config.get("sliding_window_non_causal"))
             return not slides or start - place <= window
-        named = [self._said(key) for key in ("is_causal", "causal")]
+        named = [self._said(key) for key in ("is_causal", "causal", "causal_head")]
         causal = next((each for each in named if each is not None), slides)
         return (place <= at or not causal) and (not slides or at - place < window)
 

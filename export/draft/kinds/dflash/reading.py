@@ -1,5 +1,5 @@
-"""Reads a DFlash checkpoint: as speculators saves it, in the form of z-lab's own files, or in that of DeepSeek's
-DeepSpec, which has one class for DFlash and DSpark.
+"""Reads a DFlash checkpoint: as speculators saves it, in the form of z-lab's own files, in which other trainers save
+too, or in that of DeepSeek's DeepSpec, which has one class for DFlash and DSpark.
 
 The first two differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding
 layers: in speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
@@ -21,8 +21,22 @@ from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nes
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects import DIALECTS, Proposal
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS, XPRESS
+from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, XPRESS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.keys import (
+    CAUSAL,
+    DEEPSPEC,
+    LAYER,
+    SIZES_OF_DFLASH2,
+    SPECULATORS,
+    TAPS,
+    Z_LAB,
+    check_neutral,
+    first_row,
+    form_of,
+    keys_of_z_lab,
+    kind_of,
+)
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.tensor_names import SELECTOR, check_named_once
 from eagle3.targets.attention import Block
@@ -30,44 +44,25 @@ from eagle3.targets.attention import Block
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-SPECULATORS, Z_LAB, DEEPSPEC = "speculators", "z-lab", "deepspec"
-KEYS, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
-"""Keys that tell the forms apart."""
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
-_OF_OTHERS = {
-    "use_swa": False,
-    "swa_window_size": None,
-    "attention_sink_bias": False,
-    "add_swa_attention_sink_bias": False,
-    "is_neox_style": True,
-    "logit_scale": 1.0,
-    "use_aux_hidden_state": True,
-    "use_qk_norm": True,
-}
-"""Keys of heads by other trainers, with the value that changes nothing."""
-_HEEDED = ("block_size", "mask_token_id", "target_layer_ids", "causal")
-_OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _MARKOV = ("vanilla", "gated", "rnn")
-_FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescription:
     """Describe the head in ``folder``. Raises ValueError, one line, for a configuration that contradicts itself, and
     for what the code of none of the three computes."""
     file, headers = folder / "config.json", source.headers()
-    form = SPECULATORS if KEYS in config else DEEPSPEC if ANCHORS in config else Z_LAB
+    form = form_of(config, file)
+    named = kind_of(config, form, file)
     speculators = form == SPECULATORS
-    kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS) if KINDS[name].recognizes(config))
-    if form == DEEPSPEC and not count(config, "markov_rank", 0, file, least=0):
-        kind = DFLASH
-    if kind in (DSPARK, XPRESS) and form == Z_LAB:
-        what, forms = ("an xPress", "speculators'") if kind == XPRESS else ("a DSpark", "speculators' and DeepSpec's")
-        raise ValueError(f"{folder} is {what} head in a form other than {forms}, which is not read")
-    said = _of_z_lab(config, file, kind) if form == Z_LAB else config
+    said = keys_of_z_lab(config, named, file) if form == Z_LAB else config
+    unbiased = named == DSPARK and not speculators and not count(said, "markov_rank", None, file, least=0)
+    kind = DFLASH if unbiased else named
     gemma4 = form == DEEPSPEC and names_gemma4(config)
     own_fields = full_attention_fields(config, file) if gemma4 else config
-    fields = nested(config, KEYS, file) if speculators else own_fields
+    fields = nested(config, LAYER, file) if speculators else own_fields
+    check_neutral(config, form, fields, file)
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     check_named_once(folder, names)
     plain = {name.removeprefix("model."): header for name, header in headers.items()}
@@ -78,11 +73,12 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     if layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 and not gemma4:
         raise ValueError(f"{file}: partial_rotary_factor, but a {kind} head's code rotates whole heads: correct it")
     rows = _required(said, "block_size", file, least=2)
-    first = 0 if form == DEEPSPEC or (speculators and boolean(said, "sample_from_anchor", kind == DSPARK, file)) else 1
     sliding = windows(file, layer, layer.num_hidden_layers)
     attends = tuple(_attends(file, kind, said, window, rows, speculators) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
-    proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=rows - first)
+    trained = DIALECTS[SPECULATORS].proposal(config, file) if speculators else None
+    first = first_row(said, form, named, trained.chain_len if trained else None, file)
+    proposal = trained or Proposal(chain_len=rows - first)
     if proposal.chain_len > rows - first:
         raise ValueError(
             f"{file}: speculative_tokens is {proposal.chain_len}, but a block of block_size {rows} proposes "
@@ -113,7 +109,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         verifier_architectures=proposal.verifier_architectures,
         gemma4=gemma4,
         embedding_scale=layer.hidden_size**0.5 if gemma4 else number(said, "input_embedding_scale", 1.0, file),
-        embeds_as_target=form == Z_LAB and _embeds_as_target(kind, said, found),
+        embeds_as_target=form == Z_LAB and _embeds_as_target(named, said, found),
         output_multiplier=number(said, "output_multiplier", 1.0, file),
         softcap=number(said, "final_logit_softcapping", None, file),
         **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
@@ -122,16 +118,16 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     )
 
 
-def _embeds_as_target(kind: str, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
+def _embeds_as_target(named: str, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
     """Return True for a head of z-lab's that was trained with the target's own module as its embedding."""
-    return kind == DFLASH and "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
+    return named == DFLASH and "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
 
 
 def _convolutions(
     said: Mapping[str, Any], layer: "LlamaConfig", found: Mapping[str, TensorHeader], file: Path
 ) -> dict[str, Any]:
     """Return the fields of a DFlash2. Those that a configuration leaves out are speculators' defaults."""
-    sizes = zip(_OF_DFLASH2, (2, 16, 256, 16), strict=True)
+    sizes = zip(SIZES_OF_DFLASH2, (2, 16, 256, 16), strict=True)
     taps, group, rank, chosen = (count(said, key, default, file) for key, default in sizes)
     if layer.hidden_size % group or chosen > layer.vocab_size or taps > said["block_size"]:
         raise ValueError(
@@ -171,24 +167,6 @@ def own_name(name: str) -> str | None:
     return re.sub(_KEYS_AND_VALUES, r"\1kept.\2", name)
 
 
-def _of_z_lab(config: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
-    """Return the keys of z-lab's files, which are at the top or in ``dflash_config``. Raises ValueError for a key with
-    two values, and for one of another trainer's heads."""
-    own = nested(config, OWN, file)
-    for key, harmless in _OF_OTHERS.items():
-        value = own.get(key, config.get(key))
-        if value not in (None, harmless):
-            raise ValueError(f"{file}: {key} is {value}, which z-lab's code does not know: this {kind} is not read")
-    for key, value in own.items():
-        if key not in (*_HEEDED, *_FACTORS, *_OF_OTHERS, *(_OF_DFLASH2 if kind == DFLASH2 else ())):
-            raise ValueError(f"{file}: {OWN} has {key}, which z-lab's code of a {kind} does not know: take it out")
-        if key in config and config[key] != value and key in (*_HEEDED, *_FACTORS):
-            raise ValueError(f"{file}: {key} is {config[key]}, but {value} in {OWN}: correct one of them")
-    if any((file.parent / name).exists() for name in ("mask_embedding.pt", "mask_embedding.safetensors")):
-        raise ValueError(f"{file.parent} has an embedding of its mask token in a file of its own, which is not read")
-    return {key: config[key] for key in (*_HEEDED, *_FACTORS, *_OF_DFLASH2, "is_causal") if key in config} | own
-
-
 def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, speculators: bool) -> Block:
     """Return what the rows of a block attend to in a layer with a sliding window, 0 for none."""
     if speculators:
@@ -196,13 +174,13 @@ def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: 
         return Block(window or None, from_first_row=bool(window), causal=causal)
     if window and window < rows:
         raise ValueError(f"{file}: sliding_window is {window}, less than a block of block_size {rows}: correct it")
-    named = (boolean(said, key, None, file) for key in ("is_causal", "causal"))
-    causal = next((each for each in named if each is not None), bool(window))
+    stated = (boolean(said, key, None, file) for key in CAUSAL)
+    causal = next((each for each in stated if each is not None), bool(window))
     return Block(window - 1 if window else None, causal=causal)
 
 
 def _taps(said: Mapping[str, Any], file: Path, speculators: bool) -> tuple[int, ...]:
-    key = "aux_hidden_state_layer_ids" if speculators else "target_layer_ids"
+    key = "aux_hidden_state_layer_ids" if speculators else TAPS
     ids = layer_ids(said, key, file)
     if ids is None:
         raise ValueError(f"{file} has no {key}, the layers of the target that the head takes: add it")

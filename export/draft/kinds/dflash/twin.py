@@ -22,7 +22,8 @@ from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.draft.gemma4_fields import with_sizes_of
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
-from eagle3.export.draft.kinds.dflash.reading import KEYS, OWN, read
+from eagle3.export.draft.kinds.dflash.keys import LAYER, OWN
+from eagle3.export.draft.kinds.dflash.reading import read
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.tensor_names import SELECTOR
 from eagle3.export.twin.comparison import Comparison
@@ -93,7 +94,7 @@ def _shrunken(draft: DFlashDescription) -> tuple[dict[str, Any], "LlamaConfig"]:
     layer.sliding_window = layer.sliding_window if any(draft.windows) else None
     small = shrink(layer)
     config = read_object(draft.folder / "config.json")
-    fields = config.get(KEYS, config)
+    fields = config.get(LAYER, config)
     cut = small.to_dict()
     sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     fields |= {key: cut[key] for key in (*sizes, "max_position_embeddings")} | {"vocab_size": VOCABULARY}
@@ -107,7 +108,8 @@ def _shrunken(draft: DFlashDescription) -> tuple[dict[str, Any], "LlamaConfig"]:
     if config.get("draft_vocab_size") is not None:
         config["draft_vocab_size"] = SPOKEN if draft.maps_vocabulary else VOCABULARY
     for part in (config, config.get(OWN) or {}):
-        part |= {"mask_token_id": VOCABULARY - 1} if part.get("mask_token_id") is not None else {}
+        small_values = {"mask_token_id": VOCABULARY - 1, "target_hidden_size": small.hidden_size}
+        part |= {key: value for key, value in small_values.items() if part.get(key) is not None}
     return config, small
 
 
