@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from eagle3.export.checks.pairing import check_pair
-from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.kinds import DFLASH, DSPARK
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
 from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
@@ -254,3 +254,8 @@ def test_heads_of_other_trainers_in_z_labs_form_are_z_labs(keys, tmp_path):
     draft = read_draft(z_lab(tmp_path / "head", **keys))
     assert (draft.kind, draft.dialect, draft.first_row, draft.embeds_as_target) == (DFLASH, "z-lab", 1, True)
     assert check_draft(draft, 3)["states"] < 1e-4
+
+
+def test_a_projector_type_says_the_kind_where_the_class_does_not(tmp_path):
+    head = changed(GOLDEN / "dspark_specforge", tmp_path / "head", {"architectures": ["DFlashDraftModel"]})
+    assert read_draft(head).kind == DSPARK
