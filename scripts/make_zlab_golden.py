@@ -39,10 +39,13 @@ CASES = {  # folder: class, dflash_config, seed: the first from 704 on without a
 
 
 def build_model(model_class: type, own: dict, generator: torch.Generator) -> PreTrainedModel:
-    """Return a head with random weights, none of them at a value that would hide a mistake."""
     config = Qwen3Config(**SIZES, block_size=BLOCK, num_target_layers=6, dflash_config=OWN | own)
     config._attn_implementation = "sdpa"
-    model = model_class(config).eval()
+    return random_weights(model_class(config).eval(), generator)
+
+
+def random_weights(model: PreTrainedModel, generator: torch.Generator) -> PreTrainedModel:
+    """Give a head random weights, none of them at a value that would hide a mistake."""
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         scale = 1.0 if name.endswith("markov_w1.weight") else weight.shape[-1] ** -0.5

@@ -125,6 +125,13 @@ TARGETS: dict[str, TargetSpec] = {
     "mistral-7B": TargetSpec(
         "Mistral 7B", DECODER_LAYERS, model_types=("mistral",), repository="mistralai/Mistral-7B-Instruct-v0.3"
     ),
+    "muse-glimmer-30B": TargetSpec(
+        "Muse Glimmer 30B, text only",
+        DECODER_LAYERS,
+        model_types=("muse_glimmer_text",),
+        repository="meta-models/Muse-Glimmer-30B",
+        heads=("meta-models/Muse-Glimmer-30B-assistant",),
+    ),
     "phi4": TargetSpec("Phi-4 14B", DECODER_LAYERS, model_types=("phi3",), repository="microsoft/phi-4"),
     "qwen3-4B": TargetSpec(
         "Qwen3 4B",

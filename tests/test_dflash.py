@@ -1,5 +1,6 @@
 """DFlash heads: speculators' own code made the numbers (scripts/make_dflash_golden.py), DeepSpec's
-(scripts/make_deepspec_golden.py), or JetSpec's and SpecForge's (scripts/make_zlab_golden.py)."""
+(scripts/make_deepspec_golden.py), JetSpec's and SpecForge's (scripts/make_zlab_golden.py), or transformers' own of Muse
+Glimmer (scripts/make_muse_glimmer_golden.py)."""
 
 import json
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-FORMS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab"}
+FORMS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab", "muse": "muse-glimmer"}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 

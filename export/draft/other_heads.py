@@ -12,7 +12,6 @@ _BY_ARCHITECTURE = {
     r"DSpark": "a DSpark head of a class of its own",
     r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head (a block-parallel head)",
-    r"MuseGlimmerAssistant": "a Muse Glimmer assistant",
     r"Medusa": "a Medusa head",
     r"MTP|NextN": _MTP,
     r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",

@@ -59,10 +59,10 @@ class Drafter:
             return self.layer.hidden_size**0.5
         if (said := self._said("input_embedding_scale")) is not None:
             return said
-        of_z_lab = "transformer_layer_config" not in self.config and not self._of_deepspec
+        others = "transformer_layer_config" in self.config or self._of_deepspec or self._of_muse_glimmer
         later = ("candidate_selector.", "markov_head.", "embed_tokens.weight")
         own = any(part in name for name in self.tensors for part in later)
-        return self.embedding_scale if of_z_lab and not own else 1.0
+        return 1.0 if own or others else self.embedding_scale
 
     @property
     def _passes(self) -> int:
@@ -70,7 +70,8 @@ class Drafter:
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Fuse the target's states, each [T, H_target], into features [T, H]."""
-        return self._norm(F.linear(torch.cat(taps, dim=-1), self._get("fc.weight"), self._bias("fc")), "hidden_norm")
+        fc, norm = ("encoder.fc", "encoder.output_norm_enc") if self._of_muse_glimmer else ("fc", "hidden_norm")
+        return self._norm(self._linear(torch.cat(taps, dim=-1), fc), norm)
 
     def __call__(self, features: Tensor, anchor: int, before: int | None = None) -> tuple[Tensor, Tensor]:
         """Draft the block behind features [P, H], whose first token is ``anchor``, behind ``before`` in the text if
@@ -98,6 +99,10 @@ class Drafter:
         if "refiner_head.mix_l" in self.tensors:
             return self._refined(logits, block, [anchor if before is None else before, anchor]), state
         return self._walked(logits, state, anchor), state
+
+    @property
+    def _of_muse_glimmer(self) -> bool:
+        return "MuseGlimmerAssistantModel" in self.config.get("architectures", [])
 
     @property
     def _of_gemma4(self) -> bool:
@@ -215,6 +220,8 @@ class Drafter:
             if place >= start:
                 return place <= at or not slides or bool(self.config.get("sliding_window_non_causal"))
             return not slides or start - place <= window
+        if self._of_muse_glimmer:
+            return not slides or abs(at - place) <= window
         named = [self._said(key) for key in ("is_causal", "causal", "causal_head")]
         causal = next((each for each in named if each is not None), slides)
         return (place <= at or not causal) and (not slides or at - place < window)

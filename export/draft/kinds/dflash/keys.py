@@ -1,4 +1,4 @@
-"""The keys of a configuration of the DFlash family: which of three forms it has, which kind it says that it is, and
+"""The keys of a configuration of the DFlash family: which of four forms it has, which kind it says that it is, and
 what a form's keys say where trainers name one thing differently.
 
 Keys of z-lab's form lie at the top or in ``dflash_config``. Other trainers save in it too, with keys of their own:
@@ -14,7 +14,7 @@ from typing import Any
 from eagle3.export.checkpoints.json_fields import boolean, count, nested
 from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS, XPRESS
 
-SPECULATORS, Z_LAB, DEEPSPEC = "speculators", "z-lab", "deepspec"
+SPECULATORS, Z_LAB, DEEPSPEC, MUSE_GLIMMER = "speculators", "z-lab", "deepspec", "muse-glimmer"
 LAYER, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
 """Keys that tell the forms apart. AngelSlim has the last one in z-lab's form."""
 TAPS = "target_layer_ids"
@@ -58,6 +58,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def form_of(config: Mapping[str, Any], file: Path) -> str:
     if LAYER in config:
         return SPECULATORS
+    if config.get("model_type") == "muse_glimmer_assistant":
+        return MUSE_GLIMMER
     return DEEPSPEC if ANCHORS in config and TAPS not in nested(config, OWN, file) else Z_LAB
 
 

@@ -1,5 +1,6 @@
 """Reads a DFlash checkpoint: as speculators saves it, in the form of z-lab's own files, in which other trainers save
-too, or in that of DeepSeek's DeepSpec, which has one class for DFlash and DSpark.
+too, in that of DeepSeek's DeepSpec, which has one class for DFlash and DSpark, or as transformers saves Muse Glimmer's
+assistant.
 
 The first two differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding
 layers: in speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
@@ -10,6 +11,10 @@ DFlash2 on its code takes the rows as they are, times ``input_embedding_scale`` 
 DeepSpec's heads have z-lab's ids, full attention, an embedding and an lm_head; the anchor's row proposes. A
 ``markov_rank`` of 0 makes a DFlash of its DSpark. Those for Gemma 4 have its layers of full attention, scale their
 embedding as it does and cap their logits before the bias.
+
+Muse Glimmer's assistant has ids of outputs, other names for ``fc`` and ``hidden_norm``, and no vocabulary. It takes the
+rows of the target's embedding without the norm that the target has behind them, and a row sees ``sliding_window``
+positions before itself, and all rows of its block.
 """
 
 import re
@@ -27,6 +32,7 @@ from eagle3.export.draft.kinds.dflash.keys import (
     CAUSAL,
     DEEPSPEC,
     LAYER,
+    MUSE_GLIMMER,
     SIZES_OF_DFLASH2,
     SPECULATORS,
     TAPS,
@@ -46,6 +52,9 @@ if TYPE_CHECKING:
 
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
+OF_MUSE_GLIMMER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+MUSE_GLIMMER_TOKENS = 202_048
+"""The vocabulary of Muse Glimmer, which its assistant's configuration leaves out."""
 _MARKOV = ("vanilla", "gated", "rnn")
 
 
@@ -60,12 +69,11 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     unbiased = named == DSPARK and not speculators and not count(said, "markov_rank", None, file, least=0)
     kind = DFLASH if unbiased else named
     gemma4 = form == DEEPSPEC and names_gemma4(config)
-    own_fields = full_attention_fields(config, file) if gemma4 else config
-    fields = nested(config, LAYER, file) if speculators else own_fields
+    fields = _layer_fields(config, form, gemma4, file)
     check_neutral(config, form, fields, file)
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     check_named_once(folder, names)
-    plain = {name.removeprefix("model."): header for name, header in headers.items()}
+    plain = {name.replace(".kept.", "."): headers[given] for given, name in names.items()}
     for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"):
         if name not in plain:
             raise ValueError(f"{folder} has no {name}: this is no {kind} head")
@@ -74,7 +82,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         raise ValueError(f"{file}: partial_rotary_factor, but a {kind} head's code rotates whole heads: correct it")
     rows = _required(said, "block_size", file, least=2)
     sliding = windows(file, layer, layer.num_hidden_layers)
-    attends = tuple(_attends(file, kind, said, window, rows, speculators) for window in sliding)
+    attends = tuple(_attends(file, kind, said, window, rows, form) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
     trained = DIALECTS[SPECULATORS].proposal(config, file) if speculators else None
     first = first_row(said, form, named, trained.chain_len if trained else None, file)
@@ -116,6 +124,16 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         **(_markov(said, first, file) if kind == DSPARK else {}),
         **(_refiner(said, file) if kind == XPRESS else {}),
     )
+
+
+def _layer_fields(config: dict[str, Any], form: str, gemma4: bool, file: Path) -> Mapping[str, Any]:
+    """Return the keys of a head's layers."""
+    if form == SPECULATORS:
+        return nested(config, LAYER, file)
+    if form == MUSE_GLIMMER:
+        of_qwen3 = {"model_type": "qwen3", "use_sliding_window": True}  # whose layers these are
+        return {"vocab_size": MUSE_GLIMMER_TOKENS} | config | of_qwen3
+    return full_attention_fields(config, file) if gemma4 else config
 
 
 def _embeds_as_target(named: str, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
@@ -162,18 +180,21 @@ def own_name(name: str) -> str | None:
     """Return the module's name of a tensor, None for one that is not read. Keys and values are in a module of their
     own, because they are made of taps as well."""
     name = name.removeprefix("model.")
+    name = OF_MUSE_GLIMMER.get(name, name)
     if re.fullmatch(_UNREAD, name):
         return None
     return re.sub(_KEYS_AND_VALUES, r"\1kept.\2", name)
 
 
-def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, speculators: bool) -> Block:
+def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, form: str) -> Block:
     """Return what the rows of a block attend to in a layer with a sliding window, 0 for none."""
-    if speculators:
+    if form == SPECULATORS:
         causal = bool(window) and not boolean(said, "sliding_window_non_causal", kind == DFLASH2, file)
         return Block(window or None, from_first_row=bool(window), causal=causal)
     if window and window < rows:
         raise ValueError(f"{file}: sliding_window is {window}, less than a block of block_size {rows}: correct it")
+    if form == MUSE_GLIMMER:
+        return Block(window or None, causal=False)
     stated = (boolean(said, key, None, file) for key in CAUSAL)
     causal = next((each for each in stated if each is not None), bool(window))
     return Block(window - 1 if window else None, causal=causal)
