@@ -318,6 +318,21 @@ def test_deepspec_heads_with_gemma4_layers_are_their_formulas(case):
     check_draft(draft, taps=3)
 
 
+@pytest.mark.parametrize("dialect", ["safeailab", "angelslim"])
+def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json_is(dialect, tmp_path):
+    """EAGLE3-Vicuna1.3-13B and AngelSlim's CosyVoice head have their targets' depth."""
+    one, deep = (run(write(tmp_path / str(depth), dialect, num_hidden_layers=depth)) for depth in (1, 40))
+    assert torch.equal(one[2], deep[2])
+    draft = read_draft(tmp_path / "40")
+    assert draft.layers == 1 and check_draft(draft, 3)["logits"] < 1e-4
+    numbered = write(tmp_path / "numbered", "sglang", num_hidden_layers=40)
+    assert "there are tensors of 1 layers: is a shard missing" in refusal(read_draft, numbered, dialect)
+    (tmp_path / "40" / "model.safetensors").rename(tmp_path / "40" / "first.safetensors")
+    shards = {"weight_map": {"fc.weight": "first.safetensors", "midlayer.mlp.up_proj.weight": "second.safetensors"}}
+    (tmp_path / "40" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert "second.safetensors is missing" in refusal(read_draft, tmp_path / "40")
+
+
 def test_angelslims_own_ids_are_outputs(tmp_path):
     own = "aux_hidden_states_layer_ids"
     alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))

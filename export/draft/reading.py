@@ -17,7 +17,7 @@ from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
-from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, layer_count, own_name
+from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, has_midlayer, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
 AUX_OUTPUTS = "aux_hidden_states_layer_ids"
@@ -94,12 +94,7 @@ def _describe(
         raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
     layer, layers = layer_config(file, fields, own), layer_count(own)
     kind = head_kind(file, config, layer.hidden_size, own)
-    deep = kind == P_EAGLE or (kind == EAGLE3 and not dialect.depth_is_targets)
-    if deep and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
-        raise ValueError(
-            f"{folder}: num_hidden_layers is {layer.num_hidden_layers} in config.json, but there are tensors of "
-            f"{layers} layers: is a shard missing?"
-        )
+    _check_depth(folder, kind, dialect, layer.num_hidden_layers, names)
     final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
     if kind == EAGLE3 and final and "fc.weight" in own:
         warnings.append(f"{file}: use_aux_hidden_state is false, so its fc.weight is not read")
@@ -182,6 +177,19 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
         if 0 in shape or len(shape) != (rank or len(shape)):
             raise ValueError(f"{folder}: {name} is {list(shape)}: it is damaged, or of another kind of head")
     return names, own
+
+
+def _check_depth(folder: Path, kind: str, dialect: Dialect, said: int, names: Mapping[str, str]) -> None:
+    """Check that there are tensors of as many layers as ``config.json`` says, ``said``, where that is the head's own
+    depth. ``names`` maps the checkpoint's names to ``DraftHead``'s."""
+    layers = layer_count(names.values())
+    alone = layers == 1 and dialect.builds_midlayer and has_midlayer(names)
+    targets = kind == EAGLE or (kind == EAGLE3 and (dialect.depth_is_targets or alone))
+    if not targets and layers != said:
+        raise ValueError(
+            f"{folder}: num_hidden_layers is {said} in config.json, but there are tensors of {layers} layers: is a "
+            "shard missing?"
+        )
 
 
 def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:
