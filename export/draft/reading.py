@@ -15,7 +15,7 @@ from eagle3.export.draft.dialects import DIALECTS, Dialect
 from eagle3.export.draft.eagle_kinds import MASK_TOKENS, head_kind
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.layer_config import layer_config, windows
+from eagle3.export.draft.layer_config import FAMILIES, MISTRAL, layer_config, windows
 from eagle3.export.draft.other_heads import refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, has_midlayer, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
@@ -92,8 +92,13 @@ def _describe(
     _refuse_variants(file, variants)
     if "layers.0.self_attn.q_proj.weight" not in own:
         raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
-    layer, layers = layer_config(file, fields, own), layer_count(own)
+    layer, layers = layer_config(file, fields, own, also=(MISTRAL,)), layer_count(own)
     kind = head_kind(file, config, layer.hidden_size, own)
+    if kind != EAGLE3 and fields.get("model_type") == MISTRAL:
+        raise ValueError(
+            f"{file}: a draft layer of type {MISTRAL!r} in a head of the kind {kind}: in others than EAGLE-3, "
+            f"{', '.join(FAMILIES)} are supported"
+        )
     _check_depth(folder, kind, dialect, layer.num_hidden_layers, names)
     final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
     if kind == EAGLE3 and final and "fc.weight" in own:
