@@ -12,11 +12,11 @@ from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nes
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
-from eagle3.export.draft.eagle_kinds import MASK_TOKENS, head_kind
+from eagle3.export.draft.eagle_kinds import MASK_TOKENS, PARD, head_kind
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.layer_config import FAMILIES, MISTRAL, layer_config, windows
-from eagle3.export.draft.other_heads import refuse_other_heads
+from eagle3.export.draft.other_heads import refuse_named_heads, refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, has_midlayer, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
@@ -42,7 +42,6 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: --draft needs the folder of a draft head")
     config, source = read_object(file), open_source(folder)
-    headers = source.headers()
     texts(config, "architectures", file)
     for name, kind in KINDS.items():
         if kind.recognizes(config):
@@ -50,6 +49,8 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
                 flag = "--draft-dialect" if dialect is not None else "--norm-before-residual"
                 raise ValueError(f"{flag} is for EAGLE heads, {folder} is a head of the kind {name}: leave it out")
             return kind.load().read(folder, config, source)
+    refuse_named_heads(file, config)
+    headers = source.headers()
     refuse_other_heads(file, config, headers)
     chosen = DIALECTS[dialect] if dialect else _recognize(file, config, headers)
     return _describe(source, file, config, headers, chosen, norm_before_residual)
@@ -59,10 +60,15 @@ def _recognize(file: Path, config: dict[str, Any], headers: Headers) -> Dialect:
     for dialect in DIALECTS.values():
         if dialect.recognizes(config, headers):
             return dialect
+    if PARD in config:
+        raise ValueError(
+            f"{file.parent} is a PARD model ({PARD} in config.json): independent models are not drafted with, type "
+            "--draft with a head (eagle3-export --list-drafts lists the kinds)"
+        )
     if "model_type" in config:
         raise ValueError(
-            f"{file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: is it "
-            f"the target? Then type --checkpoint {file.parent}"
+            f"{file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: if it is the "
+            f"target, type --checkpoint {file.parent}; independent models are not drafted with"
         )
     raise ValueError(
         f"{file}: no draft head of a dialect that we read (architectures: {config.get('architectures') or 'none'}): "
