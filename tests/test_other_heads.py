@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialect_files import FLAT, write
-from mtp_heads import changed, plan_of
+from mtp_heads import changed, plan_of, save_target
 from random_checkpoints import random_model
 from safetensors.torch import save_file
 
@@ -94,3 +94,26 @@ def test_a_target_whose_mtp_layer_has_other_names_is_told_of_it(tmp_path):
     assert f"--draft mtp: {target} has an MTP layer of a form that is not read ({name})" in line
     line = refusal(read_draft, target)
     assert "is a llama model with an MTP layer of a form that is not read, no head by itself" in line
+
+
+# --- other files
+
+
+def test_a_gguf_head_asks_for_the_checkpoint_that_it_was_made_from(tmp_path):
+    asks = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "eagle3.gguf").write_bytes(b"GGUF")
+    assert f"{folder} has GGUF weights alone (eagle3.gguf): {asks}" in refusal(read_draft, folder)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert asks in refusal(read_draft, folder)
+    target = save_target(tmp_path / "target", "qwen3")
+    for file in (folder / "eagle3.gguf", tmp_path / "nothing.GGUF"):
+        assert f"--draft {file}: {asks}" in refusal(plan_of, target, file)
+
+
+def test_a_head_in_mistrals_own_form_is_named(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    save_file({"eagle_linear.weight": torch.zeros(2, 2)}, tmp_path / "consolidated.safetensors")
+    line = refusal(read_draft, tmp_path)
+    assert f"{tmp_path} is in Mistral's own form (params.json, no config.json), which is not supported" in line

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from eagle3.export.checkpoints import SOURCES
+from eagle3.export.checkpoints.gguf_file import SUFFIX
 from eagle3.export.draft.own_layer import MODEL_TYPES, has_target_layers, mtp_tensor
 
 _MTP = "an MTP head in a form other than speculators' or a target's own"
@@ -33,6 +35,18 @@ _BY_TENSOR = {
 }
 _SPECULATORS = ("eagle", "eagle3", "peagle")
 _LISTED = "which is not supported: eagle3-export --list-drafts lists the kinds that are"
+GGUF_HEAD = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
+PARAMS = "params.json"
+MISTRALS_FORM = f"is in Mistral's own form ({PARAMS}, no config.json), {_LISTED}"
+
+
+def refuse_other_forms(folder: Path) -> None:
+    """Raise ValueError for a head in files of another form alone: GGUF, or Mistral's own."""
+    ggufs = sorted(path.name for path in folder.glob("*") if path.suffix.lower() == SUFFIX)
+    if ggufs and not any(source.recognizes(folder) for source in SOURCES):
+        raise ValueError(f"{folder} has GGUF weights alone ({ggufs[0]}): {GGUF_HEAD}")
+    if (folder / PARAMS).is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} {MISTRALS_FORM}")
 
 
 def refuse_named_heads(file: Path, config: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from eagle3.export.draft.eagle_kinds import MASK_TOKENS, PARD, head_kind
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.layer_config import FAMILIES, MISTRAL, layer_config, windows
-from eagle3.export.draft.other_heads import refuse_named_heads, refuse_other_heads
+from eagle3.export.draft.other_heads import refuse_named_heads, refuse_other_forms, refuse_other_heads
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, has_midlayer, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
@@ -38,6 +38,7 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
         FileNotFoundError: the folder lacks a file
         ValueError: the folder holds no draft head, an unsupported one, or one that contradicts itself
     """
+    refuse_other_forms(folder)
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: --draft needs the folder of a draft head")
