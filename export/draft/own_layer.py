@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from eagle3.export.draft.description import DraftDescription
 
-MODEL_TYPES = ("deepseek_v3", "glm4_moe", "qwen3")
+MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3")
 """Targets whose MTP layers are read."""
 OF_DEEPSEEK = {"shared_head.norm.": "norm.", **{f"{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")}}
 """Names in DeepSeek V3 and GLM-4.5 behind ``model.layers.N.``, N the number of the target's layers, and the head's.
