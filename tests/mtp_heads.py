@@ -26,12 +26,13 @@ EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_
 OWN = {
     "deepseek_v3": FAMILIES["deepseek_v3"],
     "glm4_moe": EXPERTS | {"use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {key: value for key, value in FAMILIES["deepseek_v3"].items() if key != "first_k_dense_replace"},
     "qwen3": {},
 }
 """Targets with an MTP layer of their own: with latent attention and groups of experts, with partial rotary and experts,
-dense. The last is named as Qwen3-Next's is."""
-MTP_KEYS = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
-"""The keys by which transformers makes such a layer, of which Qwen3's configuration has none."""
+with latent attention and a list of which layers have experts, dense. The last is named as Qwen3-Next's is."""
+MTP_KEYS = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
+"""The keys by which transformers makes such a layer, of which Qwen3's and GLM-4.7-Flash's configurations have none."""
 
 
 def own_config(model_type: str, **changes):

@@ -229,6 +229,7 @@ VARIANTS = {
         random_head(),
         {"model_type": "llama4_text", "intermediate_size": 32, "intermediate_size_mlp": 2 * HIDDEN},
     ),
+    "Mistral's name on a Llama layer": ("sglang", random_head(), {"model_type": "mistral", "sliding_window": 4096}),
     "norm_before_residual": ("sglang", random_head(), {"norm_before_residual": True}),
     "old rotary tables in the file": (
         "safeailab",
@@ -316,6 +317,40 @@ def test_deepspec_heads_with_gemma4_layers_are_their_formulas(case):
     draft = read_draft(GOLDEN / case)
     assert draft.gemma4 and (draft.embedding_scale, draft.softcap) == (8.0, 4.0)
     check_draft(draft, taps=3)
+
+
+@pytest.mark.parametrize("dialect", ["safeailab", "angelslim"])
+def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json_is(dialect, tmp_path):
+    """EAGLE3-Vicuna1.3-13B and AngelSlim's CosyVoice head have their targets' depth."""
+    one, deep = (run(write(tmp_path / str(depth), dialect, num_hidden_layers=depth)) for depth in (1, 40))
+    assert torch.equal(one[2], deep[2])
+    draft = read_draft(tmp_path / "40")
+    assert draft.layers == 1 and check_draft(draft, 3)["logits"] < 1e-4
+    numbered = write(tmp_path / "numbered", "sglang", num_hidden_layers=40)
+    assert "there are tensors of 1 layers: is a shard missing" in refusal(read_draft, numbered, dialect)
+    (tmp_path / "40" / "model.safetensors").rename(tmp_path / "40" / "first.safetensors")
+    shards = {"weight_map": {"fc.weight": "first.safetensors", "midlayer.mlp.up_proj.weight": "second.safetensors"}}
+    (tmp_path / "40" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert "second.safetensors is missing" in refusal(read_draft, tmp_path / "40")
+
+
+@pytest.mark.parametrize("dialect", ["safeailab", "sglang"])
+def test_mistral_names_a_llama_layer_of_eagle3_heads(dialect, tmp_path):
+    llama, mistral = (run(write(tmp_path / name, dialect, model_type=name)) for name in ("llama", "mistral"))
+    assert torch.equal(llama[2], mistral[2]) and read_draft(tmp_path / "mistral").window == 0
+    sliding = {"model_type": "mistral", "layer_types": ["sliding_attention"]}
+    assert "sliding_window None" in refusal(read_draft, write(tmp_path / "sliding", "sglang", **sliding))
+    for name in ("mixtral", "mistral4", "phi3", "cohere2", "minicpm"):
+        line = refusal(read_draft, write(tmp_path / name, dialect, model_type=name))
+        assert f"of type '{name}', but llama, qwen2, qwen3, mistral are" in line
+
+
+def test_mistral_names_no_layer_of_other_heads(tmp_path):
+    tensors = random_head() | {"fc.weight": torch.ones(HIDDEN, 2 * HIDDEN)}
+    attention = (f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+    tensors |= {name: tensors[name][:, :HIDDEN].contiguous() for name in attention}
+    eagle = write(tmp_path / "eagle", "safeailab", tensors, model_type="mistral")
+    assert "'mistral' in a head of the kind EAGLE: in others than EAGLE-3, llama" in refusal(read_draft, eagle)
 
 
 def test_angelslims_own_ids_are_outputs(tmp_path):

@@ -386,6 +386,18 @@ def test_a_repository_without_weights_says_what_it_has(spoil, hub_pair, tmp_path
     assert says[spoil] in refused("--target-model", "gemma4-tiny", "--draft", "org/spoiled", *CPU)
 
 
+@pytest.mark.parametrize(
+    ("file", "says"), [("eagle3.gguf", "GGUF heads are not read"), ("params.json", "Mistral's own")]
+)
+def test_a_head_in_a_form_that_is_not_read_is_named(file, says, hub_pair, tmp_path):
+    (tmp_path / "head").mkdir()
+    for name in (file, "consolidated.safetensors"):
+        (tmp_path / "head" / name).write_bytes(b"{}")
+    hub_pair.add("org/form", tmp_path / "head")
+    for name in ("org/form", *(["org/form:eagle3.gguf"] if file == "eagle3.gguf" else [])):
+        assert says in refused("--target-model", "gemma4-tiny", "--draft", name, *CPU)
+
+
 def test_where_only_paths_are_typed_nobody_is_asked(hub_pair, monkeypatch):
     given = ("--checkpoint", TINY.checkpoint, "--draft", TINY.draft, *CPU, "--dry-run")
     run_command(export_main, *given, "--download")

@@ -192,7 +192,8 @@ def test_random_weights_of_fewer_layers_keep_the_layer(glm):
 
 def test_kinds_are_listed_with_published_heads():
     listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)[MTP]
-    assert listed["heads"] == ["zai-org/GLM-4.5", "deepseek-ai/DeepSeek-V3"] and "--draft mtp" in listed["takes"]
+    published = ["zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "deepseek-ai/DeepSeek-V3"]
+    assert listed["heads"] == published and "--draft mtp" in listed["takes"]
 
 
 # --- what is refused

@@ -13,9 +13,10 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.tensor_names import MASK
 
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+PARD = "pard_token"
+MASK_TOKENS = ("mask_token_id", PARD, "ptd_token_id")
 """Keys of the mask token, which stands for proposals that are not made yet: speculators' and NeMo's, then vLLM's
-two."""
+two. PARD itself, an independent model, has the second."""
 _DECLARED = {
     r"P[Ee]agle|^peagle$": P_EAGLE,
     r"Eagle3|^eagle3$": EAGLE3,

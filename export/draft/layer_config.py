@@ -2,7 +2,7 @@
 does."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Prefixes of model types with Llama's layers. Biases and norms of queries and keys are read from the tensors."""
+MISTRAL = "mistral"
+"""Another such type, of EAGLE-3 heads alone: SafeAILab's, SGLang's and vLLM's code builds Llama's layers for them,
+whatever the type is."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
@@ -32,8 +35,10 @@ _READ: tuple[str, ...] = (
 _READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_window_layers")
 
 
-def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> "LlamaConfig":
-    """Return transformers' configuration of the decoder layers.
+def layer_config(
+    file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader], also: Collection[str] = ()
+) -> "LlamaConfig":
+    """Return transformers' configuration of the decoder layers. ``also`` are model types to take beside ``FAMILIES``.
 
     The attention heads' size comes from ``headers`` (by ``DraftHead``'s names), because SafeAILab ignores ``head_dim``
     and uses hidden_size / heads. Raises ValueError, which names the key, if transformers cannot build such a layer.
@@ -42,8 +47,9 @@ def layer_config(file: Path, fields: Mapping[str, Any], headers: Mapping[str, Te
     from transformers.activations import ACT2FN
 
     model_type = fields.get("model_type", "llama")
-    if not isinstance(model_type, str) or not model_type.startswith(FAMILIES):
-        raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {', '.join(FAMILIES)} are supported")
+    if not isinstance(model_type, str) or not (model_type.startswith(FAMILIES) or model_type in also):
+        supported = ", ".join((*FAMILIES, *also))
+        raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {supported} are supported")
     for key in _SIZES:
         count(fields, key, None, file)
     number(fields, "rms_norm_eps", None, file)

@@ -5,47 +5,99 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.own_layer import MODEL_TYPES
+from eagle3.export.checkpoints import SOURCES
+from eagle3.export.checkpoints.gguf_file import SUFFIX
+from eagle3.export.draft.own_layer import MODEL_TYPES, has_target_layers, mtp_tensor
 
 _MTP = "an MTP head in a form other than speculators' or a target's own"
-_BY_ARCHITECTURE = {
+_BY_NAME = {
     r"DSpark": "a DSpark head of a class of its own",
     r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head (a block-parallel head)",
     r"Medusa": "a Medusa head",
+    r"Hydra": "a Hydra head",
     r"MTP|NextN": _MTP,
     r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",
-    r"ReDrafter": "a ReDrafter head",
+    r"ReDrafter|RecurrentDraft|recurrent_draft": "a ReDrafter head",
+}
+"""Patterns of the names in ``architectures`` and of ``model_type``."""
+_BY_KEY = {
+    "dflash_config": "a head of the DFlash family of a class of its own",
+    "medusa_num_heads": "a Medusa head",
+    "hydra_num_heads": "a Hydra head",
 }
 _BY_TENSOR = {
     r".*kv_a_proj_with_mqa\..*|.*kv_b_proj\..*": "an EAGLE-3 head with MLA attention",
     r".*medusa.*|parallel_draft_heads\..*": "a head with Medusa's parallel layers",
     r".*\.experts\..*": "a head with experts",
-    r"(.*\.)?(eh_proj|enorm|hnorm)\..*|mtp_layers\..*": _MTP,
+    r"(model\.)?fc\.(fc|mlp)\..*": "a GRIFFIN head",
 }
-_BY_KEY = {"dflash_config": "a head of the DFlash family of a class of its own", "medusa_num_heads": "a Medusa head"}
 _SPECULATORS = ("eagle", "eagle3", "peagle")
+_LISTED = "which is not supported: eagle3-export --list-drafts lists the kinds that are"
+GGUF_HEAD = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
+PARAMS = "params.json"
+MISTRALS_FORM = f"is in Mistral's own form ({PARAMS}, no config.json), {_LISTED}"
+
+
+def refuse_other_forms(folder: Path) -> None:
+    """Raise ValueError for a head in files of another form alone: GGUF, or Mistral's own."""
+    ggufs = sorted(path.name for path in folder.glob("*") if path.suffix.lower() == SUFFIX)
+    if ggufs and not any(source.recognizes(folder) for source in SOURCES):
+        raise ValueError(f"{folder} has GGUF weights alone ({ggufs[0]}): {GGUF_HEAD}")
+    if (folder / PARAMS).is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} {MISTRALS_FORM}")
+
+
+def refuse_named_heads(file: Path, config: dict[str, Any]) -> None:
+    """Raise ValueError, which names the kind of head, if ``config.json`` alone says that it is not an EAGLE head. What
+    it says of an MTP layer is left to ``refuse_other_heads``."""
+    _refuse(file, config, [what for what in _named(config) if what != _MTP])
 
 
 def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[str]) -> None:
     """Raise ValueError, which names the kind of head, if the checkpoint is not an EAGLE head."""
-    architectures = config.get("architectures") or []
-    kind = config.get("speculators_model_type")
-    named = " ".join(architectures)
     found = [
-        *(what for pattern, what in _BY_ARCHITECTURE.items() if re.search(pattern, named)),
-        *(what for key, what in _BY_KEY.items() if key in config),
+        *_named(config),
         *(what for pattern, what in _BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in tensors)),
+        *([_MTP] if mtp_tensor(tensors) else []),
     ]
-    if isinstance(kind, str) and kind not in _SPECULATORS:
-        found.insert(0, f"a speculator of the kind {kind}")
-    if _MTP in found and config.get("model_type") in MODEL_TYPES:
+    if _MTP in found and isinstance(config.get("model_type"), str):
+        _refuse_own_layer(file.parent, config["model_type"], tensors)
+    _refuse(file, config, found)
+
+
+def _named(config: dict[str, Any]) -> list[str]:
+    """Return the kinds of head that the configuration names."""
+    kind = config.get("speculators_model_type")
+    names = f"{' '.join(config.get('architectures') or [])} {config.get('model_type')}"
+    return [
+        *([f"a speculator of the kind {kind}"] if isinstance(kind, str) and kind not in _SPECULATORS else []),
+        *(what for pattern, what in _BY_NAME.items() if re.search(pattern, names)),
+        *(what for key, what in _BY_KEY.items() if key in config),
+    ]
+
+
+def _refuse_own_layer(folder: Path, model_type: str, tensors: Collection[str]) -> None:
+    """Raise ValueError for a target with an MTP layer of its own, and for the layer of one whose layers are read."""
+    whole = has_target_layers(tensors)
+    if whole and model_type in MODEL_TYPES:
         raise ValueError(
-            f"{file.parent} is a {config['model_type']} model with an MTP layer, no head by itself: type --checkpoint "
-            f"{file.parent} --draft mtp"
+            f"{folder} is a {model_type} model with an MTP layer, no head by itself: type --checkpoint {folder} "
+            "--draft mtp"
         )
+    if whole:
+        raise ValueError(
+            f"{folder} is a {model_type} model with an MTP layer of a form that is not read, no head by itself: type "
+            "--draft with a head"
+        )
+    if model_type in MODEL_TYPES:
+        raise ValueError(
+            f"{folder} is the MTP layer of a {model_type} model alone, which is read out of the whole model's "
+            "checkpoint: type --checkpoint with its folder or its name on the hub, and --draft mtp"
+        )
+
+
+def _refuse(file: Path, config: dict[str, Any], found: list[str]) -> None:
     if found:
-        raise ValueError(
-            f"{file.parent} is {found[0]} (architectures: {', '.join(architectures) or 'none'}), which is not "
-            "supported: eagle3-export --list-drafts lists the kinds that are"
-        )
+        architectures = ", ".join(config.get("architectures") or ["none"])
+        raise ValueError(f"{file.parent} is {found[0]} (architectures: {architectures}), {_LISTED}")

@@ -1,6 +1,7 @@
 """Finds the MTP layer that a target's own checkpoint holds behind its last layer (``--draft mtp``), and the names of
 its tensors. ``kinds/mtp`` computes it."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from eagle3.export.draft.description import DraftDescription
 
-MODEL_TYPES = ("deepseek_v3", "glm4_moe", "qwen3")
+MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3")
 """Targets whose MTP layers are read."""
 OF_DEEPSEEK = {"shared_head.norm.": "norm.", **{f"{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")}}
 """Names in DeepSeek V3 and GLM-4.5 behind ``model.layers.N.``, N the number of the target's layers, and the head's.
@@ -26,6 +27,8 @@ OF_QWEN = {
     "mtp.norm.": "norm.",
     "mtp.layers.0.": "layers.0.",
 }
+_OF_MTP = r"(.*\.)?(eh_proj|enorm|hnorm|mtp(_\w+)?)\."
+"""The names of MTP layers of any form: MiMo's are ``model.mtp_layers.0``, Ernie's ``model.mtp_block.0``."""
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's tensors: SGLang and transformers take the target's."""
 
@@ -48,6 +51,17 @@ def own_names(names: Collection[str], layers: int) -> dict[str, str]:
     if "mtp.fc.weight" in names:
         return {name: renamed(name, OF_QWEN) for name in names if name.startswith("mtp.")}
     return {}
+
+
+def mtp_tensor(names: Collection[str]) -> str | None:
+    """Return the first name that an MTP layer of any form has, None if there is none."""
+    return next((name for name in names if re.match(_OF_MTP, name)), None)
+
+
+def has_target_layers(names: Collection[str]) -> bool:
+    """Return True if ``names`` has several layers that are no MTP layers, as a whole target has."""
+    layers = {found[0] for name in names if (found := re.match(r"model\.(language_model\.)?layers\.\d+\.", name))}
+    return sum(f"{layer}eh_proj.weight" not in names for layer in layers) > 1
 
 
 def own_naming(names: Collection[str], layers: int) -> Callable[[str], str]:
@@ -75,7 +89,13 @@ def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> 
     target, ``folder`` has its ``config.json``. Raises ValueError, one line, for a target that has none."""
     from eagle3.export.draft.kinds.mtp.reading import read_own
 
-    names = own_names(source.headers(), config.num_hidden_layers)
+    headers = source.headers()
+    names = own_names(headers, config.num_hidden_layers)
+    if not names and (other := mtp_tensor(headers)):
+        raise ValueError(
+            f"--draft mtp: {source.path} has an MTP layer of a form that is not read ({other}): those of "
+            f"{', '.join(MODEL_TYPES)} are, type --draft with another head"
+        )
     if not names:
         raise ValueError(
             f"--draft mtp: {source.path} has no MTP layer (model.layers.{config.num_hidden_layers}.eh_proj.weight or "

@@ -12,12 +12,12 @@ from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nes
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
-from eagle3.export.draft.eagle_kinds import MASK_TOKENS, head_kind
+from eagle3.export.draft.eagle_kinds import MASK_TOKENS, PARD, head_kind
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.layer_config import layer_config, windows
-from eagle3.export.draft.other_heads import refuse_other_heads
-from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, layer_count, own_name
+from eagle3.export.draft.layer_config import FAMILIES, MISTRAL, layer_config, windows
+from eagle3.export.draft.other_heads import refuse_named_heads, refuse_other_forms, refuse_other_heads
+from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, has_midlayer, layer_count, own_name
 from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
 
 AUX_OUTPUTS = "aux_hidden_states_layer_ids"
@@ -38,11 +38,11 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
         FileNotFoundError: the folder lacks a file
         ValueError: the folder holds no draft head, an unsupported one, or one that contradicts itself
     """
+    refuse_other_forms(folder)
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: --draft needs the folder of a draft head")
     config, source = read_object(file), open_source(folder)
-    headers = source.headers()
     texts(config, "architectures", file)
     for name, kind in KINDS.items():
         if kind.recognizes(config):
@@ -50,6 +50,8 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
                 flag = "--draft-dialect" if dialect is not None else "--norm-before-residual"
                 raise ValueError(f"{flag} is for EAGLE heads, {folder} is a head of the kind {name}: leave it out")
             return kind.load().read(folder, config, source)
+    refuse_named_heads(file, config)
+    headers = source.headers()
     refuse_other_heads(file, config, headers)
     chosen = DIALECTS[dialect] if dialect else _recognize(file, config, headers)
     return _describe(source, file, config, headers, chosen, norm_before_residual)
@@ -59,10 +61,15 @@ def _recognize(file: Path, config: dict[str, Any], headers: Headers) -> Dialect:
     for dialect in DIALECTS.values():
         if dialect.recognizes(config, headers):
             return dialect
+    if PARD in config:
+        raise ValueError(
+            f"{file.parent} is a PARD model ({PARD} in config.json): independent models are not drafted with, type "
+            "--draft with a head (eagle3-export --list-drafts lists the kinds)"
+        )
     if "model_type" in config:
         raise ValueError(
-            f"{file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: is it "
-            f"the target? Then type --checkpoint {file.parent}"
+            f"{file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: if it is the "
+            f"target, type --checkpoint {file.parent}; independent models are not drafted with"
         )
     raise ValueError(
         f"{file}: no draft head of a dialect that we read (architectures: {config.get('architectures') or 'none'}): "
@@ -92,14 +99,14 @@ def _describe(
     _refuse_variants(file, variants)
     if "layers.0.self_attn.q_proj.weight" not in own:
         raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
-    layer, layers = layer_config(file, fields, own), layer_count(own)
+    layer, layers = layer_config(file, fields, own, also=(MISTRAL,)), layer_count(own)
     kind = head_kind(file, config, layer.hidden_size, own)
-    deep = kind == P_EAGLE or (kind == EAGLE3 and not dialect.depth_is_targets)
-    if deep and layers != layer.num_hidden_layers:  # an EAGLE's configuration may be its target's
+    if kind != EAGLE3 and fields.get("model_type") == MISTRAL:
         raise ValueError(
-            f"{folder}: num_hidden_layers is {layer.num_hidden_layers} in config.json, but there are tensors of "
-            f"{layers} layers: is a shard missing?"
+            f"{file}: a draft layer of type {MISTRAL!r} in a head of the kind {kind}: in others than EAGLE-3, "
+            f"{', '.join(FAMILIES)} are supported"
         )
+    _check_depth(folder, kind, dialect, layer.num_hidden_layers, names)
     final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
     if kind == EAGLE3 and final and "fc.weight" in own:
         warnings.append(f"{file}: use_aux_hidden_state is false, so its fc.weight is not read")
@@ -182,6 +189,19 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
         if 0 in shape or len(shape) != (rank or len(shape)):
             raise ValueError(f"{folder}: {name} is {list(shape)}: it is damaged, or of another kind of head")
     return names, own
+
+
+def _check_depth(folder: Path, kind: str, dialect: Dialect, said: int, names: Mapping[str, str]) -> None:
+    """Check that there are tensors of as many layers as ``config.json`` says, ``said``, where that is the head's own
+    depth. ``names`` maps the checkpoint's names to ``DraftHead``'s."""
+    layers = layer_count(names.values())
+    alone = layers == 1 and dialect.builds_midlayer and has_midlayer(names)
+    targets = kind == EAGLE or (kind == EAGLE3 and (dialect.depth_is_targets or alone))
+    if not targets and layers != said:
+        raise ValueError(
+            f"{folder}: num_hidden_layers is {said} in config.json, but there are tensors of {layers} layers: is a "
+            "shard missing?"
+        )
 
 
 def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:

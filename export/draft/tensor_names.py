@@ -49,6 +49,11 @@ def own_name(name: str) -> str | None:
     return name
 
 
+def has_midlayer(names: Iterable[str]) -> bool:
+    """Return True if a layer of a checkpoint is ``midlayer`` without a number."""
+    return any(re.match(r"(model\.)?midlayer\.(?!\d)", name) for name in names)
+
+
 def layer_count(names: Iterable[str]) -> int:
     """Return the number of layers among ``DraftHead``'s names."""
     return 1 + max((int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))), default=-1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from eagle3.export.checkpoints import pickled, safetensors_folder
 from eagle3.export.checkpoints.gguf_file import SUFFIX, part_names
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG
+from eagle3.export.draft.other_heads import GGUF_HEAD, MISTRALS_FORM, PARAMS
 from eagle3.export.hub.names import HubName
 from eagle3.export.output.contents import TOKENIZER_FILES
 
@@ -61,6 +62,8 @@ def needed(
     if not role.weights:
         return Needed(configurations, "")
     if name.file is not None:
+        if role is DRAFT:
+            raise ValueError(f"--draft {name}: {GGUF_HEAD}")
         return Needed((*configurations, *_gguf_parts(name.repository, name.file, listed)), GGUF)
     for kind, form in ((SAFETENSORS, safetensors_folder), (PICKLED, pickled)):
         if form.SINGLE_FILE in listed:
@@ -68,7 +71,7 @@ def needed(
         if form.INDEX_FILE in listed:
             files = _like_shards(form.SINGLE_FILE, listed) if read_index is None else set(read_index(form.INDEX_FILE))
             return Needed((*configurations, form.INDEX_FILE, *sorted(files)), kind, form.INDEX_FILE)
-    raise ValueError(f"{name} {_without_weights(name, listed)}")
+    raise ValueError(f"{name} {_without_weights(name, role, listed)}")
 
 
 def _like_shards(single: str, listed: Collection[str]) -> list[str]:
@@ -86,7 +89,11 @@ def _gguf_parts(repository: str, file: str, listed: Collection[str]) -> list[str
     return [f"{folder}{slash}{part}" for part in part_names(own)]
 
 
-def _without_weights(name: HubName, listed: Collection[str]) -> str:
+def _without_weights(name: HubName, role: Role, listed: Collection[str]) -> str:
+    if role is DRAFT and _ggufs(listed):
+        return f"has GGUF weights only: {GGUF_HEAD}"
+    if role is DRAFT and PARAMS in listed and CONFIG not in listed:
+        return MISTRALS_FORM
     if ggufs := _ggufs(listed):
         return f"has GGUF weights only: type {name.repository}:FILE with one of {ggufs}"
     if has_adapter(listed):

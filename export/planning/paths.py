@@ -36,7 +36,13 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
 
 def draft_folder(config: ExportConfig) -> Path:
     """Return the folder of the draft head. Raises ValueError or FileNotFoundError where there is none."""
-    return _folder(config.draft or TARGETS[config.target_model].draft, config.target_model, "--draft")
+    from eagle3.export.checkpoints.gguf_file import GGUFFile
+    from eagle3.export.draft.other_heads import GGUF_HEAD
+
+    path = config.draft or TARGETS[config.target_model].draft
+    if path is not None and GGUFFile.recognizes(path):
+        raise ValueError(f"--draft {path}: {GGUF_HEAD}")
+    return _folder(path, config.target_model, "--draft")
 
 
 def uses_own_layer(config: ExportConfig) -> bool:

@@ -16,4 +16,4 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     return "modal_type" in config or "target_model_type" in config or any(name.startswith("Eagle3") for name in named)
 
 
-DIALECT = Dialect("angelslim", recognizes, trainer="AngelSlim", heeds=lambda _kind: ())
+DIALECT = Dialect("angelslim", recognizes, trainer="AngelSlim", heeds=lambda _kind: (), builds_midlayer=True)

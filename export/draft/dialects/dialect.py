@@ -63,6 +63,9 @@ class Dialect:
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
     depth_is_targets: bool = False
     """``num_hidden_layers`` of an EAGLE-3 head is its target's; the number of its layers follows from its tensors."""
+    builds_midlayer: bool = False
+    """The trainer's code builds one layer of an EAGLE-3 head, ``midlayer``, whatever ``num_hidden_layers`` is: often
+    its target's."""
     trainer: str = ""
     """Name of the system whose code trained the heads, "" if there are many."""
     heeds: Callable[[str], Collection[str] | None] = lambda _kind: None

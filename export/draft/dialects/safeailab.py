@@ -42,4 +42,5 @@ DIALECT = Dialect(
     ropes=lambda _kind: ("default", "linear", "dynamic"),
     places=PLACES.get,
     names_taps=False,
+    builds_midlayer=True,
 )

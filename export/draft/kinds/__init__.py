@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     MTP: Kind(
         "the target's last state; a KV cache of its own; a step for each proposal. --draft mtp: the target's own layer",
         "eagle3.export.draft.kinds.mtp",
-        published=("zai-org/GLM-4.5", "deepseek-ai/DeepSeek-V3"),
+        published=("zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "deepseek-ai/DeepSeek-V3"),
         speculators_type="mtp",
         architectures="^MTPDraftModel",
     ),

@@ -21,6 +21,8 @@ def one_layer_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     fewer = deepcopy(config)
     if getattr(fewer, "first_k_dense_replace", None) is not None:
         fewer.first_k_dense_replace = int(config.num_hidden_layers < config.first_k_dense_replace)
+    if getattr(fewer, "mlp_layer_types", None):
+        fewer.mlp_layer_types = config.mlp_layer_types[-1:]
     if getattr(fewer, "layer_types", None):
         fewer.layer_types = ["full_attention"]
     fewer.num_hidden_layers = 1
