@@ -2,6 +2,7 @@
 interpreter and by the references."""
 
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from random_checkpoints import FAMILIES, SIZE
 from torch import nn
 from torch._inductor import config as inductor
 from torch.export import Dim
+from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from triton.runtime import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
@@ -25,6 +27,7 @@ from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int8_experts, small_m, sorted_experts, sums
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, quantize
@@ -132,6 +135,24 @@ def test_experts_are_known_by_what_their_gate_computes(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
     rules = [rule.pattern for rule in fused.expert_rules(model)]
     assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
+
+
+GATES = {
+    "SiLU": (lambda gate, up: F.silu(gate) * up, SILU),
+    "GELU": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, GELU_TANH),
+    "exact GELU": (lambda gate, up: F.gelu(gate) * up, None),
+    "a gate with a limit": (lambda gate, up: F.silu(gate.clamp(max=7)) * up, None),
+    "an up with a limit": (lambda gate, up: F.silu(gate) * up.clamp(min=-7, max=7), None),
+    "an up with a high limit": (lambda gate, up: F.silu(gate) * up.clamp(max=900), None),
+    "up and gate": (lambda gate, up: F.silu(up) * gate, None),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_an_activation_is_recognized_and_any_limit_is_another_one(name):
+    gate, activation = GATES[name]
+    experts = SimpleNamespace(width=32, gate=lambda gate_up: gate(*gate_up.chunk(2, -1)))
+    assert fused.activation_of(experts) == activation
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")

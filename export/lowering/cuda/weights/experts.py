@@ -1,9 +1,9 @@
 """Experts on CUDA, of which a verify reads the chosen ones' weights alone.
 
-Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other are INT4 in groups of 32 without
-zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as well. Other
-experts are linears over all experts. Where these are INT8 (gpt-oss' gate and up), a verify reads the chosen experts' of
-them.
+Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other, without limits, are INT4 in groups
+of 32 without zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as
+well. Other experts are linears over all experts. Where these are INT8 (gpt-oss' gate and up), a verify reads the chosen
+experts' of them.
 """
 
 import torch
@@ -40,9 +40,11 @@ def is_fused(experts: Experts) -> bool:
 
 def activation_of(experts: Experts) -> str | None:
     """Return the activation of the experts' gate, which is recognized by its results; None for any other gate."""
-    gate_up = torch.linspace(-3, 3, 4 * experts.width).view(2, -1)
-    found = experts.gate(gate_up)
-    return next((name for name in (SILU, GELU_TANH) if torch.allclose(found, gated(gate_up, name), atol=1e-5)), None)
+    gate = (torch.linspace(-10, 10, 64) ** 3)[:, None].expand(-1, experts.width)  # to 1,000, beyond any limit
+    up = (torch.linspace(-10, 10, experts.width) ** 3).expand_as(gate)
+    gate_up = torch.cat([gate, up], -1)
+    found, room = experts.gate(gate_up), 1e-5 * (1 + (gate * up).abs())
+    return next((name for name in (SILU, GELU_TANH) if ((found - gated(gate_up, name)).abs() <= room).all()), None)
 
 
 def use_fused_experts(model: nn.Module) -> None:
