@@ -270,7 +270,8 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     if "DIVIDED" in constants:  # by how much depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k
-    dots = 2 if kernel.startswith("_int8_small_m") else 1  # of a weight: its low and its high half
+    halves = "_int8_small_m", "_int8_experts_small_m"
+    dots = 2 if kernel.startswith(halves) else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
 
 
