@@ -30,7 +30,7 @@ from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
-from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.runner.artifact.cuda_library import read_library
 from eagle3.runner.machine_code.runtime_symbols import lacking
 from eagle3.targets.decoder_layers import skeleton
@@ -135,6 +135,18 @@ def test_experts_are_known_by_what_their_gate_computes(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
     rules = [rule.pattern for rule in fused.expert_rules(model)]
     assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_of_any_whole_groups_are_taken(name):
+    """Other INT4 weights have rows of whole blocks of 256."""
+    config = FAMILIES[name](SIZE | {"hidden_size": 288, "num_hidden_layers": 2}).config
+    model = skeleton(config, 64).model
+    check_recipe("--qlinear", "default", model, config)
+    recipe = fitted_recipe("default", config, model)
+    bits = {linear: recipe.get_config(f"{linear}.weight").bits for linear in fused.fused_linears(model)}
+    assert set(bits.values()) == {4}
+    assert recipe.get_config("model.layers.0.self_attn.q_proj.weight").bits == 8
 
 
 GATES = {

@@ -32,6 +32,13 @@ def expert_rules(model: nn.Module) -> list[QuantRule]:
     return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
 
 
+def fused_linears(model: nn.Module) -> set[str]:
+    """Return the names of the linears of experts with kernels, which take any multiple of 32 inputs."""
+    modules = model.named_modules(remove_duplicate=False)
+    fused = [name for name, module in modules if isinstance(module, Experts) and is_fused(module)]
+    return {f"{name}.{linear}" for name in fused for linear in ("gate_up", "down")}
+
+
 def is_fused(experts: Experts) -> bool:
     """Return True if the INT4 kernels can compute these experts."""
     whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
