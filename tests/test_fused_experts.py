@@ -120,8 +120,17 @@ def test_a_window_reads_each_expert_once_and_a_chunk_is_sorted(longest, ops):
     assert [op for op in called if op.startswith("eagle3.")] == [f"eagle3.{op}.default" for op in ops]
 
 
+def test_a_chunk_longer_than_the_kernels_offsets_reach_is_refused():
+    module, _ = random_experts("qwen3-30B-A3B")
+    most, blocks = 5_592_255, 2**31 // (64 * 128)  # of 64 rows and 128 outputs
+    assert [(3 * rows + 64 * 8) // 64 for rows in (most, most + 1)] == [blocks, blocks + 1]
+    exported(module, 17, most)
+    with pytest.raises(ValueError, match=f"{most + 1} rows that choose 3 .* type --max-prefill {most} or less"):
+        exported(module, 17, most + 1)
+
+
 def exported(module: nn.Module, shortest: int, longest: int):
-    rows, length = Dim("rows", min=shortest, max=longest), longest - 1 | 1
+    rows, length = Dim("rows", min=shortest, max=longest), min(longest, 64) - 1 | 1
     given = (
         torch.randn(length, 64, dtype=torch.bfloat16),
         torch.zeros(length, 3, dtype=torch.int64),

@@ -117,10 +117,11 @@ class FusedExperts(nn.Module):
             x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)  # a row for each choice
             factors = torch.ones_like(factors)
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        if most_rows(chosen.shape[0]) <= SMALL_M_ROWS[-1]:
+        most = most_rows(chosen.shape[0])
+        if most <= SMALL_M_ROWS[-1]:
             out = int4_experts_small_m(x, *gate_up, *down, chosen, factors, self.activation)
         else:
-            out = sorted_experts(x, gate_up, down, chosen, factors, self.gate)
+            out = sorted_experts(x, gate_up, down, chosen, factors, self.gate, most)
         return added(out, chosen, x.dtype)
 
 
