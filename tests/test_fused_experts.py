@@ -109,6 +109,14 @@ def test_the_experts_are_those_of_dequantized_weights(how, rows, name):
     assert (found.float() - expected).norm() <= 2**-7 * expected.norm()  # bf16 of inputs, products and results
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_choices_and_weights_may_lie_in_any_order(rows):
+    module, plain = random_experts("qwen3-30B-A3B")
+    x, (weights, chosen) = torch.randn(rows, 64).bfloat16(), torch.randn(rows, plain.count).softmax(-1).topk(2)
+    turned = chosen.t().contiguous().t(), weights.t().contiguous().t()
+    assert torch.equal(module(x, *turned), module(x, chosen, weights))
+
+
 FEW, MANY = ["int4_experts_small_m"], ["sorted_experts_matmul"] * 2
 
 

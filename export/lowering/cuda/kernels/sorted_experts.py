@@ -91,4 +91,4 @@ def sorted_experts(
     to = torch.where(order < choices, order, choices + places)  # each of its own, also those without a choice
     place = torch.zeros(choices + order.shape[0], dtype=torch.int64, device=x.device)
     place = place.index_put((to,), places)[:choices]  # not scatter, which calls a function that runtimes lack
-    return (out[place] * factors.view(-1, 1)).to(x.dtype)
+    return (out[place] * factors.reshape(-1, 1)).to(x.dtype)
