@@ -117,6 +117,15 @@ def test_choices_and_weights_may_lie_in_any_order(rows):
     assert torch.equal(module(x, *turned), module(x, chosen, weights))
 
 
+def test_experts_with_biases_that_weigh_their_inputs_stay_as_they_are():
+    """The kernel for INT8 weighs what an expert computes."""
+    module, _ = random_experts("gpt-oss-20b")
+    holder = nn.ModuleDict({"experts": module.all})
+    module.all.weighs_inputs = True
+    fused.use_fused_experts(holder)
+    assert type(holder["experts"]) is Experts
+
+
 FEW, MANY = ["int4_experts_small_m"], ["sorted_experts_matmul"] * 2
 
 

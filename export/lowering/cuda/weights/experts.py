@@ -63,12 +63,14 @@ def use_fused_experts(model: nn.Module) -> None:
             weight, biased = child.gate_up.weight, child.gate_up.bias is not None
             if isinstance(weight, ExportableInt4Tensor) and is_fused(child):
                 setattr(parent, name, FusedExperts(child))
-            elif isinstance(weight, IntxUnpackedToInt8Tensor) and biased and _has_groups(weight):
+            elif isinstance(weight, IntxUnpackedToInt8Tensor) and biased and _is_taken(child):
                 setattr(parent, name, Int8Experts(child))
 
 
-def _has_groups(weight: IntxUnpackedToInt8Tensor) -> bool:
-    return weight.scale.shape[1] * GROUP == weight.shape[1]
+def _is_taken(experts: Experts) -> bool:
+    """Return True if the kernel for INT8 takes the groups of gate and up, and weighs what it should."""
+    weight: IntxUnpackedToInt8Tensor = experts.gate_up.weight
+    return weight.scale.shape[1] * GROUP == weight.shape[1] and not experts.weighs_inputs
 
 
 def added(out: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
