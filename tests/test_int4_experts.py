@@ -128,6 +128,12 @@ def test_only_chosen_experts_are_read_and_each_word_once():
     assert np.array_equal(addresses, np.sort(np.concatenate(expected)))
 
 
+def test_another_activation_is_refused():
+    x, weights = torch.randn(1, 64).bfloat16(), weights_of(2, 64, 32)
+    with pytest.raises(Exception, match="there is no such activation"):
+        computed(x, weights, torch.tensor([[1]]), torch.ones(1, 1), "relu")
+
+
 FAULTS = {
     "experts of other rows": ("(mine // EACH)", "tl.arange(0, BLOCK_M)"),
     "choices for rows": ("(mine // EACH)", "mine"),
