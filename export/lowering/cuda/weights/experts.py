@@ -25,7 +25,7 @@ SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_ma
 
 def expert_rules(model: nn.Module) -> list[QuantRule]:
     """Return the quantization rules for experts with kernels, and for routers, which are not quantized."""
-    fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and is_fused(module)]
+    fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and fused_activation(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # Llama 4's
     rules = [QuantRule(rf"(.*\.)?{name}\.weight", None) for name in routers]
@@ -35,14 +35,14 @@ def expert_rules(model: nn.Module) -> list[QuantRule]:
 def fused_linears(model: nn.Module) -> set[str]:
     """Return the names of the linears of experts with kernels, which take any multiple of 32 inputs."""
     modules = model.named_modules(remove_duplicate=False)
-    fused = [name for name, module in modules if isinstance(module, Experts) and is_fused(module)]
+    fused = [name for name, module in modules if isinstance(module, Experts) and fused_activation(module)]
     return {f"{name}.{linear}" for name in fused for linear in ("gate_up", "down")}
 
 
-def is_fused(experts: Experts) -> bool:
-    """Return True if the INT4 kernels can compute these experts."""
+def fused_activation(experts: Experts) -> str | None:
+    """Return the activation with which the INT4 kernels compute these experts; None if they cannot."""
     whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
-    return whole_groups and experts.gate_up.bias is None and activation_of(experts) is not None
+    return activation_of(experts) if whole_groups and experts.gate_up.bias is None else None
 
 
 def activation_of(experts: Experts) -> str | None:
@@ -61,14 +61,14 @@ def use_fused_experts(model: nn.Module) -> None:
             if not isinstance(child, Experts):
                 continue
             weight, biased = child.gate_up.weight, child.gate_up.bias is not None
-            if isinstance(weight, ExportableInt4Tensor) and is_fused(child):
-                setattr(parent, name, FusedExperts(child))
+            if isinstance(weight, ExportableInt4Tensor) and (activation := fused_activation(child)):
+                setattr(parent, name, FusedExperts(child, activation))
             elif isinstance(weight, IntxUnpackedToInt8Tensor) and biased and _is_taken(child):
                 setattr(parent, name, Int8Experts(child))
 
 
 def _is_taken(experts: Experts) -> bool:
-    """Return True if the kernel for INT8 takes the groups of gate and up, and weighs what it should."""
+    """Return True if ``Int8Experts`` computes these experts: groups of 32, and weights of what an expert computes."""
     weight: IntxUnpackedToInt8Tensor = experts.gate_up.weight
     return weight.scale.shape[1] * GROUP == weight.shape[1] and not experts.weighs_inputs
 
@@ -92,10 +92,10 @@ class FusedExperts(nn.Module):
     down: Tensor
     down_scale: Tensor
 
-    def __init__(self, experts: Experts):
+    def __init__(self, experts: Experts, activation: str):
         super().__init__()
         self.count, self.weighs_inputs, self.gate = experts.count, experts.weighs_inputs, experts.gate
-        self.activation = activation_of(experts) or ""
+        self.activation = activation
         gate_up: ExportableInt4Tensor = experts.gate_up.weight
         down: ExportableInt4Tensor = experts.down.weight
         for name, weight in (("gate_up", gate_up), ("down", down)):
