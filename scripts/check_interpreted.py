@@ -13,6 +13,7 @@ the stand-in for CUDA's driver refused a call.
 import json
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def eagerly(greedy: EagerGreedy, prompt: list[int], tokens: int) -> dict[str, An
     speculator = greedy.speculator
     session = EagerSession(speculator, make_metadata(greedy.plan, {}, speculator.draft.ids_in_target()))
     session.has_speculate = False
-    proposals = proposed(session)
-    with small_m_dispatch(greedy.plan.few_rows):
+    with small_m_dispatch(greedy.plan.few_rows), proposed(session) as proposals:
         result = complete(session, prompt, max_new_tokens=tokens, stop_ids=[])
     return {"token_ids": result.token_ids, "stats": result.stats.counts(), "proposals": proposals}
 
@@ -76,13 +76,13 @@ def interpreted(artifact: Path, prompts: list[list[int]], tokens: int) -> dict[s
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what is equal of one prompt, and what is wrong."""
+    """Return what is equal of one prompt, and what is wrong. A proposal that one of the two lacks is not equal."""
     wrong = []
     for way in ("fused_rounds", "three_methods"):
         wrong += [f"{way}: {name}" for name in ("token_ids", "stats") if found[way][name] != expected[name]]
-    pairs = list(zip(expected["proposals"], found["proposals"], strict=False))
-    same = sum(one == other for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True))
-    every = sum(len(ours) for ours, _ in pairs)
+    calls = zip_longest(expected["proposals"], found["proposals"], fillvalue=[])
+    pairs = [pair for ours, theirs in calls for pair in zip_longest(ours, theirs)]
+    same, every = sum(one == other for one, other in pairs), len(pairs)
     if same < LEAST * every:
         wrong.append("proposals")
     length = expected["stats"]["mean_acceptance_length"]

@@ -113,11 +113,14 @@ def _experts_for(module: nn.Module) -> Experts | None:
     """Return the replacement for a module of experts, None for any other module."""
     if isinstance(module, Llama4TextExperts):
         return Experts(module, True, MethodType(_llama4_gate, module), weighs_inputs=True)
-    if not hasattr(type(module), "_apply_gate"):  # every class of stacked experts in transformers has it
+    if not hasattr(type(module), "_apply_gate"):  # by transformers' decorator for experts, or by the class itself
         return None
     stacked: Any = module
+    name = type(module).__name__
+    if not hasattr(stacked, "has_gate"):  # only the decorator says how the weights lie
+        raise ValueError(f"its experts ({name}) do not say how their weights lie: not supported")
     if not stacked.has_gate or stacked.has_post_expert_norm:
-        raise ValueError(f"its experts ({type(module).__name__}) have no gate, or a norm of their own: not supported")
+        raise ValueError(f"its experts ({name}) have no gate, or a norm of their own: not supported")
     return Experts(stacked, stacked.is_transposed, stacked._apply_gate, weighs_inputs=False)
 
 

@@ -132,8 +132,8 @@ def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -
     found = {}
     for name, fused in (("fused_rounds", True), ("three_methods", False)):
         session.has_speculate = fused
-        proposals = proposed(session)
-        result = complete(session, prompt, max_new_tokens=max_new_tokens, stop_ids=[])
+        with proposed(session) as proposals:
+            result = complete(session, prompt, max_new_tokens=max_new_tokens, stop_ids=[])
         found[name] = {"token_ids": result.token_ids, "stats": result.stats.counts()}
     return found | {"proposals": proposals}
 

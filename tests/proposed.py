@@ -1,13 +1,18 @@
 """The proposals of a draft head, kept while a session is used."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 
 from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.runner.hosts.session import TimedSession
 
 
-def proposed(session: TimedSession) -> list[list[int]]:
-    """Filled while ``session`` is used: the proposals of each call of ``draft_decode``."""
+@contextmanager
+def proposed(session: TimedSession) -> Iterator[list[list[int]]]:
+    """Filled while ``session`` is used in this context: the proposals of each call of ``draft_decode``."""
     proposals, call = [], session._call
 
     def keep(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -16,5 +21,5 @@ def proposed(session: TimedSession) -> list[list[int]]:
             proposals.append(results[0].flatten().tolist())
         return results
 
-    session._call = keep
-    return proposals
+    with patch.object(session, "_call", keep):
+        yield proposals

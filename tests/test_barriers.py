@@ -283,6 +283,8 @@ WAIT = "{{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared.b64 done, [
 AGAIN = WAIT + "{store}\n{one}\n" + WAIT + "{load}\nret;"
 HANDED = "st.shared.b64 [ %r9 + 0 ], %rd4;\nld.shared.b64 %rd6, [%r9];\n"
 HANDED += STORE + "\nld.global.b32 { %r3 }, [ %rd6 + 0 ];\nret;"
+BESIDE = "st.shared.b64 [ %r9 + 0 ], %rd4;\nst.shared.b32 [ %r9 + 8 ], %r2;\nld.shared.b32 %r4, [%r9 + 8];\n"
+BESIDE += "mad.wide.u32 %rd6, %r4, 4, %rd2;\n" + STORE + "\nld.global.b32 { %r3 }, [ %rd6 + 0 ];\nret;"
 CHOSEN = "selp.b64 %rd6, %rd4, %rd5, %p1;\n" + STORE + "\nld.global.b32 { %r3 }, [ %rd6 + 0 ];\nret;"
 
 
@@ -301,6 +303,8 @@ CHOSEN = "selp.b64 %rd6, %rd4, %rd5, %p1;\n" + STORE + "\nld.global.b32 { %r3 },
         (LOOP.format(store=STORE, one="", other=BARRIER, load=LOAD), ["loaded, then stored"]),
         (CHOSEN, ["stored, then loaded"]),
         (HANDED, ["stored, then loaded"]),  # the pointer goes through shared memory
+        (HANDED.replace("b64 %rd6", "v2.b64 {%rd6, %rd7}"), ["stored, then loaded"]),
+        (BESIDE, []),  # an index of another tensor goes there too
         (AGAIN.format(store=STORE, one=BARRIER, load=LOAD), []),
         (AGAIN.format(store=STORE, one="", load=LOAD), ["stored, then loaded"]),
     ],

@@ -342,6 +342,10 @@ def test_products_of_kernels_by_their_constants():
     chosen = {"N": 1408, "K": 704, "BLOCK_N": 128, "BLOCK_K": 256, "BLOCK_M": 8}  # 11 tiles for each of 32 choices
     experts = products("int4_experts_small_m_kernel", chosen, 32 * 11, 4)
     assert (experts.multiply_adds, experts.iterations) == (128 * 256 * 8, 32 * 11 * 3)
+    assert products("_int8_experts_small_m_kernel", chosen, 32 * 11, 4).multiply_adds == 128 * 256 * 8 * 2
+    for rows, different in ((4, 32), (16, 100)):
+        few = products("int4_experts_small_m_kernel", chosen | {"EXPERTS": 100, "TOP_K": 8}, rows * 8 * 11, rows)
+        assert few.iterations == different * 11 * 3
     block = {"N": 1408, "K": 2816, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 256, "BLOCK_SIZE_M": 64}
     many = products("_fused_moe_batched_kernel", block, 3 * 44, 1024)
     assert (many.weights, many.multiply_adds, many.iterations) == (32 * 256, 32 * 256 * 64, 3 * 44 * 11)

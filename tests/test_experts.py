@@ -1,12 +1,14 @@
 """Checkpoints with experts are read as transformers reads them, whichever way they hold them, or refused by name."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from eager import eager_speculator
 from random_checkpoints import MAVERICK, SIZE, random_model, save_random_draft
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     GptOssForCausalLM,
     Llama4Config,
@@ -14,6 +16,8 @@ from transformers import (
     Llama4TextConfig,
     Mxfp4Config,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checks.preflight import preflight
@@ -22,6 +26,7 @@ from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.target import without_images
+from eagle3.targets.experts import use_experts
 
 TOKENS = torch.arange(5, 45)[None]
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -108,6 +113,18 @@ def test_the_text_model_of_a_multimodal_llama_4_is_computed_as_transformers_does
     assert plan.sliding_window == 24
     without_images(model.language_model)  # in transformers 5.24.0 it raises without
     torch.testing.assert_close(logits(plan), model(TOKENS).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Step3p7Experts, "do not say how their weights lie"), (NemotronHExperts, "have no gate, or a norm of their own")],
+)
+def test_another_kind_of_experts_is_named(kind, reason):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "moe_latent_size": None, "hidden_act": "silu"}
+    sizes |= {"num_local_experts": 4, "n_routed_experts": 4, "mlp_hidden_act": "silu"}
+    model = nn.ModuleDict({"experts": kind(SimpleNamespace(**sizes))})
+    with pytest.raises(ValueError, match=rf"its experts \({kind.__name__}\) {reason}: not supported"):
+        use_experts(model)
 
 
 def mxfp4_checkpoint(folder) -> None:

@@ -2,6 +2,7 @@
 interpreter and by the references."""
 
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from random_checkpoints import FAMILIES, SIZE
 from torch import nn
 from torch._inductor import config as inductor
 from torch.export import Dim
+from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from triton.runtime import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
@@ -25,9 +27,10 @@ from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int8_experts, small_m, sorted_experts, sums
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
-from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, quantize
+from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.runner.artifact.cuda_library import read_library
 from eagle3.runner.machine_code.runtime_symbols import lacking
 from eagle3.targets.decoder_layers import skeleton
@@ -106,6 +109,23 @@ def test_the_experts_are_those_of_dequantized_weights(how, rows, name):
     assert (found.float() - expected).norm() <= 2**-7 * expected.norm()  # bf16 of inputs, products and results
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_choices_and_weights_may_lie_in_any_order(rows):
+    module, plain = random_experts("qwen3-30B-A3B")
+    x, (weights, chosen) = torch.randn(rows, 64).bfloat16(), torch.randn(rows, plain.count).softmax(-1).topk(2)
+    turned = chosen.t().contiguous().t(), weights.t().contiguous().t()
+    assert torch.equal(module(x, *turned), module(x, chosen, weights))
+
+
+def test_experts_with_biases_that_weigh_their_inputs_stay_as_they_are():
+    """The kernel for INT8 weighs what an expert computes."""
+    module, _ = random_experts("gpt-oss-20b")
+    holder = nn.ModuleDict({"experts": module.all})
+    module.all.weighs_inputs = True
+    fused.use_fused_experts(holder)
+    assert type(holder["experts"]) is Experts
+
+
 FEW, MANY = ["int4_experts_small_m"], ["sorted_experts_matmul"] * 2
 
 
@@ -117,8 +137,17 @@ def test_a_window_reads_each_expert_once_and_a_chunk_is_sorted(longest, ops):
     assert [op for op in called if op.startswith("eagle3.")] == [f"eagle3.{op}.default" for op in ops]
 
 
+def test_a_chunk_longer_than_the_kernels_offsets_reach_is_refused():
+    module, _ = random_experts("qwen3-30B-A3B")
+    most, blocks = 5_592_255, 2**31 // (64 * 128)  # of 64 rows and 128 outputs
+    assert [(3 * rows + 64 * 8) // 64 for rows in (most, most + 1)] == [blocks, blocks + 1]
+    exported(module, 17, most)
+    with pytest.raises(ValueError, match=f"{most + 1} rows that choose 3 .* type --max-prefill {most} or less"):
+        exported(module, 17, most + 1)
+
+
 def exported(module: nn.Module, shortest: int, longest: int):
-    rows, length = Dim("rows", min=shortest, max=longest), longest - 1 | 1
+    rows, length = Dim("rows", min=shortest, max=longest), min(longest, 64) - 1 | 1
     given = (
         torch.randn(length, 64, dtype=torch.bfloat16),
         torch.zeros(length, 3, dtype=torch.int64),
@@ -132,6 +161,36 @@ def test_experts_are_known_by_what_their_gate_computes(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
     rules = [rule.pattern for rule in fused.expert_rules(model)]
     assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_of_any_whole_groups_are_taken(name):
+    """Other INT4 weights have rows of whole blocks of 256."""
+    config = FAMILIES[name](SIZE | {"hidden_size": 288, "num_hidden_layers": 2}).config
+    model = skeleton(config, 64).model
+    check_recipe("--qlinear", "default", model, config)
+    recipe = fitted_recipe("default", config, model)
+    bits = {linear: recipe.get_config(f"{linear}.weight").bits for linear in fused.fused_linears(model)}
+    assert set(bits.values()) == {4}
+    assert recipe.get_config("model.layers.0.self_attn.q_proj.weight").bits == 8
+
+
+GATES = {
+    "SiLU": (lambda gate, up: F.silu(gate) * up, SILU),
+    "GELU": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, GELU_TANH),
+    "exact GELU": (lambda gate, up: F.gelu(gate) * up, None),
+    "a gate with a limit": (lambda gate, up: F.silu(gate.clamp(max=7)) * up, None),
+    "an up with a limit": (lambda gate, up: F.silu(gate) * up.clamp(min=-7, max=7), None),
+    "an up with a high limit": (lambda gate, up: F.silu(gate) * up.clamp(max=900), None),
+    "up and gate": (lambda gate, up: F.silu(up) * gate, None),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_an_activation_is_recognized_and_any_limit_is_another_one(name):
+    gate, activation = GATES[name]
+    experts = SimpleNamespace(width=32, gate=lambda gate_up: gate(*gate_up.chunk(2, -1)))
+    assert fused.activation_of(experts) == activation
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")

@@ -128,6 +128,12 @@ def test_only_chosen_experts_are_read_and_each_word_once():
     assert np.array_equal(addresses, np.sort(np.concatenate(expected)))
 
 
+def test_another_activation_is_refused():
+    x, weights = torch.randn(1, 64).bfloat16(), weights_of(2, 64, 32)
+    with pytest.raises(Exception, match="there is no such activation"):
+        computed(x, weights, torch.tensor([[1]]), torch.ones(1, 1), "relu")
+
+
 FAULTS = {
     "experts of other rows": ("(mine // EACH)", "tl.arange(0, BLOCK_M)"),
     "choices for rows": ("(mine // EACH)", "mine"),
@@ -180,6 +186,10 @@ def test_shapes_that_do_not_agree_are_named():
         int4_experts.int4_experts_small_m(x[:, :32], *given)
     with pytest.raises(ValueError, match=r"scales are \(4, 1, 64\): experts of 64 x 64 have 4 x 2 x 64"):
         int4_experts.int4_experts_small_m(x, weights[0], weights[1][:, :1], *given[2:])
+    with pytest.raises(ValueError, match=r"factors are \(3, 1\), choices \(3, 2\)"):
+        int4_experts.int4_experts_small_m(x, *weights, chosen, factors[:, :1], SILU)
+    with pytest.raises(ValueError, match=r"factors are \(3, 1\), choices \(3, 2\)"):
+        computed(x, weights, chosen, factors[:, :1])
     with pytest.raises(ValueError, match="x has 2 rows, 3 rows chose 2 each"):
         computed(x[:2], weights, chosen, factors)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):

@@ -9,8 +9,9 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
   attention over a context the loads with which the last program adds what the others computed.
 
 KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
-Without a context they are left out. Kernels run one after the other, with
-``LAUNCH_SECONDS`` between them unless a CUDA graph is replayed. Nothing here is measured; a GPU takes longer.
+Without a context they are left out. Choices of experts are taken to differ as far as they can, which is the most that
+can be read: where rows choose alike, a call may take less. Kernels run one after the other, with ``LAUNCH_SECONDS``
+between them unless a CUDA graph is replayed. Nothing here is measured; a GPU takes longer.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 A register may be assigned several times (a loop's variable, a zero before a load that a predicate skips), so its
 possible sources are collected over all assignments. Values loaded from memory are assumed not to be pointers, except
-from shared memory, where the compiler may hand pointers from thread to thread.
+from shared memory, where the compiler may hand pointers from thread to thread: as 64 bits, or in a vector.
 """
 
 import re
@@ -145,7 +145,7 @@ class Flow:
         for instruction in self.instructions:
             kind, of_shared = instruction.parts[0], any(part.startswith("shared") for part in instruction.parts)
             if kind == "ld" and of_shared:
-                users[SHARED] += instruction.targets
+                users[SHARED] += instruction.targets if _may_load_pointers(instruction) else []
             elif kind == "st" and of_shared:
                 for source in instruction.sources:
                     users[source].append(SHARED)
@@ -162,6 +162,13 @@ class Flow:
                     found[register] |= found[source]
                     changed.append(register)
         return {register: frozenset(names) for register, names in found.items()}
+
+
+def _may_load_pointers(instruction: Instruction) -> bool:
+    """Return True for a load of 64 bits or of a vector. One register of fewer bits holds no address of global
+    memory."""
+    *parts, kind = instruction.parts
+    return kind.endswith("64") or not {"v2", "v4"}.isdisjoint(parts)
 
 
 def _loads(instruction: Instruction) -> bool:

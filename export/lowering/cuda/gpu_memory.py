@@ -16,14 +16,13 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
-from eagle3.export.lowering.cuda.weights.experts import is_fused
+from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.methods import plan_methods
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
-from eagle3.targets.experts import Experts
 from eagle3.targets.spec import Skeleton
 
 if TYPE_CHECKING:
@@ -102,9 +101,8 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
 
 def _layer_linears(model: nn.Module) -> list[nn.Linear]:
     """Return the linears that every row goes through. The LM head and experts with fused kernels are left out."""
-    modules = _modules(model)
-    fused = {id(linear) for m in modules.values() if isinstance(m, Experts) and is_fused(m) for linear in m.children()}
-    linears = ((name, m) for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) not in fused)
+    fused = fused_linears(model)
+    linears = ((name, m) for name, m in _modules(model).items() if isinstance(m, nn.Linear) and name not in fused)
     return [linear for name, linear in linears if not name.endswith("lm_head")]
 
 

@@ -256,7 +256,7 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     """Return the work of a matmul kernel for quantized weights or of a template, None for any other kernel.
 
     The sizes are found by the names of its constants: ``N`` (or ``N0`` and so on for several weights), ``K``,
-    ``BLOCK_N`` and ``BLOCK_K``.
+    ``BLOCK_N`` and ``BLOCK_K``. Choices of experts (``TOP_K`` of ``EXPERTS`` a row) differ as far as they can.
     """
     if kernel.startswith("_fused_moe"):  # ExecuTorch's
         constants = {**constants} | {f"BLOCK_{axis}": constants[f"BLOCK_SIZE_{axis}"] for axis in "MNK"}
@@ -264,13 +264,17 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
     if run_of_k is None or k is None or block_n is None or not outputs:
         return None
+    if experts := constants.get("EXPERTS"):  # a choice of an expert that an earlier one has ends at once
+        choices = rows * constants["TOP_K"]
+        blocks = blocks * min(choices, experts) // choices
     tiles = sum(math.ceil(n / block_n) for n in outputs)
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
     row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
     if "DIVIDED" in constants:  # by how much depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k
-    dots = 2 if kernel.startswith("_int8_small_m") else 1  # of a weight: its low and its high half
+    halves = "_int8_small_m", "_int8_experts_small_m"
+    dots = 2 if kernel.startswith(halves) else 1  # of a weight: its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
 
 

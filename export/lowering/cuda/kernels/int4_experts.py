@@ -122,7 +122,7 @@ def _launch_experts(
     kernel: Any, x: Tensor, codes: Tensor, scale: Tensor, chosen: Tensor, factors: Tensor, activation: str = ""
 ) -> Tensor:
     """Return the experts' gated outputs with an ``activation``, otherwise their outputs times ``factors``."""
-    check(x, codes, scale)
+    check(x, codes, scale, chosen, factors)
     check_contiguous(codes, scale)
     x, chosen, factors = x.contiguous(), chosen.contiguous(), factors.contiguous()
     (m, top_k), (experts, n, half_k) = chosen.shape, codes.shape
@@ -136,9 +136,11 @@ def _launch_experts(
     return launch(x, chosen, n // 2 if activation else n, run)
 
 
-def check(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+def check(x: Tensor, codes: Tensor, scale: Tensor, chosen: Tensor, factors: Tensor) -> None:
     """Raise ValueError for shapes that do not agree."""
     experts, n, half_k = codes.shape
+    if factors.shape != chosen.shape:
+        raise ValueError(f"factors are {tuple(factors.shape)}, choices {tuple(chosen.shape)}: they must agree")
     if x.shape[1] != 2 * half_k:
         raise ValueError(f"x has K = {x.shape[1]}, codes {2 * half_k}: they must agree")
     if scale.shape != (experts, 2 * half_k // GROUP, n) or 2 * half_k % GROUP:
@@ -198,7 +200,7 @@ def experts_reference(
     activation: str,
 ) -> Tensor:
     """``int4_experts_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    check(x, gate_up, gate_up_scale)
+    check(x, gate_up, gate_up_scale, chosen, factors)
     of, factors = chosen.flatten(), factors.flatten()
     x = x.repeat_interleave(of.shape[0] // x.shape[0], 0)
 

@@ -55,6 +55,12 @@ def matmul_reference(x: Tensor, codes: Tensor, scale: Tensor, order: Tensor, own
     return torch.cat(products).to(x.dtype)
 
 
+def most_rows_of(experts: int, top_k: int, outputs: int) -> int:
+    """Return the most rows whose choices, in whole blocks of each expert, have offsets below 2**31 in the output."""
+    blocks = 2**31 // (_BATCHED_BLOCK_M * outputs)
+    return ((blocks + 1 - experts) * _BATCHED_BLOCK_M - 1) // top_k
+
+
 def sorted_experts(
     x: Tensor,
     gate_up: tuple[Tensor, Tensor],
@@ -62,9 +68,19 @@ def sorted_experts(
     chosen: Tensor,
     factors: Tensor,
     gate: Callable[[Tensor], Tensor],
+    most: int,
 ) -> Tensor:
-    """Return for each choice its expert's output times its factor, as ``int4_experts_small_m`` does; ``gate`` is the
-    gated activation, [..., 2 * width] -> [..., width]."""
+    """Return for each choice its expert's output times its factor, as ``int4_experts_small_m`` does.
+
+    ``gate`` is the gated activation, [..., 2 * width] -> [..., width]; ``most`` is the upper bound of ``x``'s rows.
+    Raises ValueError if the kernel has no offsets for as many.
+    """
+    takes = most_rows_of(gate_up[0].shape[0], chosen.shape[1], max(gate_up[0].shape[1], down[0].shape[1]))
+    if most > takes:
+        raise ValueError(
+            f"{most} rows that choose {chosen.shape[1]} experts each, but ExecuTorch's kernel, whose offsets have 32 "
+            f"bits, takes {takes} of them: type --max-prefill {takes} or less"
+        )
     count, choices = gate_up[0].shape[0], chosen.numel()
     # Every expert's choices are filled up to whole blocks by one behind the last, of a row of zeros.
     order, owners, _ = moe_align_block_size(chosen, _BATCHED_BLOCK_M, count)
@@ -75,4 +91,4 @@ def sorted_experts(
     to = torch.where(order < choices, order, choices + places)  # each of its own, also those without a choice
     place = torch.zeros(choices + order.shape[0], dtype=torch.int64, device=x.device)
     place = place.index_put((to,), places)[:choices]  # not scatter, which calls a function that runtimes lack
-    return (out[place] * factors.view(-1, 1)).to(x.dtype)
+    return (out[place] * factors.reshape(-1, 1)).to(x.dtype)

@@ -122,6 +122,7 @@ def _sums(PARTS, at, here, part, SPLITS: tl.constexpr):
 @triton.jit
 def gate_of(gate, up, ACTIVATION: tl.constexpr):
     # float32, both -> float32, to be rounded; add_rn, so that nothing is fused here that Inductor does not fuse
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh", "there is no such activation")
     gate = gate.to(tl.bfloat16).to(tl.float32)
     if ACTIVATION == "silu":
         gate = gate / libdevice.add_rn(libdevice.exp(-gate), tl.full(gate.shape, 1, tl.float32))

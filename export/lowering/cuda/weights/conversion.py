@@ -18,10 +18,9 @@ from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.weights import int4_tensor
-from eagle3.export.lowering.cuda.weights.experts import is_fused
+from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.int4_layout import exact_layout, has_whole_zeros
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
-from eagle3.targets.experts import Experts
 
 ELEMENTS = 1 << 25
 """Elements of a weight that are quantized at a time. Quantizing takes the memory of their float32 copies."""
@@ -34,14 +33,12 @@ class CudaWeights:
 
     def __init__(self, model: nn.Module, recipe: QuantRecipe | None, dtype: torch.dtype):
         self.recipe, self.dtype = recipe, dtype
-        modules = dict(model.named_modules(remove_duplicate=False))
         self.packers = {
             f"{name}.weight": pack_linear_for_cuda if isinstance(module, nn.Linear) else pack_embedding_for_cuda
-            for name, module in modules.items()
+            for name, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, nn.Linear | nn.Embedding)
         }
-        fused = (name for name, module in modules.items() if isinstance(module, Experts) and is_fused(module))
-        self.fused = {f"{name}.{linear}.weight" for name in fused for linear in ("gate_up", "down")}
+        self.fused = {f"{name}.weight" for name in fused_linears(model)}
         """Weights of experts; ``use_fused_experts`` lays them out when both are loaded."""
         self.k_quants: dict[int, KQuantTensor] = {}
         self.rounding: dict[str, float] = {}

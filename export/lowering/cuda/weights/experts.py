@@ -1,9 +1,9 @@
 """Experts on CUDA, of which a verify reads the chosen ones' weights alone.
 
-Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other are INT4 in groups of 32 without
-zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as well. Other
-experts are linears over all experts. Where these are INT8 (gpt-oss' gate and up), a verify reads the chosen experts' of
-them.
+Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other, without limits, are INT4 in groups
+of 32 without zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as
+well. Other experts are linears over all experts. Where these are INT8 (gpt-oss' gate and up), a verify reads the chosen
+experts' of them.
 """
 
 import torch
@@ -25,24 +25,33 @@ SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_ma
 
 def expert_rules(model: nn.Module) -> list[QuantRule]:
     """Return the quantization rules for experts with kernels, and for routers, which are not quantized."""
-    fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and is_fused(module)]
+    fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and fused_activation(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # Llama 4's
     rules = [QuantRule(rf"(.*\.)?{name}\.weight", None) for name in routers]
     return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
 
 
-def is_fused(experts: Experts) -> bool:
-    """Return True if the INT4 kernels can compute these experts."""
+def fused_linears(model: nn.Module) -> set[str]:
+    """Return the names of the linears of experts with kernels, which take any multiple of 32 inputs."""
+    modules = model.named_modules(remove_duplicate=False)
+    fused = [name for name, module in modules if isinstance(module, Experts) and fused_activation(module)]
+    return {f"{name}.{linear}" for name in fused for linear in ("gate_up", "down")}
+
+
+def fused_activation(experts: Experts) -> str | None:
+    """Return the activation with which the INT4 kernels compute these experts; None if they cannot."""
     whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
-    return whole_groups and experts.gate_up.bias is None and activation_of(experts) is not None
+    return activation_of(experts) if whole_groups and experts.gate_up.bias is None else None
 
 
 def activation_of(experts: Experts) -> str | None:
     """Return the activation of the experts' gate, which is recognized by its results; None for any other gate."""
-    gate_up = torch.linspace(-3, 3, 4 * experts.width).view(2, -1)
-    found = experts.gate(gate_up)
-    return next((name for name in (SILU, GELU_TANH) if torch.allclose(found, gated(gate_up, name), atol=1e-5)), None)
+    gate = (torch.linspace(-10, 10, 64) ** 3)[:, None].expand(-1, experts.width)  # to 1,000, beyond any limit
+    up = (torch.linspace(-10, 10, experts.width) ** 3).expand_as(gate)
+    gate_up = torch.cat([gate, up], -1)
+    found, room = experts.gate(gate_up), 1e-5 * (1 + (gate * up).abs())
+    return next((name for name in (SILU, GELU_TANH) if ((found - gated(gate_up, name)).abs() <= room).all()), None)
 
 
 def use_fused_experts(model: nn.Module) -> None:
@@ -52,14 +61,16 @@ def use_fused_experts(model: nn.Module) -> None:
             if not isinstance(child, Experts):
                 continue
             weight, biased = child.gate_up.weight, child.gate_up.bias is not None
-            if isinstance(weight, ExportableInt4Tensor) and is_fused(child):
-                setattr(parent, name, FusedExperts(child))
-            elif isinstance(weight, IntxUnpackedToInt8Tensor) and biased and _has_groups(weight):
+            if isinstance(weight, ExportableInt4Tensor) and (activation := fused_activation(child)):
+                setattr(parent, name, FusedExperts(child, activation))
+            elif isinstance(weight, IntxUnpackedToInt8Tensor) and biased and _is_taken(child):
                 setattr(parent, name, Int8Experts(child))
 
 
-def _has_groups(weight: IntxUnpackedToInt8Tensor) -> bool:
-    return weight.scale.shape[1] * GROUP == weight.shape[1]
+def _is_taken(experts: Experts) -> bool:
+    """Return True if ``Int8Experts`` computes these experts: groups of 32, and weights of what an expert computes."""
+    weight: IntxUnpackedToInt8Tensor = experts.gate_up.weight
+    return weight.scale.shape[1] * GROUP == weight.shape[1] and not experts.weighs_inputs
 
 
 def added(out: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,10 +92,10 @@ class FusedExperts(nn.Module):
     down: Tensor
     down_scale: Tensor
 
-    def __init__(self, experts: Experts):
+    def __init__(self, experts: Experts, activation: str):
         super().__init__()
         self.count, self.weighs_inputs, self.gate = experts.count, experts.weighs_inputs, experts.gate
-        self.activation = activation_of(experts) or ""
+        self.activation = activation
         gate_up: ExportableInt4Tensor = experts.gate_up.weight
         down: ExportableInt4Tensor = experts.down.weight
         for name, weight in (("gate_up", gate_up), ("down", down)):
@@ -108,10 +119,11 @@ class FusedExperts(nn.Module):
             x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)  # a row for each choice
             factors = torch.ones_like(factors)
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        if most_rows(chosen.shape[0]) <= SMALL_M_ROWS[-1]:
+        most = most_rows(chosen.shape[0])
+        if most <= SMALL_M_ROWS[-1]:
             out = int4_experts_small_m(x, *gate_up, *down, chosen, factors, self.activation)
         else:
-            out = sorted_experts(x, gate_up, down, chosen, factors, self.gate)
+            out = sorted_experts(x, gate_up, down, chosen, factors, self.gate, most)
         return added(out, chosen, x.dtype)
 
 

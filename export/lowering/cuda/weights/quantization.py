@@ -18,7 +18,7 @@ from torch import nn
 
 from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.lowering.cuda.weights.experts import expert_rules
+from eagle3.export.lowering.cuda.weights.experts import expert_rules, fused_linears
 from eagle3.export.lowering.cuda.weights.int4_tensor import lay_out_int4
 from eagle3.targets.spec import Skeleton
 
@@ -72,9 +72,10 @@ def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
 
 def check_recipe(flag: str, name: str, model: nn.Module, config: "PreTrainedConfig") -> None:
     """Raise ValueError for a linear that INT4 has no layout for, or if quantizing needs a GPU and there is none."""
-    recipe = fitted_recipe(name, config, model)
+    recipe, fused = fitted_recipe(name, config, model), fused_linears(model)
     for linear, module in model.named_modules(remove_duplicate=False):
-        rule = recipe.get_config(f"{linear}.weight") if isinstance(module, nn.Linear) else None
+        laid_out = isinstance(module, nn.Linear) and linear not in fused
+        rule = recipe.get_config(f"{linear}.weight") if laid_out else None
         if rule is not None and rule.bits == 4:
             _check_int4_width(linear, module.in_features, f"type {flag} none")
     asymmetric_hqq = any(r.config and r.config.method == "hqq" and not r.config.symmetric for r in recipe.rules)
