@@ -1,5 +1,5 @@
 """DFlash heads: speculators' own code made the numbers (scripts/make_dflash_golden.py), or DeepSpec's
-(scripts/make_deepspec_golden.py)."""
+(scripts/make_deepspec_golden.py), or SpecForge's (scripts/make_domino_golden.py)."""
 
 import json
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
 CASES = sorted(path.name for path in GOLDEN.iterdir())
+DIALECTS = {"domino": "z-lab", "domino_unshifted": "z-lab"} | {name: "deepspec" for name in CASES if "deepspec" in name}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
@@ -32,7 +33,7 @@ class Case:
         embedding.weight = nn.Parameter(self.golden["embedding"])
         if self.draft.shares_lm_head:
             lm_head.weight = nn.Parameter(self.golden["lm_head"])
-        target = SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
+        target = SimpleNamespace(embed_tokens=embedding, embed=embedding, lm_head=lm_head)
         self.chain_len = chain_len or self.draft.longest_chain
         self.head = load_draft(self.draft, 40, torch.float32, EagerAttention, target, self.chain_len)
         self.features = self.head.fuse(self.golden["taps"].chunk(3, dim=-1))
@@ -61,8 +62,8 @@ def test_a_block_is_the_trainers_own_seeded_and_chained(name):
     case, start = Case(name), 0
     check_pair(case.draft, TARGET, (1, 3, 4))
     assert case.draft.kind.lower() == name.split("_")[0]
-    assert case.draft.dialect == ("deepspec" if "deepspec" in name else "speculators")
-    assert case.draft.chain_len == case.draft.longest_chain
+    assert case.draft.dialect == DIALECTS.get(name, "speculators")
+    assert case.draft.chain_len == (4 if "domino" in name else case.draft.longest_chain)
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         case.check(number, *case.draft_behind(start, anchor))
         start = anchor

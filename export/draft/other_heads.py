@@ -11,7 +11,7 @@ _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_ARCHITECTURE = {
     r"DSpark": "a DSpark head in a form other than speculators' and DeepSpec's",
     r"XPress": "an xPress head in a form other than speculators'",
-    r"Domino": "a Domino head (a block-parallel head)",
+    r"Domino": "a Domino head in a form other than SpecForge's and speculators'",
     r"MuseGlimmerAssistant": "a Muse Glimmer assistant",
     r"Medusa": "a Medusa head",
     r"MTP|NextN": _MTP,

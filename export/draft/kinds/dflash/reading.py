@@ -10,6 +10,9 @@ DFlash2 on its code takes the rows as they are, times ``input_embedding_scale`` 
 DeepSpec's heads have z-lab's ids, full attention, an embedding and an lm_head; the anchor's row proposes. A
 ``markov_rank`` of 0 makes a DFlash of its DSpark. Those for Gemma 4 have its layers of full attention, scale their
 embedding as it does and cap their logits before the bias.
+
+A Domino is a DFlash of z-lab's or speculators' form whose ``projector_type`` says so; SpecForge trains it, and NVIDIA's
+ModelOpt.
 """
 
 import re
@@ -21,7 +24,7 @@ from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nes
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects import DIALECTS, Proposal
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS, XPRESS
+from eagle3.export.draft.kinds import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.layer_config import layer_config, windows
 from eagle3.export.draft.tensor_names import SELECTOR, check_named_once
@@ -35,6 +38,8 @@ KEYS, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
 """Keys that tell the forms apart."""
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
+_GRU = r"(?:logit_head\.|domino_head\.)?(prefix_gru\.weight_[ih]h_l0|embed_proj\.[02]\.weight)"
+"""A Domino's, as SpecForge saves it now and at first, and as speculators does."""
 _OF_OTHERS = {
     "use_swa": False,
     "swa_window_size": None,
@@ -48,6 +53,9 @@ _OF_OTHERS = {
 """Keys of heads by other trainers, with the value that changes nothing."""
 _HEEDED = ("block_size", "mask_token_id", "target_layer_ids", "causal")
 _OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_PREFIX = "pure_draft_prefix_len"
+_OF_DOMINO = ("shift_label", _PREFIX, "gru_hidden_dim", "emb_dim")
+_OF_KIND = {DFLASH2: _OF_DFLASH2, DOMINO: _OF_DOMINO}
 _MARKOV = ("vanilla", "gated", "rnn")
 _FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
@@ -58,7 +66,10 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     file, headers = folder / "config.json", source.headers()
     form = SPECULATORS if KEYS in config else DEEPSPEC if ANCHORS in config else Z_LAB
     speculators = form == SPECULATORS
-    kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS) if KINDS[name].recognizes(config))
+    kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS, DOMINO) if KINDS[name].recognizes(config))
+    kind = _projected(kind, config, file)
+    if kind == DOMINO and form == DEEPSPEC:
+        raise ValueError(f"{file} has {ANCHORS}, as DeepSpec's heads have, which are no {DOMINO}: take it out")
     if form == DEEPSPEC and not count(config, "markov_rank", 0, file, least=0):
         kind = DFLASH
     if kind in (DSPARK, XPRESS) and form == Z_LAB:
@@ -79,10 +90,13 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         raise ValueError(f"{file}: partial_rotary_factor, but a {kind} head's code rotates whole heads: correct it")
     rows = _required(said, "block_size", file, least=2)
     first = 0 if form == DEEPSPEC or (speculators and boolean(said, "sample_from_anchor", kind == DSPARK, file)) else 1
+    if kind == DOMINO:
+        first = 0 if _shifted(said, speculators, file) else 1
     sliding = windows(file, layer, layer.num_hidden_layers)
     attends = tuple(_attends(file, kind, said, window, rows, speculators) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
-    proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=rows - first)
+    suggested = rows - 1 if kind == DOMINO else rows - first  # a Domino's as SGLang serves it
+    proposal = DIALECTS[SPECULATORS].proposal(config, file) if speculators else Proposal(chain_len=suggested)
     if proposal.chain_len > rows - first:
         raise ValueError(
             f"{file}: speculative_tokens is {proposal.chain_len}, but a block of block_size {rows} proposes "
@@ -119,12 +133,13 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
         **(_markov(said, first, file) if kind == DSPARK else {}),
         **(_refiner(said, file) if kind == XPRESS else {}),
+        **(_gru(said, rows - first, speculators, file) if kind == DOMINO else {}),
     )
 
 
 def _embeds_as_target(kind: str, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
     """Return True for a head of z-lab's that was trained with the target's own module as its embedding."""
-    return kind == DFLASH and "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
+    return kind in (DFLASH, DOMINO) and "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
 
 
 def _convolutions(
@@ -162,12 +177,58 @@ def _refiner(said: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return {"refiner_rank": rank, "refiner_mlp_ratio": ratio, "refiner_passes": passes}
 
 
+def _projected(kind: str, config: dict[str, Any], file: Path) -> str:
+    """Return the kind of a head, which ``projector_type`` may say more about than its class. Raises ValueError for one
+    that is another kind's."""
+    named = nested(config, OWN, file).get("projector_type") or config.get("projector_type")
+    if kind == DFLASH and named == DOMINO.lower():
+        return DOMINO
+    if named not in (None, kind.lower()):
+        raise ValueError(f"{file}: projector_type is {named!r}, which is not read in a {kind} head: name another head")
+    if kind == DFLASH and config.get("shift_label"):
+        raise ValueError(f"{file}: shift_label is true in a {DFLASH} head: type sample_from_anchor in its place")
+    return kind
+
+
+def _shifted(said: Mapping[str, Any], speculators: bool, file: Path) -> bool:
+    """Return True for a Domino whose rows propose the token behind their own, the anchor's as well."""
+    shifted = boolean(said, "shift_label", True if speculators else None, file)
+    if shifted is None:
+        raise ValueError(f"{file} has no shift_label, which says if the anchor's row of a {DOMINO} proposes: add it")
+    if boolean(said, "sample_from_anchor", shifted, file) != shifted:
+        raise ValueError(f"{file}: shift_label is {shifted}, but sample_from_anchor is not: correct one of them")
+    if speculators and not shifted:
+        raise ValueError(f"{file}: shift_label is false: speculators' {DOMINO} would see the tokens that it proposes")
+    return shifted
+
+
+def _gru(said: Mapping[str, Any], proposals: int, speculators: bool, file: Path) -> dict[str, Any]:
+    """Return the fields of a Domino. Those that a configuration leaves out are speculators' defaults, in its form."""
+    defaults = {_PREFIX: 1, "gru_hidden_dim": 1024, "emb_dim": 256}
+    for key in defaults:
+        if not speculators and said.get(key) is None:
+            raise ValueError(f"{file} has no {key}, which every {DOMINO} head of this form has: add it")
+    first, size, rank = (
+        count(said, key, default, file, least=int(key != _PREFIX)) for key, default in defaults.items()
+    )
+    if first >= proposals:
+        raise ValueError(
+            f"{file}: {_PREFIX} is {first}, but a block proposes {proposals} tokens, the last with a bias: correct it"
+        )
+    for key in _FACTORS:
+        if said.get(key) not in (None, 1.0):
+            raise ValueError(f"{file}: {key} is {said[key]}, which no code of a {DOMINO} knows: take it out")
+    return {"gru_size": size, "gru_rank": rank, "gru_first": first}
+
+
 def own_name(name: str) -> str | None:
     """Return the module's name of a tensor, None for one that is not read. Keys and values are in a module of their
     own, because they are made of taps as well."""
     name = name.removeprefix("model.")
     if re.fullmatch(_UNREAD, name):
         return None
+    if of_gru := re.fullmatch(_GRU, name):
+        return f"domino_head.{of_gru[1].removesuffix('.weight')}.weight"
     return re.sub(_KEYS_AND_VALUES, r"\1kept.\2", name)
 
 
@@ -180,13 +241,14 @@ def _of_z_lab(config: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
         if value not in (None, harmless):
             raise ValueError(f"{file}: {key} is {value}, which z-lab's code does not know: this {kind} is not read")
     for key, value in own.items():
-        if key not in (*_HEEDED, *_FACTORS, *_OF_OTHERS, *(_OF_DFLASH2 if kind == DFLASH2 else ())):
+        if key not in (*_HEEDED, *_FACTORS, *_OF_OTHERS, *_OF_KIND.get(kind, ()), "projector_type"):
             raise ValueError(f"{file}: {OWN} has {key}, which z-lab's code of a {kind} does not know: take it out")
-        if key in config and config[key] != value and key in (*_HEEDED, *_FACTORS):
+        if key in config and config[key] != value and key in (*_HEEDED, *_FACTORS, *_OF_DOMINO):
             raise ValueError(f"{file}: {key} is {config[key]}, but {value} in {OWN}: correct one of them")
     if any((file.parent / name).exists() for name in ("mask_embedding.pt", "mask_embedding.safetensors")):
         raise ValueError(f"{file.parent} has an embedding of its mask token in a file of its own, which is not read")
-    return {key: config[key] for key in (*_HEEDED, *_FACTORS, *_OF_DFLASH2, "is_causal") if key in config} | own
+    known = (*_HEEDED, *_FACTORS, *_OF_DFLASH2, *_OF_DOMINO, "is_causal")
+    return {key: config[key] for key in known if key in config} | own
 
 
 def _attends(file: Path, kind: str, said: Mapping[str, Any], window: int, rows: int, speculators: bool) -> Block:
