@@ -267,6 +267,22 @@ def save_random_xpress(folder: Path, config, aux_layers=(1, 3, 4), rank: int = 1
     return folder
 
 
+def save_random_domino(folder: Path, config, aux_layers=(1, 3, 4), gru: int = 32, rank: int = 16, **keys) -> Path:
+    """A speculators folder of a random Domino: a DFlash as above, and a GRU."""
+    named = {"projector_type": "domino", "gru_hidden_dim": gru, "emb_dim": rank}
+    save_random_dflash(folder, config, aux_layers, **named | keys)
+    described, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    hidden = config.hidden_size
+    shapes = {"prefix_gru.weight_ih_l0": (3 * gru, hidden), "prefix_gru.weight_hh_l0": (3 * gru, gru)}
+    shapes |= {
+        "embed_proj.0.weight": (rank, hidden + gru),
+        "embed_proj.2.weight": (described["draft_vocab_size"], rank),
+    }
+    tensors |= {f"domino_head.{name}": torch.randn(each) / each[1] ** 0.5 for name, each in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def random_assistant(config, ordered: bool = False, **changes):
     """transformers' own assistant with random weights, for a target with transformers' text configuration ``config``.
     ``changes`` are of its text configuration."""

@@ -8,7 +8,7 @@ import torch
 from dflash_heads import GOLDEN, KINDS, SLIDING, plan_of, save_pair
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
-from random_checkpoints import random_model, save_random_dflash, save_random_xpress
+from random_checkpoints import random_model, save_random_dflash, save_random_domino, save_random_xpress
 from safetensors.torch import load_file
 from scripted import ThreeMethods
 
@@ -101,11 +101,16 @@ def test_every_way_to_generate_says_the_same(session):
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
 
 
-@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn", "xpress", "xpress_anchor"])
+VARIANTS = ["dflash2", "dspark", "dspark_rnn", "xpress", "xpress_anchor"]
+VARIANTS += ["domino", "domino_unshifted", "domino_speculators"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(name, tmp_path):
     """Seeded, chained and rolled back, by three methods and by fused rounds."""
     random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(tmp_path / "target")
-    session = eager_session(plan_of(tmp_path, "", draft=GOLDEN / name))
+    longest = read_draft(GOLDEN / name).longest_chain
+    session = eager_session(plan_of(tmp_path, "", draft=GOLDEN / name, chain_len=longest))
     session.folder = GOLDEN / name
     checked, prompt, options = ByFormulas(session), prompt_of(20), {"max_new_tokens": 16, "stop_ids": []}
     plain = complete(checked, prompt, chain=0, **options).token_ids
@@ -137,6 +142,16 @@ def test_on_the_way_to_cuda_every_linear_of_an_xpress_takes_the_small_m_kernels(
         counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
         assert not counted["large_m"] and not counted["dequantize"]
         assert counted["small_m"] == 2 * 7 + 1 + 7
+
+
+def test_on_the_way_to_cuda_every_linear_of_a_domino_takes_the_small_m_kernels(tmp_path):
+    """Those of its GRU and of its bias take it for each row anew."""
+    keys = {"gru": 64, "rank": 32, "block": 16, "layer": SLIDING_20, "sample_from_anchor": True}
+    save_random_domino(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), **keys)
+    for chain_len in (3, 15):
+        counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert counted["small_m"] == 2 * 7 + 1 + 4
 
 
 SLIDING_20 = SLIDING | {"sliding_window": 20}

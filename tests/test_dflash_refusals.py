@@ -190,7 +190,7 @@ def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
     assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
 
 
-@pytest.mark.parametrize("named", ["Llama4DSparkModel", "Qwen3XPressForCausalLM", "DominoDraftModel"])
+@pytest.mark.parametrize("named", ["Llama4DSparkModel", "Qwen3XPressForCausalLM", "Qwen3DominoModel"])
 def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 

@@ -13,7 +13,7 @@ _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_NAME = {
     r"DSpark": "a DSpark head of a class of its own",
     r"XPress": "an xPress head in a form other than speculators'",
-    r"Domino": "a Domino head (a block-parallel head)",
+    r"Domino": "a Domino head in a form other than SpecForge's and speculators'",
     r"Medusa": "a Medusa head",
     r"Hydra": "a Hydra head",
     r"MTP|NextN": _MTP,

@@ -5,7 +5,7 @@ from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.kinds.kind import Kind, KindModule
 
 GEMMA4_ASSISTANT, MLP_SPECULATOR = "Gemma 4 assistant", "MLP speculator"
-DFLASH, DFLASH2, DSPARK, XPRESS = "DFlash", "DFlash2", "DSpark", "xPress"
+DFLASH, DFLASH2, DSPARK, XPRESS, DOMINO = "DFlash", "DFlash2", "DSpark", "xPress", "Domino"
 MTP = "MTP"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
@@ -85,6 +85,16 @@ KINDS: dict[str, Kind] = {
         speculators_type="xpress",
         architectures="^XPress",
     ),
+    DOMINO: Kind(
+        "as DFlash, with a bias by a GRU over the block's tokens",
+        "eagle3.export.draft.kinds.dflash",
+        published=(
+            "Huang2020/Qwen3-4B-Domino-b16",
+            "Huang2020/Qwen3-8B-Domino-b16",
+            "orestis-z/dflash-qwen3-8b-120k-domino",
+        ),
+        architectures="^Domino(Speculator|DraftModel)",
+    ),
     MTP: Kind(
         "the target's last state; a KV cache of its own; a step for each proposal. --draft mtp: the target's own layer",
         "eagle3.export.draft.kinds.mtp",
@@ -97,6 +107,7 @@ KINDS: dict[str, Kind] = {
 __all__ = [
     "DFLASH",
     "DFLASH2",
+    "DOMINO",
     "DSPARK",
     "EAGLE",
     "EAGLE3",

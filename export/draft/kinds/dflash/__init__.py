@@ -1,4 +1,4 @@
-"""DFlash heads and their kin, DFlash2, DSpark and xPress, which draft a block of tokens in one forward.
+"""DFlash heads and their kin, DFlash2, DSpark, xPress and Domino, which draft a block of tokens in one forward.
 
 A block is the newest token and mask tokens behind it. Its rows attend to each other, and to keys and values that every
 layer makes of the target's taps. Source: arXiv 2602.06036; speculators' classes of the same names, whose outputs are in

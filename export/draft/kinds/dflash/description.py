@@ -37,6 +37,10 @@ class DFlashDescription(DraftDescription):
     refiner_mlp_ratio: int = 1
     refiner_passes: int = 0
     """xPress's refiner: its rank, 0 for none, the width of its MLP in ranks, and the passes over a block."""
+    gru_size: int = 0
+    gru_rank: int = 1
+    gru_first: int = 0
+    """Domino's GRU: the size of its state, 0 for none, the rank of its bias, and the first proposal with a bias."""
 
     @property
     def draft_vocab_size(self) -> int:

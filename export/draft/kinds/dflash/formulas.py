@@ -3,7 +3,7 @@
 It reads a checkpoint's own configuration and tensor names, so that a mistake in reading them shows as well. All
 features of the context are given at once; nothing is kept from one block to the next.
 
-Source: the paper (arXiv 2602.06036) and the code of speculators, z-lab and DeepSpec.
+Source: the papers (arXiv 2602.06036, 2605.29707) and the code of speculators, z-lab, DeepSpec and SpecForge.
 """
 
 from dataclasses import dataclass
@@ -37,6 +37,8 @@ class Drafter:
     @property
     def first_row(self) -> int:
         """The first row of a block that proposes a token."""
+        if self._domino is not None:
+            return 0 if self._said("shift_label") in (True, None) else 1
         biased = "markov_head.markov_w1.weight" in self.tensors
         if (said := self._said("sample_from_anchor")) is not None:
             return 0 if said else 1
@@ -72,6 +74,12 @@ class Drafter:
         """Fuse the target's states, each [T, H_target], into features [T, H]."""
         fc, norm = ("encoder.fc", "encoder.output_norm_enc") if self._of_muse_glimmer else ("fc", "hidden_norm")
         return self._norm(self._linear(torch.cat(taps, dim=-1), fc), norm)
+
+    @property
+    def _domino(self) -> str | None:
+        """What stands before the names of a Domino's tensors, None for a head without them."""
+        of_gru = "prefix_gru.weight_ih_l0"
+        return next((name.removesuffix(of_gru) for name in self.tensors if name.endswith(of_gru)), None)
 
     def __call__(self, features: Tensor, anchor: int, before: int | None = None) -> tuple[Tensor, Tensor]:
         """Draft the block behind features [P, H], whose first token is ``anchor``, behind ``before`` in the text if
@@ -157,10 +165,12 @@ class Drafter:
 
     def _walked(self, logits: Tensor, state: Tensor, anchor: int) -> Tensor:
         """Choose tokens from left to right where a row's scores depend on the token before; return the scores."""
-        token, rows, memory = anchor, [], None
+        token, rows, memory, chosen_before = anchor, [], None, [anchor]
         for row in range(len(logits)):
             scores = logits[row].clone()
-            if "markov_head.markov_w1.weight" in self.tensors:
+            if self._domino is not None:
+                scores += self._bias_behind_all(chosen_before, state[row])
+            elif "markov_head.markov_w1.weight" in self.tensors:
                 bias, memory = self._bias_behind(token, state[row], memory)
                 scores += bias
             elif "candidate_selector.successor_codebook" in self.tensors:
@@ -173,6 +183,7 @@ class Drafter:
                 scores = torch.full_like(scores, float(chosen.min() - 1)).index_copy(0, best, chosen)
             rows.append(scores)
             token = self._in_target(scores)
+            chosen_before.append(token)
         return torch.stack(rows)
 
     def _in_target(self, scores: Tensor) -> int:
@@ -192,6 +203,24 @@ class Drafter:
             memory = torch.sigmoid(gate) * memory + torch.sigmoid(-gate) * torch.tanh(candidate)
             before = torch.tanh(before)
         return F.linear(before, self._get("markov_head.markov_w2.weight")), memory
+
+    def _bias_behind_all(self, tokens: list[int], state: Tensor) -> Tensor | float:
+        """Domino: the bias of a row behind the anchor and the tokens that the rows before chose, 0 for the first rows.
+        A gate of ``torch.nn.GRU`` has a third of the rows of its weights: reset, update, new."""
+        first = self._said("pure_draft_prefix_len")
+        if len(tokens) <= (1 if first is None else first):
+            return 0.0
+        of_token, of_memory = (
+            self._get(f"{self._domino}prefix_gru.weight_{which}_l0").unflatten(0, (3, -1)) for which in ("ih", "hh")
+        )
+        memory = torch.zeros(of_memory.shape[-1])
+        for token in tokens:
+            x = self.tensors.get("embed_tokens.weight", self.embedding)[token] * self._scale
+            reset, update = (torch.sigmoid(of_token[gate] @ x + of_memory[gate] @ memory) for gate in (0, 1))
+            new = torch.tanh(of_token[2] @ x + reset * (of_memory[2] @ memory))
+            memory = new + update * (memory - new)
+        inner = self._get(f"{self._domino}embed_proj.0.weight") @ torch.cat([state, memory])
+        return self._get(f"{self._domino}embed_proj.2.weight") @ (inner * torch.sigmoid(inner))
 
     def _attention(self, index: int, features: Tensor, x: Tensor) -> Tensor:
         at, size, start = f"layers.{index}.self_attn", self.layer.head_dim, len(features)

@@ -4,8 +4,8 @@
     x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
     x = x + attention(input_layernorm(x)), to the kept positions and to the block itself
     x = x + mlp(post_attention_layernorm(x))
-    logits = lm_head(norm(x)) of the rows that propose; a DSpark or DFlash2 goes on with walks.py, an xPress with
-             refiner.py
+    logits = lm_head(norm(x)) of the rows that propose; a DSpark, DFlash2 or Domino goes on with walks.py, an xPress
+             with refiner.py
 
 The block's keys and values are written behind those of the context, where the next call writes its own. The block
 always has the size that the head was trained with, also where fewer of its tokens are verified.
@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Gemma4Layer, Place
 from eagle3.export.draft.kinds.dflash.refiner import Refiner
-from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, MarkovHead
+from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, DominoHead, MarkovHead
 from eagle3.export.draft.kinds.head import CachedHead
 from eagle3.export.draft.layers import RMSNorm
 from eagle3.targets import TapTarget
@@ -56,6 +56,7 @@ class Head(CachedHead):
         self.markov_head = MarkovHead(draft) if draft.markov_rank else None
         self.candidate_selector = CandidateSelector(draft) if draft.selector_rank else None
         self.refiner_head = Refiner(draft, proposals) if draft.refiner_rank else None
+        self.domino_head = DominoHead(draft) if draft.gru_size else None
         d2t = torch.empty(draft.draft_vocab_size, dtype=torch.long) if draft.maps_vocabulary else None
         self.register_buffer("d2t", d2t)
         rings = [ring_window(window, self.slots) for window in draft.windows]
@@ -127,6 +128,8 @@ class Head(CachedHead):
             logits = self._scores(state[:, proposing])
             return self.refiner_head(logits, state, given, self.target_ids), state[:, proposing]
         state = self.norm(x[:, proposing])
+        if self.domino_head is not None:
+            return self.domino_head(self._scores(state), state, anchor, self.target_ids, embed), state
         logits, walk = self._scores(state), self.markov_head or self.candidate_selector
         return (logits if walk is None else walk(logits, state, anchor, self.target_ids)), state
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints.json_fields import boolean, count, nested
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, KINDS, XPRESS
+from eagle3.export.draft.kinds import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS
 
 SPECULATORS, Z_LAB, DEEPSPEC, MUSE_GLIMMER = "speculators", "z-lab", "deepspec", "muse-glimmer"
 LAYER, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"
@@ -23,10 +23,12 @@ SIZES_OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "sel
 CAUSAL = ("is_causal", "causal", "causal_head")
 """Keys that say whether a row of a block sees no later one, in z-lab's form. The first that is there counts."""
 _PROJECTOR = "projector_type"
-_PROJECTORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
+_PROJECTORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK, "domino": DOMINO}
 _ANCHOR, _BONUS = "sample_from_anchor", "dspark_bonus_anchor"
 _HEEDED = ("block_size", "mask_token_id", TAPS, *CAUSAL, _ANCHOR, _BONUS)
 _OF_DSPARK = ("markov_rank", "markov_head_type")
+PREFIX, _SHIFT = "pure_draft_prefix_len", "shift_label"
+_OF_DOMINO = (_SHIFT, PREFIX, "gru_hidden_dim", "emb_dim")
 _OF_TRAINING = (
     _PROJECTOR,
     ANCHORS,
@@ -65,17 +67,26 @@ def form_of(config: Mapping[str, Any], file: Path) -> str:
 
 def kind_of(config: Mapping[str, Any], form: str, file: Path) -> str:
     """Return the kind that a configuration says. Raises ValueError, which names it, for a kind that is not read."""
-    kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS) if KINDS[name].recognizes(config))
-    if form == Z_LAB and (said := nested(config, OWN, file).get(_PROJECTOR)) is not None:
-        if said not in _PROJECTORS:
-            raise ValueError(
-                f"{file}: {_PROJECTOR} is {said!r}, a head of the DFlash family that is not read: "
-                f"{', '.join(_PROJECTORS)} are"
-            )
-        kind = _PROJECTORS[said]
-    if form != SPECULATORS and kind == XPRESS:
-        raise ValueError(f"{file.parent} is an xPress head in a form other than speculators', which is not read")
-    return kind
+    kind = next(name for name in (DFLASH, DFLASH2, DSPARK, XPRESS, DOMINO) if KINDS[name].recognizes(config))
+    own = nested(config, OWN, file)
+    said = own.get(_PROJECTOR) or config.get(_PROJECTOR)
+    if said not in (None, *_PROJECTORS):
+        raise ValueError(
+            f"{file}: {_PROJECTOR} is {said!r}, a head of the DFlash family that is not read: "
+            f"{', '.join(_PROJECTORS)} are"
+        )
+    projected = _PROJECTORS[said] if said else kind
+    if projected != kind and kind != DFLASH:
+        raise ValueError(f"{file}: {_PROJECTOR} is {said!r}, which is not read in a {kind} head: name another head")
+    if projected == DFLASH and (own.get(_SHIFT) or config.get(_SHIFT)):
+        raise ValueError(f"{file}: {_SHIFT} is true in a {DFLASH} head: type {_ANCHOR} in its place")
+    others = {XPRESS: (SPECULATORS,), DOMINO: (SPECULATORS, Z_LAB)}
+    if form not in others.get(projected, (form,)):
+        raise ValueError(
+            f"{file.parent} is an {projected} head in a form other than {' and '.join(others[projected])}'s, which is "
+            "not read"
+        )
+    return projected
 
 
 def check_neutral(config: Mapping[str, Any], form: str, fields: Mapping[str, Any], file: Path) -> None:
@@ -98,7 +109,7 @@ def keys_of_z_lab(config: Mapping[str, Any], kind: str, file: Path) -> dict[str,
     """Return the keys of a file of z-lab's form. Raises ValueError for a key with two values, and for one that is not
     known, since it may change what the head computes."""
     own = nested(config, OWN, file)
-    sizes = {DFLASH2: SIZES_OF_DFLASH2, DSPARK: _OF_DSPARK}.get(kind, ())
+    sizes = {DFLASH2: SIZES_OF_DFLASH2, DSPARK: _OF_DSPARK, DOMINO: _OF_DOMINO}.get(kind, ())
     heeded = (*_HEEDED, *FACTORS, *sizes)
     for key, value in own.items():
         if key not in (*heeded, *_OF_TRAINING, *_NEUTRAL, "target_hidden_size"):

@@ -15,6 +15,9 @@ embedding as it does and cap their logits before the bias.
 Muse Glimmer's assistant has ids of outputs, other names for ``fc`` and ``hidden_norm``, and no vocabulary. It takes the
 rows of the target's embedding without the norm that the target has behind them, and a row sees ``sliding_window``
 positions before itself, and all rows of its block.
+
+A Domino is a DFlash of z-lab's or speculators' form whose ``projector_type`` says so; SpecForge trains it, and NVIDIA's
+ModelOpt.
 """
 
 import re
@@ -26,13 +29,15 @@ from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nes
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.dialects import DIALECTS, Proposal
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DSPARK, XPRESS
+from eagle3.export.draft.kinds import DFLASH, DFLASH2, DOMINO, DSPARK, XPRESS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.keys import (
     CAUSAL,
     DEEPSPEC,
+    FACTORS,
     LAYER,
     MUSE_GLIMMER,
+    PREFIX,
     SIZES_OF_DFLASH2,
     SPECULATORS,
     TAPS,
@@ -52,6 +57,8 @@ if TYPE_CHECKING:
 
 _UNREAD = r"confidence_head\..*|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
+_GRU = r"(?:logit_head\.|domino_head\.)?(prefix_gru\.weight_[ih]h_l0|embed_proj\.[02]\.weight)"
+"""A Domino's, as SpecForge saves it now and at first, and as speculators does."""
 OF_MUSE_GLIMMER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 MUSE_GLIMMER_TOKENS = 202_048
 """The vocabulary of Muse Glimmer, which its assistant's configuration leaves out."""
@@ -85,8 +92,12 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     attends = tuple(_attends(file, kind, said, window, rows, form) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
     trained = DIALECTS[SPECULATORS].proposal(config, file) if speculators else None
-    first = first_row(said, form, named, trained.chain_len if trained else None, file)
-    proposal = trained or Proposal(chain_len=rows - first)
+    if kind == DOMINO:
+        first = 0 if _shifted(said, speculators, file) else 1
+    else:
+        first = first_row(said, form, named, trained.chain_len if trained else None, file)
+    suggested = rows - 1 if kind == DOMINO else rows - first  # a Domino's as SGLang serves it
+    proposal = trained or Proposal(chain_len=suggested)
     if proposal.chain_len > rows - first:
         raise ValueError(
             f"{file}: speculative_tokens is {proposal.chain_len}, but a block of block_size {rows} proposes "
@@ -123,6 +134,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         **(_convolutions(said, layer, found, file) if kind == DFLASH2 else {}),
         **(_markov(said, first, file) if kind == DSPARK else {}),
         **(_refiner(said, file) if kind == XPRESS else {}),
+        **(_gru(said, rows - first, speculators, file) if kind == DOMINO else {}),
     )
 
 
@@ -138,7 +150,8 @@ def _layer_fields(config: dict[str, Any], form: str, gemma4: bool, file: Path) -
 
 def _embeds_as_target(named: str, said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> bool:
     """Return True for a head of z-lab's that was trained with the target's own module as its embedding."""
-    return named == DFLASH and "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
+    unscaled = "embed_tokens.weight" not in found and said.get("input_embedding_scale") is None
+    return named in (DFLASH, DOMINO) and unscaled
 
 
 def _convolutions(
@@ -176,6 +189,35 @@ def _refiner(said: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return {"refiner_rank": rank, "refiner_mlp_ratio": ratio, "refiner_passes": passes}
 
 
+def _shifted(said: Mapping[str, Any], speculators: bool, file: Path) -> bool:
+    """Return True for a Domino whose rows propose the token behind their own, the anchor's as well."""
+    shifted = boolean(said, "shift_label", True if speculators else None, file)
+    if shifted is None:
+        raise ValueError(f"{file} has no shift_label, which says if the anchor's row of a {DOMINO} proposes: add it")
+    if boolean(said, "sample_from_anchor", shifted, file) != shifted:
+        raise ValueError(f"{file}: shift_label is {shifted}, but sample_from_anchor is not: correct one of them")
+    if speculators and not shifted:
+        raise ValueError(f"{file}: shift_label is false: speculators' {DOMINO} would see the tokens that it proposes")
+    return shifted
+
+
+def _gru(said: Mapping[str, Any], proposals: int, speculators: bool, file: Path) -> dict[str, Any]:
+    """Return the fields of a Domino. Those that a configuration leaves out are speculators' defaults, in its form."""
+    defaults = {PREFIX: 1, "gru_hidden_dim": 1024, "emb_dim": 256}
+    for key in defaults:
+        if not speculators and said.get(key) is None:
+            raise ValueError(f"{file} has no {key}, which every {DOMINO} head of this form has: add it")
+    first, size, rank = (count(said, key, default, file, least=int(key != PREFIX)) for key, default in defaults.items())
+    if first >= proposals:
+        raise ValueError(
+            f"{file}: {PREFIX} is {first}, but a block proposes {proposals} tokens, the last with a bias: correct it"
+        )
+    for key in FACTORS:
+        if said.get(key) not in (None, 1.0):
+            raise ValueError(f"{file}: {key} is {said[key]}, which no code of a {DOMINO} knows: take it out")
+    return {"gru_size": size, "gru_rank": rank, "gru_first": first}
+
+
 def own_name(name: str) -> str | None:
     """Return the module's name of a tensor, None for one that is not read. Keys and values are in a module of their
     own, because they are made of taps as well."""
@@ -183,6 +225,8 @@ def own_name(name: str) -> str | None:
     name = OF_MUSE_GLIMMER.get(name, name)
     if re.fullmatch(_UNREAD, name):
         return None
+    if of_gru := re.fullmatch(_GRU, name):
+        return f"domino_head.{of_gru[1].removesuffix('.weight')}.weight"
     return re.sub(_KEYS_AND_VALUES, r"\1kept.\2", name)
 
 

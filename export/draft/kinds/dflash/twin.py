@@ -180,6 +180,11 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
         refiner |= {"mlp_gate": (wide, rank), "mlp_up": (wide, rank), "mlp_down": (rank, wide)}
         refiner |= {"token_embed": (VOCABULARY, rank), "readout": (spoken, rank)}
         linears |= {f"refiner_head.{name}": shape for name, shape in refiner.items()}
+    if draft.gru_size:
+        gates, rank = 3 * draft.gru_size, draft.gru_rank
+        gru = {"prefix_gru.weight_ih_l0": (gates, size), "prefix_gru.weight_hh_l0": (gates, draft.gru_size)}
+        gru |= {"embed_proj.0": (rank, size + draft.gru_size), "embed_proj.2": (spoken, rank)}
+        linears |= {f"domino_head.{name}": shape for name, shape in gru.items()}
     linears |= {"candidate_selector.hidden_projection": (draft.selector_rank, size)} if draft.selector_rank else {}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
     for name in (

@@ -1,7 +1,8 @@
-"""The parts of DSpark and DFlash2 behind the block: a row's scores depend on the token that the row before proposes.
+"""The parts of DSpark, DFlash2 and Domino behind the block: a row's scores depend on the token that the row before
+proposes, in Domino on all before it.
 
-Both walk the rows from left to right, from the anchor on, and take the best token of each. Source: speculators'
-``MarkovHead`` and ``CandidateSelector``, z-lab's ``CandidateSelector``.
+All walk the rows from left to right, from the anchor on, and take the best token of each. Source: speculators'
+``MarkovHead`` and ``CandidateSelector``, z-lab's ``CandidateSelector``, SpecForge's ``DominoDraftModel``.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 
 Ids = Callable[[Tensor], Tensor]
 """Returns the best tokens of logits, as ids of the target: [1, 1, draft_vocab_size] -> [1, 1]."""
+Embed = Callable[[Tensor], Tensor]
+"""Returns the embedding of tokens, as the block has it: [1, 1] -> [1, 1, H]."""
 
 
 class MarkovHead(nn.Module):
@@ -44,6 +47,52 @@ class MarkovHead(nn.Module):
                 memory = gate * memory + (1.0 - gate) * torch.tanh(joint[..., 1, :])
                 before = torch.tanh(joint[..., 2, :])
             scores = logits[:, row : row + 1] + self.markov_w2(before)
+            walked.append(scores)
+            token = ids(scores)
+        return torch.cat(walked, dim=1)
+
+
+class GRU(nn.Module):
+    """A GRU of one layer without biases, a step at a time. Its linears have the names of PyTorch's weights."""
+
+    def __init__(self, size: int, state: int):
+        super().__init__()
+        self.weight_ih_l0 = nn.Linear(size, 3 * state, bias=False)
+        self.weight_hh_l0 = nn.Linear(state, 3 * state, bias=False)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """x [1, 1, H], memory [1, 1, state] -> the next state"""
+        reset, update, new = self.weight_ih_l0(x).chunk(3, dim=-1)
+        kept_reset, kept_update, kept = self.weight_hh_l0(memory).chunk(3, dim=-1)
+        update = torch.sigmoid(update + kept_update)
+        candidate = torch.tanh(new + torch.sigmoid(reset + kept_reset) * kept)
+        return (1.0 - update) * candidate + update * memory
+
+
+class DominoHead(nn.Module):
+    """Domino's bias of the logits: embed_proj(cat(state, memory)), where a GRU made the memory of the anchor and of all
+    tokens that the rows before propose. It begins anew in each block. The first ``gru_first`` rows have no bias."""
+
+    def __init__(self, draft: DFlashDescription):
+        super().__init__()
+        size, rank = draft.hidden_size, draft.gru_rank
+        self.first, self.state = draft.gru_first, draft.gru_size
+        self.prefix_gru = GRU(size, self.state)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(size + self.state, rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(rank, draft.draft_vocab_size, bias=False),
+        )
+
+    def forward(self, logits: Tensor, state: Tensor, anchor: Tensor, ids: Ids, embed: Embed) -> Tensor:
+        """logits [1, K, draft_vocab_size], state [1, K, H], anchor [1, 1] -> the logits with their biases."""
+        token, walked = anchor, []
+        memory = state.new_zeros(1, 1, self.state)
+        for row in range(logits.shape[1]):
+            scores = logits[:, row : row + 1]
+            memory = self.prefix_gru(embed(token), memory)
+            if row >= self.first:
+                scores = scores + self.embed_proj(torch.cat((state[:, row : row + 1], memory), dim=-1))
             walked.append(scores)
             token = ids(scores)
         return torch.cat(walked, dim=1)
