@@ -67,7 +67,7 @@ _MARKOV = ("vanilla", "gated", "rnn")
 
 def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescription:
     """Describe the head in ``folder``. Raises ValueError, one line, for a configuration that contradicts itself, and
-    for what the code of none of the three computes."""
+    for what none of the trainers' code computes."""
     file, headers = folder / "config.json", source.headers()
     form = form_of(config, file)
     named = kind_of(config, form, file)
