@@ -79,8 +79,9 @@ def test_truncated_weights_are_named(which, size, copied, tmp_path):
 @pytest.mark.parametrize("which", ["checkpoint", "draft"])
 @pytest.mark.parametrize("path", ["nowhere", "/no/where", "../no/where", "./name", "models/a/b", "org/file.gguf"])
 def test_a_path_that_is_not_there_and_no_name_on_the_hub_is_said_to_be_neither(which, path, tmp_path):
+    said = "GGUF heads are not read" if (which, path[-5:]) == ("draft", ".gguf") else "of the Hugging Face hub"
     code, line = export_fails(tmp_path, f"--{which}", path)
-    assert (code, "of the Hugging Face hub" in line) == (1, True), line
+    assert (code, said in line) == (1, True), line
 
 
 def respoil(file: Path, change) -> None:

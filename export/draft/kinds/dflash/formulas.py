@@ -77,7 +77,7 @@ class Drafter:
 
     @property
     def _domino(self) -> str | None:
-        """What stands before the names of a Domino's tensors, None for a head without them."""
+        """The beginning of the names of a Domino's tensors, None for a head without them."""
         of_gru = "prefix_gru.weight_ih_l0"
         return next((name.removesuffix(of_gru) for name in self.tensors if name.endswith(of_gru)), None)
 
