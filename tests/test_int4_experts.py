@@ -105,11 +105,11 @@ def test_a_row_has_the_same_bits_in_every_call():
     with interpreted(*KERNELS):
         given = int4_experts.int4_experts_small_m_kernel, x, *weights[:2]
         alone = [
-            int4_experts._launch_experts(given[0], x[i : i + 1], *given[2:], chosen[i : i + 1], factors, SILU)
-            for i in range(16)
+            int4_experts._launch_experts(given[0], x[row], *given[2:], chosen[row], factors[row], SILU)
+            for row in (slice(i, i + 1) for i in range(16))
         ]
         for rows in (2, 8, 9, 16):
-            found = int4_experts._launch_experts(given[0], x[:rows], *given[2:], chosen[:rows], factors, SILU)
+            found = int4_experts._launch_experts(given[0], x[:rows], *given[2:], chosen[:rows], factors[:rows], SILU)
             assert torch.equal(found, torch.cat(alone[:rows]))
 
 
