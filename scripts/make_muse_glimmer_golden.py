@@ -6,12 +6,9 @@ anchor on (``DFlashTokenCandidateGenerator``). This needs transformers 5.24, not
     ATEN_CPU_CAPABILITY=avx2 python scripts/make_muse_glimmer_golden.py
 """
 
-import shutil
-
 import torch
 import transformers
-from make_zlab_golden import BLOCK, MASK_TOKEN, OUT, SIZES, VOCAB, golden, random_weights
-from safetensors.torch import save_file
+from make_zlab_golden import BLOCK, MASK_TOKEN, SIZES, VOCAB, golden, random_weights, save_case
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
@@ -46,13 +43,8 @@ def main() -> None:
         config._attn_implementation = "sdpa"
         model = random_weights(MuseGlimmerAssistantModel(config).eval(), generator)
         tensors = golden(Called(model), generator)
-        shutil.rmtree(OUT / name, ignore_errors=True)
         model.config.vocab_size = VOCAB  # not in published ones, of which Muse Glimmer's own is known
-        model.save_pretrained(OUT / name)
-        made_with = {"made_with": f"torch {torch.__version__}, transformers {transformers.__version__}"}
-        tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, OUT / name / "golden.safetensors", made_with)
-        print(name, tensors["proposals"].tolist())
+        save_case(name, model, tensors, f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,15 @@ def golden(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Tens
     )
 
 
+def save_case(name: str, model: PreTrainedModel, tensors: dict[str, Tensor], made_with: str) -> None:
+    """Write a case's folder anew, and print its proposals."""
+    shutil.rmtree(OUT / name, ignore_errors=True)
+    model.save_pretrained(OUT / name)
+    tensors = {key: value.contiguous() for key, value in tensors.items()}
+    save_file(tensors, OUT / name / "golden.safetensors", {"made_with": made_with})
+    print(name, tensors["proposals"].tolist())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the golden heads of JetSpec and SpecForge.")
     parser.add_argument("--jetspec", type=Path, required=True, help="a checkout of hao-ai-lab/JetSpec")
@@ -98,12 +107,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(seed)
         model = build_model(model_class, own, generator)
         tensors = golden(model, generator)
-        shutil.rmtree(OUT / name, ignore_errors=True)
-        model.save_pretrained(OUT / name)
-        made_with = {"made_with": f"{version}, torch {torch.__version__}, transformers {transformers_version}"}
-        tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, OUT / name / "golden.safetensors", made_with)
-        print(name, tensors["proposals"].tolist())
+        save_case(name, model, tensors, f"{version}, torch {torch.__version__}, transformers {transformers_version}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dflash_heads import refusal
 from dialect_files import FLAT, write
 from mtp_heads import changed, plan_of, save_target
 from random_checkpoints import random_model
@@ -13,13 +14,6 @@ from safetensors.torch import save_file
 from eagle3.export.draft.reading import read_draft
 
 LLAMA = FLAT | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}
-
-
-def refusal(call, *args, **options) -> str:
-    with pytest.raises((ValueError, FileNotFoundError)) as refused:
-        call(*args, **options)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def save(folder: Path, config: dict, *names: str, file: str = "model.safetensors") -> Path:

@@ -122,12 +122,15 @@ def keys_of_z_lab(config: Mapping[str, Any], kind: str, file: Path) -> dict[str,
 
 
 def first_row(said: Mapping[str, Any], form: str, kind: str, tokens: int | None, file: Path) -> int:
-    """Return the first row of a block that proposes a token: 0 if the anchor's does, else 1.
+    """Return the first row of a block that proposes a token: 0 if the anchor's does, else 1. A Domino's ``shift_label``
+    says it.
 
     Where nothing says so, heads of DeepSpec and DSparks in z-lab's form propose from the anchor on. A DSpark of
     speculators does if it proposes as many ``tokens`` as its block has rows: its configuration had no such key when the
     anchor's row was not trained, and vLLM takes a missing one for false.
     """
+    if kind == DOMINO:
+        return 0 if _shifted(said, form, file) else 1
     from_anchor, bonus = (boolean(said, key, None, file) for key in (_ANCHOR, _BONUS))
     if from_anchor is None and bonus is not None:
         from_anchor = not bonus
@@ -137,3 +140,15 @@ def first_row(said: Mapping[str, Any], form: str, kind: str, tokens: int | None,
     elif bonus == from_anchor:
         raise ValueError(f"{file}: {_ANCHOR} and {_BONUS} are both {str(bonus).lower()}: correct one of them")
     return 0 if from_anchor else 1
+
+
+def _shifted(said: Mapping[str, Any], form: str, file: Path) -> bool:
+    """Return True for a Domino whose rows propose the token behind their own, the anchor's as well."""
+    shifted = boolean(said, _SHIFT, True if form == SPECULATORS else None, file)
+    if shifted is None:
+        raise ValueError(f"{file} has no shift_label, which says if the anchor's row of a {DOMINO} proposes: add it")
+    if boolean(said, _ANCHOR, shifted, file) != shifted:
+        raise ValueError(f"{file}: shift_label is {shifted}, but sample_from_anchor is not: correct one of them")
+    if form == SPECULATORS and not shifted:
+        raise ValueError(f"{file}: shift_label is false: speculators' {DOMINO} would see the tokens that it proposes")
+    return shifted

@@ -92,10 +92,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     attends = tuple(_attends(file, kind, said, window, rows, form) for window in sliding)
     found = {own: headers[name] for name, own in names.items() if own != SELECTOR}
     trained = DIALECTS[SPECULATORS].proposal(config, file) if speculators else None
-    if kind == DOMINO:
-        first = 0 if _shifted(said, speculators, file) else 1
-    else:
-        first = first_row(said, form, named, trained.chain_len if trained else None, file)
+    first = first_row(said, form, named, trained.chain_len if trained else None, file)
     suggested = rows - 1 if kind == DOMINO else rows - first  # a Domino's as SGLang serves it
     proposal = trained or Proposal(chain_len=suggested)
     if proposal.chain_len > rows - first:
@@ -187,18 +184,6 @@ def _refiner(said: Mapping[str, Any], file: Path) -> dict[str, Any]:
     sizes = (("xpress_rank", 256), ("xpress_mlp_ratio", 2), ("num_jacobi_passes", 6))
     rank, ratio, passes = (count(said, key, default, file) for key, default in sizes)
     return {"refiner_rank": rank, "refiner_mlp_ratio": ratio, "refiner_passes": passes}
-
-
-def _shifted(said: Mapping[str, Any], speculators: bool, file: Path) -> bool:
-    """Return True for a Domino whose rows propose the token behind their own, the anchor's as well."""
-    shifted = boolean(said, "shift_label", True if speculators else None, file)
-    if shifted is None:
-        raise ValueError(f"{file} has no shift_label, which says if the anchor's row of a {DOMINO} proposes: add it")
-    if boolean(said, "sample_from_anchor", shifted, file) != shifted:
-        raise ValueError(f"{file}: shift_label is {shifted}, but sample_from_anchor is not: correct one of them")
-    if speculators and not shifted:
-        raise ValueError(f"{file}: shift_label is false: speculators' {DOMINO} would see the tokens that it proposes")
-    return shifted
 
 
 def _gru(said: Mapping[str, Any], proposals: int, speculators: bool, file: Path) -> dict[str, Any]:
