@@ -13,6 +13,7 @@ import functools
 import json
 import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ GOAL_LINEAR = "down"
 GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
 INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
 """ms on an A100, quoted from pytorch/executorch PR 21456; not measured here."""
+WARM_UP_SECONDS = 1.0
+"""An idle GPU begins at a fraction of its clock."""
 CYCLED = 512 << 20  # bytes of weights that calls use in turn, more than any L2 holds
 
 
@@ -58,7 +61,7 @@ class Timing:
     linear: str
     n: int
     k: int
-    parts: int
+    division: sums.Division
     weight_bytes: int
     us: dict[int, float] = field(default_factory=dict)
     copy_share: dict[int, float] = field(default_factory=dict)
@@ -198,10 +201,22 @@ def microseconds(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes per second, read and written, of a copy of 1 GiB."""
+    """Return the bytes per second, read and written, of a copy of 1 GiB, and leave the GPU at its full clock.
+
+    The copies are not replayed by a CUDA graph, which gives them to a copy engine: 2.7 TB/s on an H200 for 4.25.
+    """
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (1e-6 * microseconds([lambda: target.copy_(source)]))
+    target, begin = torch.empty_like(source), time.monotonic()
+    times = []
+    while time.monotonic() < begin + WARM_UP_SECONDS or len(times) < 2:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * start.elapsed_time(end) / 10)
+    return 2 * source.numel() / statistics.median(times[len(times) // 2 :])
 
 
 def copies(weight: Weight) -> list[Weight]:
@@ -235,8 +250,8 @@ def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
     return microseconds([lambda weight=weight: compiled(x, *weight, group) for weight in weights[:4]])
 
 
-def parts_of(n: int, k: int, choice: small_m.Blocks) -> int:
-    return choice.parts or sums.splits(n, -(-k // 256), choice.n)
+def division_of(n: int, k: int, choice: small_m.Blocks) -> sums.Division:
+    return choice.division(n, -(-k // 256))
 
 
 def time_linear(name: str, bandwidth: float, dequantizing: bool = True) -> Timing:
@@ -244,7 +259,7 @@ def time_linear(name: str, bandwidth: float, dequantizing: bool = True) -> Timin
     weight = made(name)
     check(name, weight, k)
     size = nbytes(weight)
-    timing = Timing(name, n, k, parts_of(n, k, choice_of(weight)), size)
+    timing = Timing(name, n, k, division_of(n, k, choice_of(weight)), size)
     weights = copies(weight)
     for m in range(1, 17):
         x = torch.randn(m, k, device="cuda").bfloat16()
@@ -259,7 +274,10 @@ def time_linear(name: str, bandwidth: float, dequantizing: bool = True) -> Timin
 def show(timing: Timing) -> None:
     times = " ".join(f"{timing.us[m]:.1f}" for m in range(1, 17))
     dequantize = f"{timing.dequantize_us:.1f} us" if timing.dequantize_us else "ExecuTorch is not installed"
-    click.echo(f"{timing.linear}: {timing.n} x {timing.k}, {timing.weight_bytes / 1e6:.1f} MB, K in {timing.parts}")
+    click.echo(
+        f"{timing.linear}: {timing.n} x {timing.k}, {timing.weight_bytes / 1e6:.1f} MB, "
+        f"{timing.division.whole} tiles whole, K of the others in {timing.division.parts}"
+    )
     click.echo(f"  us at 1 to 16 rows: {times}")
     click.echo(f"  at 8 rows: {timing.copy_share[8]:.0%} of copy bandwidth, {timing.growth:.2f} x the time of 1 row")
     click.echo(f"  dequantize, then multiply 8 rows: {dequantize}")

@@ -43,26 +43,27 @@ def _rows(m: int, k: int) -> torch.Tensor:
     return torch.randn(m, k).bfloat16()
 
 
-def bf16_product(activation: str = "", count: int = 2) -> None:
-    weight = torch.randn(128, 256).bfloat16()
+def bf16_product(activation: str = "", count: int | None = 2, outputs: int = 128) -> None:
+    weight = torch.randn(outputs, 256).bfloat16()
     bf16._launch_bf16(bf16._bf16_small_m_kernel, _rows(3, 256), weight, sums.counters(), activation, count)
 
 
-def int8_product() -> None:
-    choice = replace(small_m.INT8, parts=2)
-    weight = int8_weight(70, 512, 32)
+def int8_product(count: int | None = 2, outputs: int = 70) -> None:
+    choice = replace(small_m.INT8, parts=count)
+    weight = int8_weight(outputs, 512, 32)
     small_m._launch_int8(small_m._int8_small_m_kernel, _rows(3, 512), *weight, sums.counters(), choice)
 
 
-def int4_product() -> None:
-    choice = replace(int4.INT4, parts=2)
-    weight = parts(int4_weight(130, 512))
-    int4._launch_int4(int4.int4_small_m_kernel, _rows(3, 512), *weight, sums.counters(), choice=choice)
+def int4_product(activation: str = "", count: int | None = 2, outputs: int = 130, rows: int = 3) -> None:
+    choice = replace(int4.INT4, parts=count)
+    weight = parts(int4_weight(outputs, 512))
+    given = _rows(rows, 512), *weight, sums.counters(), activation
+    int4._launch_int4(int4.int4_small_m_kernel, *given, choice=choice)
 
 
-def k_quant_product() -> None:
-    packed, _ = k_quant_weight("Q5_K", 70, 512)
-    choice = replace(k_quants.CHOICES[5], parts=2)
+def k_quant_product(count: int | None = 2, outputs: int = 70) -> None:
+    packed, _ = k_quant_weight("Q5_K", outputs, 512)
+    choice = replace(k_quants.CHOICES[5], parts=count)
     kernel = k_quants._k_quant_small_m_kernel
     k_quants._launch_k_quant(kernel, _rows(3, 512), *packed.parts, sums.counters(), choice=choice)
 
@@ -122,12 +123,34 @@ EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
 SMALL_M = sums, small_m, bf16, int4, k_quants
 LARGE_M = sums, small_m, int4, large_m, int4_matmul, int8_matmul, k_quant_matmul
 ATTENTION = attention, heads, sums
+
+
+def with_whole_tiles(product: Callable[..., None], multiprocessors: int, **given: object) -> Small:
+    """A product on a GPU so small that some of its tiles have one program and the rest two."""
+
+    def run() -> None:
+        with sums.made_for(multiprocessors):
+            product(count=None, **given)
+
+    return Small(run, SMALL_M)
+
+
 SMALL = {
     "bf16": Small(bf16_product, SMALL_M),
     "bf16, gated": Small(lambda: bf16_product(sums.SILU, 1), SMALL_M),
     "int8": Small(int8_product, SMALL_M),
     "int4": Small(int4_product, SMALL_M),
+    "int4, 16 rows": Small(lambda: int4_product(rows=16), SMALL_M),
     "K-quants": Small(k_quant_product, SMALL_M),
+    "bf16, whole tiles": with_whole_tiles(bf16_product, 1, outputs=192),
+    "bf16, gated, whole tiles": with_whole_tiles(bf16_product, 2, outputs=384, activation=sums.SILU),
+    "int8, whole tiles": with_whole_tiles(int8_product, 1, outputs=192),
+    "int4, whole tiles": with_whole_tiles(int4_product, 1, outputs=384),
+    "int4, gated, whole tiles": with_whole_tiles(int4_product, 2, outputs=768, activation=sums.GELU_TANH),
+    "int4, gated, whole tiles, 16 rows": with_whole_tiles(
+        int4_product, 2, outputs=768, activation=sums.GELU_TANH, rows=16
+    ),
+    "K-quants, whole tiles": with_whole_tiles(k_quant_product, 1, outputs=3 * k_quants.CHOICES[5].n),
     "experts": Small(lambda: experts_of(5), EXPERTS),
     "int8 experts": Small(lambda: int8_experts_of(5), (sums, small_m, kernel_choices, int8_experts)),
     "int4, many rows": Small(int4_large, LARGE_M),

@@ -132,12 +132,21 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         product(x.float(), weight)
     with pytest.raises(ValueError, match="40000 rows of 5376 outputs: the kernel takes 24960 rows"):
-        sums.launch(torch.empty(40000, 8).bfloat16(), 5376, 64, 84, 2, (16, 32), sums.counters(), lambda *_: None)
+        sums.launch(
+            torch.empty(40000, 8).bfloat16(),
+            5376,
+            64,
+            84,
+            sums.Division(0, 2),
+            (16, 32),
+            sums.counters(),
+            lambda *_: None,
+        )
 
 
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])
 def test_what_it_takes_of_a_gpu(arch, rows, tmp_path):
-    constants = {"N": 5376, "K": 21504, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
+    constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
     constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows], "ACTIVATION": ""}
     types = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"]
     found = usage(bf16._bf16_small_m_kernel, types, constants, arch, tmp_path, bf16.WARPS)

@@ -74,7 +74,7 @@ def test_a_product_writes_its_sums_and_its_output_and_no_counter():
         x, weight, out = (torch.empty(16, 16, dtype=torch.bfloat16) for _ in range(3))
         parts, arrived = torch.empty(2, 16, 16), sums.counters()
     given = {"X": x, "W": weight, "ARRIVED": arrived, "PARTS": parts, "OUT": out, "M": 16, "N": 16, "K": 256}
-    given |= {"SPLITS": 2, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 16, "STAGES": 5, "ACTIVATION": ""}
+    given |= {"WHOLE": 0, "SPLITS": 2, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 16, "STAGES": 5, "ACTIVATION": ""}
 
     def written() -> set[str]:
         found = triton_kernel_wrap.identify_accessed_tensors(bf16._bf16_small_m_kernel, given, {})

@@ -46,6 +46,32 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+def test_the_bits_are_the_same_where_some_tiles_are_whole_and_others_divided(kind):
+    product, made = PRODUCTS[kind]
+    weight, arrived = made(), sums.counters()
+    if kind == "bf16":
+        weight, tiles = torch.cat([weight, weight[:128]]), 6  # of 64 outputs
+    else:
+        weight, tiles = [int4_weight(384, 512), int4_weight(384, 512)], 6  # of 128
+    blocks, x = (4, 2)[kind == "int4"], torch.randn(16, 512).bfloat16()
+    with sums.made_for(2):
+        assert sums.division(tiles, blocks, 1).whole == 4 and sums.division(tiles, blocks, 1).parts > 1
+        plain = product(x, weight, arrived)
+        for m in (1, 9, 16):
+            assert torch.equal(product(x[:m], weight, arrived), plain[:m])
+            assert torch.equal(product(x[:m], weight, arrived, GELU_TANH), gated(plain[:m], GELU_TANH))
+    rest = x.float() @ dense(kind, weight).T
+    assert (plain.float() - rest).abs().max() < 2**-7 * rest.abs().max() and not arrived.any()
+
+
+def dense(kind: str, weight: Tensor | list[tuple[Tensor, ...]]) -> Tensor:
+    """The weight as float32 [N, K]."""
+    if kind == "bf16":
+        return weight.float()
+    return torch.cat([int4.dequantized([each[0]], *int4.tiled(*each[1:]))[0] for each in weight])
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_the_bits_are_those_of_a_product_gated_by_itself(kind, activation):
@@ -161,10 +187,18 @@ def test_a_chunk_of_prefill_keeps_its_products():
 
 @pytest.mark.parametrize(("arch", "activation"), [(80, GELU_TANH), (90, SILU), (100, GELU_TANH)])
 def test_it_fits_as_the_product_does(arch, activation, tmp_path):
-    constants = {"N": 43008, "K": 5376, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
+    constants = {"N": 43008, "K": 5376, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
     constants |= {"BLOCK_M": 16, "STAGES": bf16.STAGES[16], "ACTIVATION": activation}
     found = usage(bf16._bf16_small_m_kernel, BF16_TYPES, constants, arch, tmp_path, bf16.WARPS)
     assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
-    constants = INT4_DOWN | {"N0": 21504, "N1": 21504, "K": 5376, "SPLITS": 3, "BLOCK_M": 8, "ACTIVATION": activation}
+    constants = INT4_DOWN | {
+        "N0": 21504,
+        "N1": 21504,
+        "K": 5376,
+        "WHOLE": 0,
+        "SPLITS": 3,
+        "BLOCK_M": 8,
+        "ACTIVATION": activation,
+    }
     found = usage(int4.int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
     assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0

@@ -72,7 +72,7 @@ def test_where_the_rows_are_known_when_it_runs_one_of_the_two_kernels_has_no_pro
         def run(grid, *_, grids=grids):
             grids.append(grid)
 
-        large_m.launch(activations(m, 256), 512, 4, 1, sums.counters(), run, 1, (2, run_few))
+        large_m.launch(activations(m, 256), 512, 4, 1, sums.counters(), run, 1, (sums.Division(0, 2), run_few))
         short, long = (-(-m // 16), 0) if m <= 32 else (0, -(-m // 64))
         assert grids == [(short, 4, 2), (long, 4, 1)]
 

@@ -232,7 +232,15 @@ INSTRUCTIONS = {"Q4_K": (2.7, 3.5), "Q5_K": (3.7, 4.6), "Q6_K": (3.6, 4.5)}
 def test_nothing_is_spilled_and_two_programs_fit_on_a_multiprocessor(kind, arch, tmp_path):
     bits = KINDS[kind]
     choice, kernel = k_quants.CHOICES[bits], k_quants._k_quant_small_m_kernel
-    constants = {"N": 5376, "K": 21504, "BITS": bits, "SPLITS": 6, "BLOCK_N": choice.n, "STAGES": choice.stages}
+    constants = {
+        "N": 5376,
+        "K": 21504,
+        "BITS": bits,
+        "WHOLE": 0,
+        "SPLITS": 6,
+        "BLOCK_N": choice.n,
+        "STAGES": choice.stages,
+    }
     constants |= {"BLOCK_K": 256, "BLOCK_M": 8}
     types = [*SIGNATURE]
     types[3] = "*i8" if bits == 6 else "*u8"

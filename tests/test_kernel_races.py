@@ -82,8 +82,10 @@ IN_PROGRAM = "a load and a store of one program meet without a barrier"
 UNWRITTEN, OUTSIDE = "bytes of torch.empty.* that nobody has written", "memory that the launch was not given"
 COUNTER, LANES = "a counter holds", "lanes of one store write"
 TAKEN = "an atomic and a store of two programs"
-SMALL_STORE = "        tl.store(PARTS + tl.program_id(2) * part + at, total, mask=here)\n"
-SMALL_ARRIVES = "        if arrive(counter) == HALVES * SPLITS - 1:\n"
+SMALL_STORE = "    tl.store(PARTS + part * size + at, total, mask=here)\n"
+ADDED = "            tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)\n"
+SET_BACK = f"{ADDED}            tl.store(counter, 0)\n"
+SMALL_ARRIVES = "        if arrive(counter) == SPLITS - 1:\n"
 LARGE_STORE = "        tl.store(sums + tl.program_id(2) * tiles * (128 * BLOCK_M), acc)\n"
 LARGE_ARRIVES = "        if arrive(ARRIVED + own) == parts - 1:\n"
 STATS = "        tl.store(STATS + mine * 2, top, mask=here)\n"
@@ -95,26 +97,25 @@ SEEN = '        scores = tl.where(seen, scores, float("-inf"))\n'
 
 FAULTS = {
     # Of products of few rows
-    "counter not set back": ("int8", sums, "            tl.store(counter, 0)\n", "", COUNTER, "tl.atomic_add"),
+    "counter not set back": ("int8", sums, SET_BACK, ADDED, COUNTER, "tl.atomic_add"),
     "one counter for all tiles": ("int4", sums, " * tiles + tile\n", " * tiles\n", TAKEN, "tl.store.counter"),
     "sums of all parts at one place": (
-        "K-quants", sums, "PARTS + tl.program_id(2) * part", "PARTS + 0 * part", STORED, "tl.store.PARTS",
+        "K-quants", sums, "PARTS + part * size + at, total", "PARTS + 0 * size + at, total", STORED, "tl.store.PARTS",
     ),
     "one part too many": (
         "bf16", sums, "tl.static_range(1, SPLITS)", "tl.static_range(1, SPLITS + 1)", OUTSIDE, "total",
     ),
     "a program too early": (
-        "bf16", sums, "arrive(counter) == HALVES * SPLITS - 1", "arrive(counter) == 0", UNWRITTEN, "tl.load.PARTS",
+        "bf16", sums, "arrive(counter) == SPLITS - 1", "arrive(counter) == 0", UNWRITTEN, "tl.load.PARTS",
     ),
     "every program adds": (
-        "int4", sums, "arrive(counter) == HALVES * SPLITS - 1", "arrive(counter) >= 0", LOADED, "tl.load.PARTS",
+        "int4", sums, "arrive(counter) == SPLITS - 1", "arrive(counter) >= 0", LOADED, "tl.load.PARTS",
     ),
     "gate without its other half": (
-        "bf16, gated", sums, "arrive(counter) == HALVES * SPLITS - 1", "arrive(counter) >= SPLITS - 1", LOADED, READS,
+        "bf16, gated", sums, "arrive(counter) == gates + ups - 1", "arrive(counter) >= gates - 1", LOADED, READS,
     ),
     "rows behind the last": (
-        "bf16", sums, "n[:, None], total.to(OUT.dtype.element_ty), mask=here",
-        "n[:, None], total.to(OUT.dtype.element_ty)", OUTSIDE, "tl.store.OUT",
+        "bf16", sums, SET_BACK, SET_BACK.replace(", mask=here", ""), OUTSIDE, "tl.store.OUT",
     ),
     # Of products of many rows
     "counter not set back, many rows": (
@@ -210,7 +211,9 @@ def test_a_store_behind_the_counter_is_found(name, tmp_path):
         behind += "".join(f"    {line}\n" for line in store.splitlines())
     else:
         taken = re.search(r"arrive\(.*?\)(?= ==)", arrives)[0]
-        behind = behind.replace(arrives, f"        number = {taken}\n{store}{arrives.replace(taken, 'number')}")
+        indent = " " * (len(arrives) - len(arrives.lstrip()))
+        later = f"{indent}number = {taken}\n{indent}{store.lstrip()}{arrives.replace(taken, 'number')}"
+        behind = behind.replace(arrives, later)
     with fault(tmp_path, module, between, behind, *USERS.get(module, ())):
         findings = found(SMALL[small])
     assert_found(findings, LOADED, READS)

@@ -98,6 +98,8 @@ def choose_runtime(artifact: Artifact, asked: str) -> str:
                 f"--runtime torch runs CUDA artifacts, {artifact.model} is for {made_for}: leave --runtime out"
             )
         return EXECUTORCH
+    if asked == TORCH:
+        return TORCH
     registry = load_runtime().backend_registry
     registered = registry.is_available(CUDA_BACKEND)
     if asked == EXECUTORCH and not registered:
@@ -106,4 +108,4 @@ def choose_runtime(artifact: Artifact, asked: str) -> str:
             f"{artifact.model} needs {CUDA_BACKEND}, this ExecuTorch has {has}: type --runtime torch, or install "
             "ExecuTorch's CUDA build"
         )
-    return EXECUTORCH if registered and asked != TORCH else TORCH
+    return EXECUTORCH if registered else TORCH

@@ -38,7 +38,8 @@ from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
-from eagle3.export.lowering.cuda.local_gpu import local_arch
+from eagle3.export.lowering.cuda.kernels.sums import made_for
+from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
@@ -202,6 +203,7 @@ class NvidiaBackend:
             collected_rarely(),
             repeated_alone(decompose_by_node=False),
             argmax_over_blocks(),
+            made_for(BY_ARCH[named_arch(plan)].multiprocessors if named else local_multiprocessors()),
             recorded_launches(rows, longest) as launches,
             in_two_processes(launches, check_lengths) if named else nullcontext(),
         ):

@@ -113,7 +113,7 @@ def _row_bytes(linears: list[nn.Linear]) -> int:
 
 def _part_bytes(linear: nn.Linear) -> int:
     """Return the bytes per row of the partial sums of a draft's matmul."""
-    count = sums.splits(linear.out_features, -(-linear.in_features // int4.BLOCK), bf16.BLOCK_N)
+    count = sums.division(linear.out_features, -(-linear.in_features // int4.BLOCK), bf16.BLOCK_N).parts
     return 4 * count * linear.out_features if count > 1 else 0
 
 

@@ -8,3 +8,8 @@ def local_arch() -> str | None:
     if not torch.cuda.is_available():
         return None
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
+
+
+def local_multiprocessors() -> int:
+    """Return the number of multiprocessors of the GPU at hand."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -30,6 +30,8 @@ from torch._inductor.ir import Buffer
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
+from eagle3.export.lowering.cuda.kernels.int4 import TILE as INT4_TILE
+from eagle3.export.lowering.cuda.kernels.sums import Division
 from eagle3.export.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
 
@@ -267,9 +269,11 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     if experts := constants.get("EXPERTS"):  # a choice of an expert that an earlier one has ends at once
         choices = rows * constants["TOP_K"]
         blocks = blocks * min(choices, experts) // choices
-    tiles = sum(math.ceil(n / block_n) for n in outputs)
+    tile = max(block_n, INT4_TILE) if "N0" in constants else block_n
+    tiles = sum(math.ceil(n / tile) for n in outputs) * (tile // block_n)
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
-    row_tiles = max(1, blocks // (tiles * constants.get("SPLITS", 1)))
+    division = Division(constants.get("WHOLE", 0), constants.get("SPLITS", 1))
+    row_tiles = max(1, blocks // math.prod(division.programs(tiles)))
     if "DIVIDED" in constants:  # by how much depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import Division, division, gated, launch, place, run_of_blocks, store
 
 ALIGNED = 8
 """K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
@@ -33,15 +33,15 @@ WARPS = 4
 @triton.jit
 def _bf16_small_m_kernel(
     X, W, ARRIVED, PARTS, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     QUARTER: tl.constexpr = BLOCK_K // 4
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tile, part, _ = place(WHOLE, SPLITS)
     m0 = tl.program_id(0) * BLOCK_M
-    n0 = tl.program_id(1) * BLOCK_N
-    first = tl.program_id(2) * BLOCKS // SPLITS
-    last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
+    n0 = tile * BLOCK_N
+    first, last = run_of_blocks(tile, part, BLOCKS, WHOLE, SPLITS)
     quarter = tl.arange(0, 4)[:, None, None] * QUARTER
     n = tl.arange(0, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
@@ -65,27 +65,27 @@ def _bf16_small_m_kernel(
     # The quarters added in a fixed order, which tl.sum does not promise.
     a, b = tl.split(tl.reshape(tl.permute(acc, (1, 2, 0)), (BLOCK_N, BLOCK_M, 2, 2)))
     a, b = tl.split(a + b)
-    store(OUT, PARTS, ARRIVED, a + b, M, m, n0 + n, n0 + n < N, N, SPLITS, ACTIVATION)
+    store(OUT, PARTS, ARRIVED, a + b, M, m, n0 + n, n0 + n < N, N, WHOLE, SPLITS, ACTIVATION)
 
 
 def _launch_bf16(
     kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", count: int | None = None
 ) -> Tensor:
-    """Launch the kernel. ``count``: programs along K; None for ``splits``."""
+    """Launch the kernel. ``count``: programs along K of each tile; None for ``division``."""
     _check(x, weight)
     if not weight.is_contiguous():
         raise ValueError(f"the weight of {tuple(weight.shape)} has strides {weight.stride()}: not contiguous")
     n, k = weight.shape
-    count = count or splits(n, triton.cdiv(k, BLOCK_K), BLOCK_N)
+    divided = Division(0, count) if count else division(n, triton.cdiv(k, BLOCK_K), BLOCK_N)
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, weight, arrived, parts, out, x.shape[0], N=n, K=k, SPLITS=count, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-            BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation, num_warps=WARPS,
+            x, weight, arrived, parts, out, x.shape[0], N=n, K=k, WHOLE=divided.whole, SPLITS=divided.parts,
+            BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, BLOCK_N, triton.cdiv(n, BLOCK_N), count, tuple(STAGES), arrived, run, activation)
+    return launch(x, n, BLOCK_N, triton.cdiv(n, BLOCK_N), divided, tuple(STAGES), arrived, run, activation)
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})

@@ -43,31 +43,31 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     operand,
     sum_of_groups,
 )
-from eagle3.export.lowering.cuda.kernels.sums import gated, launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import Division, gated, launch, place, run_of_blocks, store
 
 BLOCK = 256
 """Consecutive weights of an output that share steps."""
 TILE = 128
-"""Outputs of a program."""
+"""Outputs whose scales and zero points lie together: those of a program, or of two if it has 16 rows."""
 MOST = 3
 """The most weights with the same input in one launch: those of query, key and value."""
-INT4 = Blocks(n=TILE, stages=4)
-"""48 KB of codes in flight; two programs of 8 rows fit on an SM of sm_80 and sm_90, one of 16."""
+INT4 = Blocks(n=TILE, stages=3)
+"""32 KB of codes in flight; two programs fit on an SM of sm_80 and sm_90. A block more took 2 to 5% longer on an H200
+(scripts/bench_small_m.py)."""
+OUTPUTS = {8: TILE, 16: TILE // 2}
+"""The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM."""
 
 
 @triton.jit
-def _terms(codes, steps):
-    # uint16 [8, 128], uint32 [128], in the order of N -> -(128 + z) and s as float32 in the halves of 64 bits
-    # [8, 64, 1], twice: of the tile's first 64 rows and the others
+def _terms(codes, steps, BLOCK_N: tl.constexpr):
+    # uint16 [8, BLOCK_N], uint32 [BLOCK_N] -> -(128 + z) and s as float32 in the halves of 64 bits [8, BLOCK_N]
     scale_step = (steps & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     zero_step = (steps >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     s = (codes & 0xFF).to(tl.float32) * scale_step[None, :]
     # fma, so that nothing is left to fuse or not
-    minus_step = tl.broadcast_to(-zero_step[None, :], (8, 128))
-    z = tl.fma((codes >> 8).to(tl.float32), minus_step, tl.full((8, 128), -128.0, tl.float32))
-    both = (z.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | s.to(tl.uint32, bitcast=True)
-    both = tl.permute(tl.reshape(both, (8, 8, 2, 8)), (0, 3, 1, 2))
-    return tl.split(tl.reshape(both, (8, 64, 1, 2)))
+    minus_step = tl.broadcast_to(-zero_step[None, :], (8, BLOCK_N))
+    z = tl.fma((codes >> 8).to(tl.float32), minus_step, tl.full((8, BLOCK_N), -128.0, tl.float32))
+    return (z.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | s.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -102,37 +102,41 @@ def place_of_tile(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BL
 @triton.jit
 def int4_small_m_kernel(
     X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = K // BLOCK_K
     GROUPS: tl.constexpr = BLOCK_K // G
-    first = tl.program_id(2) * BLOCKS // SPLITS
-    last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
+    PROGRAMS: tl.constexpr = 128 // BLOCK_N  # of a tile
+    tile, part, _ = place(WHOLE, SPLITS)
+    first, last = run_of_blocks(tile, part, BLOCKS, WHOLE, SPLITS)
     m0 = tl.program_id(0) * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(1)
-    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * BLOCK_N)
-    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * BLOCK_N)
-    which, n0, outputs, before = place_of_tile(tile, N0, N1, N2, BLOCK_N)
+    second = tile % PROGRAMS * 8  # where the tile's second half begins in each 16 rows
+    tile = tile // PROGRAMS
+    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + tile.to(tl.int64) * (BLOCKS * GROUPS * 128)
+    STEPS = STEPS.to(tl.pointer_type(tl.uint32), bitcast=True) + tile.to(tl.int64) * (BLOCKS * 128)
+    which, n0, outputs, before = place_of_tile(tile, N0, N1, N2, 128)
     Q = tl.where(which == 2, Q2, tl.where(which == 1, Q1, Q0))
     # A lane's rows of the tile (8 apart) are neighbours in N: its scales and zero points lie side by side.
     n = tl.arange(0, BLOCK_N)
+    if PROGRAMS == 2:
+        n = (n // 8) * 16 + n % 8 + second
     row = tl.arange(0, 64)
-    row = (row % 8) * 16 + row // 8  # and 8 more in the second half
+    row = (row % 8) * 16 + row // 8 + second  # and 8 more in the second half of 128 outputs
     # Offsets of 32 bits within the tile, from pointers of 64.
     X += m0.to(tl.int64) * K
     WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
-    x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    if N0 % BLOCK_N == 0 and N1 % BLOCK_N == 0 and N2 % BLOCK_N == 0:
+    x_at = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - m0)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    if N0 % 128 == 0 and N1 % 128 == 0 and N2 % 128 == 0:
         words0_at = row[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
         words1_at = words0_at + K
     else:  # outputs past the end read the last one
         last_row = outputs - 1 - n0
         words0_at = tl.minimum(row, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
         words1_at = tl.minimum(row + 8, last_row)[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
-    codes_at = (tl.arange(0, 8) * GROUPS // 8)[:, None] * BLOCK_N + n[None, :]
+    codes_at = (tl.arange(0, 8) * GROUPS // 8)[:, None] * 128 + n[None, :]
 
     # A constant that the compiler cannot see, by a load never made: as an immediate it would take its own instruction.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
@@ -140,29 +144,39 @@ def int4_small_m_kernel(
     ones = ones_operand(4)
     acc0 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
     acc1 = tl.full((8, 64, BLOCK_M), 0, tl.float32)
-    codes, steps = tl.load(CODES + first * (GROUPS * BLOCK_N) + codes_at), tl.load(STEPS + first * BLOCK_N + n)
+    codes, steps = tl.load(CODES + first * (GROUPS * 128) + codes_at), tl.load(STEPS + first * 128 + n)
     for block in tl.range(first, last, num_stages=STAGES):
         words0 = tl.load(WORDS + block * 32 + words0_at)
-        words1 = tl.load(WORDS + block * 32 + words1_at)
-        x = tl.load(X + block * BLOCK_K + x_at, mask=m[:, None] < M, other=0)
+        if PROGRAMS == 1:
+            words1 = tl.load(WORDS + block * 32 + words1_at)
+        x = tl.load(X + block * BLOCK_K + x_at)  # rows past the last are the last, and not stored
         after = tl.minimum(block + 1, BLOCKS - 1)
         codes_after, steps_after = (
-            tl.load(CODES + after * (GROUPS * BLOCK_N) + codes_at),
-            tl.load(STEPS + after * BLOCK_N + n),
+            tl.load(CODES + after * (GROUPS * 128) + codes_at),
+            tl.load(STEPS + after * 128 + n),
         )
 
         x = tl.reshape(x, (BLOCK_M, 8, 4, 2, 2, 2))  # m, group, word, half, i // 2, i % 2
         x01, x23 = tl.split(tl.permute(x, (1, 2, 5, 3, 0, 4)))
         x01, x23 = tl.reshape(x01, (8, 16, BLOCK_M)), tl.reshape(x23, (8, 16, BLOCK_M))
         sum_x = on_all_rows(tl.dot(ones, x23, tl.dot(ones, x01)), 64, BLOCK_M)
-        terms0, terms1 = _terms(codes, steps)
-        acc0 = add_half(acc0, words0, terms0, x01, x23, sum_x, magic, BLOCK_M)
-        acc1 = add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
+        terms = _terms(codes, steps, BLOCK_N)
+        if PROGRAMS == 1:
+            terms = tl.permute(tl.reshape(terms, (8, 8, 2, 8)), (0, 3, 1, 2))
+            terms, terms1 = tl.split(tl.reshape(terms, (8, 64, 1, 2)))
+            acc1 = add_half(acc1, words1, terms1, x01, x23, sum_x, magic, BLOCK_M)
+        else:
+            terms = tl.reshape(tl.permute(tl.reshape(terms, (8, 8, 8)), (0, 2, 1)), (8, 64, 1))
+        acc0 = add_half(acc0, words0, terms, x01, x23, sum_x, magic, BLOCK_M)
         codes, steps = codes_after, steps_after
-    total = tl.join(sum_of_groups(acc0, 64, BLOCK_M), sum_of_groups(acc1, 64, BLOCK_M))
-    total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
-    n = n0 + (n % 8) * 16 + n // 8
-    store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, SPLITS, ACTIVATION)
+    total = sum_of_groups(acc0, 64, BLOCK_M)
+    n = n0 + row
+    if PROGRAMS == 1:
+        total = tl.join(total, sum_of_groups(acc1, 64, BLOCK_M))
+        total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
+        n = tl.arange(0, BLOCK_N)
+        n = n0 + (n % 8) * 16 + n // 8
+    store(OUT, PARTS, ARRIVED, total, M, m, before + n, n < outputs, N0 + N1 + N2, WHOLE, SPLITS, ACTIVATION)
 
 
 def _launch_int4(
@@ -172,29 +186,30 @@ def _launch_int4(
     group = int4_group(x, qdata, codes, steps)
     check_contiguous(*qdata, codes, steps)
     x = x.contiguous()
-    count, run = small_m_run(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
+    divided, run = small_m_run(kernel, x, qdata, codes, steps, arrived, group, activation, choice)
     outputs = sum(each.shape[0] for each in qdata)
-    return launch(x, outputs, TILE, codes.shape[0], count, ROWS, arrived, run, activation)
+    return launch(x, outputs, TILE, codes.shape[0], divided, ROWS, arrived, run, activation, TILE // OUTPUTS[ROWS[-1]])
 
 
 def small_m_run(
     kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, group: int,
     activation: str = "", choice: Blocks = INT4,
-) -> tuple[int, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
-    """Return the number of programs along K, and a function that starts the kernel: ``run(grid, rows of a tile, out,
-    parts)``."""
+) -> tuple[Division, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
+    """Return the division of K, and a function that starts the kernel: ``run(grid, rows of a tile, out, parts)``, the
+    grid with a program for each tile."""
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
-    count = choice.parts or splits(codes.shape[0] * TILE, k // BLOCK, TILE)
+    divided = choice.division(codes.shape[0] * TILE, k // BLOCK)
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
-        kernel[programs](
+        each = TILE // OUTPUTS[rows]
+        kernel[(programs[0], programs[1] * each, programs[2])](
             x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
-            SPLITS=count, BLOCK_M=rows, BLOCK_N=TILE, BLOCK_K=BLOCK, STAGES=choice.stages,
-            ACTIVATION=activation, num_warps=WARPS,
+            WHOLE=divided.whole * each, SPLITS=divided.parts, BLOCK_M=rows, BLOCK_N=OUTPUTS[rows], BLOCK_K=BLOCK,
+            STAGES=choice.stages, ACTIVATION=activation, num_warps=WARPS,
         )  # fmt: skip
 
-    return count, run
+    return divided, run
 
 
 def as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

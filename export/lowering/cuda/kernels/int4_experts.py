@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from eagle3.export.lowering.cuda.kernels.choices import choices_of, launch
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, INT4, TILE, add_half
+from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, add_half
 from eagle3.export.lowering.cuda.kernels.small_m import (
     WARPS,
     check_contiguous,
@@ -32,6 +32,8 @@ GROUP = 32
 """Weights that share a scale, along K."""
 ZERO = 8
 """The code of a weight of 0."""
+STAGES = 4
+"""Blocks in flight in shared memory, plus one."""
 
 
 @triton.jit
@@ -130,7 +132,7 @@ def _launch_experts(
     def run(count: Any, constants: dict[str, Any], out: Tensor) -> None:
         kernel[(count, triton.cdiv(n, TILE), m * top_k)](
             x, codes, scale, chosen, factors, out, m, m * top_k, EXPERTS=experts, N=n, K=2 * half_k, BLOCK_N=TILE,
-            BLOCK_K=BLOCK, STAGES=INT4.stages, ACTIVATION=activation, num_warps=WARPS, **constants,
+            BLOCK_K=BLOCK, STAGES=STAGES, ACTIVATION=activation, num_warps=WARPS, **constants,
         )  # fmt: skip
 
     return launch(x, chosen, n // 2 if activation else n, run)

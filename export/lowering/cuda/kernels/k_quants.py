@@ -46,7 +46,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     operand,
     sum_of_groups,
 )
-from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import launch, place, run_of_blocks, store
 
 OF_WORD = {5: 4, 6: 2}
 """Outputs whose high bits share a word, by the bits of a code."""
@@ -119,14 +119,14 @@ def _add(
 @triton.jit
 def _k_quant_small_m_kernel(
     X, Q, HIGH, CODES, STEPS, ARRIVED, PARTS, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = K // BLOCK_K
-    first = tl.program_id(2) * BLOCKS // SPLITS
-    last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
+    tile, part, _ = place(WHOLE, SPLITS)
+    first, last = run_of_blocks(tile, part, BLOCKS, WHOLE, SPLITS)
     m0 = tl.program_id(0) * BLOCK_M
-    n0 = tl.program_id(1) * BLOCK_N
+    n0 = tile * BLOCK_N
     m = m0 + tl.arange(0, BLOCK_M)
     # A lane's rows of the tile (8 apart) are neighbours in N: its scales and minima lie side by side.
     n = tl.arange(0, BLOCK_N)
@@ -136,11 +136,11 @@ def _k_quant_small_m_kernel(
     X += m0.to(tl.int64) * K
     WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
     PROGRAMS: tl.constexpr = 128 // BLOCK_N  # of a tile
-    tile = (tl.program_id(1) // PROGRAMS).to(tl.int64)
-    part = tl.program_id(1) % PROGRAMS * BLOCK_N
-    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + (tile * (BLOCKS * 8 * 128) + part)
+    begin = tile % PROGRAMS * BLOCK_N
+    tile = (tile // PROGRAMS).to(tl.int64)
+    CODES = CODES.to(tl.pointer_type(tl.uint16), bitcast=True) + (tile * (BLOCKS * 8 * 128) + begin)
     STEPS = STEPS.to(tl.pointer_type(tl.uint16 if BITS == 6 else tl.uint32), bitcast=True)
-    STEPS += tile * (BLOCKS * 128) + part
+    STEPS += tile * (BLOCKS * 128) + begin
     x_at = tl.arange(0, BLOCK_M)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     word = tl.arange(0, 32)[None, :]
     OF_WORD: tl.constexpr = 2 if BITS == 6 else 4  # outputs whose high bits share a word
@@ -201,7 +201,7 @@ def _k_quant_small_m_kernel(
         total = tl.join(total, sum_of_groups(acc1, 64, BLOCK_M))
         total = tl.reshape(tl.permute(total, (2, 0, 1)), (BLOCK_N, BLOCK_M))
     n = n0 + (n % 8) * (BLOCK_N // 8) + n // 8
-    store(OUT, PARTS, ARRIVED, total, M, m, n, n < N, N, SPLITS)
+    store(OUT, PARTS, ARRIVED, total, M, m, n, n < N, N, WHOLE, SPLITS)
 
 
 def code_bits(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> int:
@@ -226,16 +226,16 @@ def _launch_k_quant(
     bits, weight = checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
     choice = choice or CHOICES[bits]
-    count = choice.parts or splits(n, k // BLOCK, choice.n)
+    divided = choice.division(n, k // BLOCK)
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, *weight, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, SPLITS=count,
-            BLOCK_N=choice.n, BLOCK_K=BLOCK, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+            x, *weight, arrived, parts, out, x.shape[0], N=n, K=k, BITS=bits, WHOLE=divided.whole,
+            SPLITS=divided.parts, BLOCK_N=choice.n, BLOCK_K=BLOCK, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), divided, ROWS, arrived, run)
 
 
 def checked_parts(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from eagle3.export.lowering.cuda.kernels.small_m import ROWS as SMALL_ROWS
-from eagle3.export.lowering.cuda.kernels.sums import arrive
+from eagle3.export.lowering.cuda.kernels.sums import Division, arrive
 
 ROWS, TILE, BLOCK_K = 64, 128, 64
 """Rows of a program (with 128 the accumulators would leave too few registers), its outputs, and K at a time."""
@@ -87,15 +87,15 @@ def launch(
     arrived: Tensor,
     run: Callable[[tuple, Tensor, Tensor, bool], None],
     count: Any = None,
-    few: tuple[int, Callable[[tuple, int, Tensor, Tensor], None]] | None = None,
+    few: tuple[Division, Callable[[tuple, int, Tensor, Tensor], None]] | None = None,
 ) -> Tensor:
     """Return bfloat16 [M, N], which ``run(grid, out, parts, divided)`` writes.
 
     The grid is tiles of rows, ``tiles`` of outputs, and ``count`` programs along K (None: ``parts_of_k`` for
     ``blocks``). ``parts`` is float32 memory for the partial sums, or ``arrived`` if K is not divided. ``few`` is the
-    number of programs along K and the ``run`` of the small-M kernel (see ``sums.launch``), which takes up to ``FEW``
-    rows instead. If the number of rows is known only at run time, the grid of the other kernel then has 0 programs.
-    Raises ValueError for another dtype of ``x``.
+    division and the ``run`` of the small-M kernel (see ``sums.launch``), which takes up to ``FEW`` rows instead. If the
+    number of rows is known only at run time, the grid of the other kernel then has 0 programs. Raises ValueError for
+    another dtype of ``x``.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
@@ -109,13 +109,13 @@ def launch(
     room = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE if divided else 0
     fits = 0
     if few is not None:
-        few_count, run_few = few
+        division, run_few = few
         fits = 1 // ((m + FEW - 1) // FEW)
-        room = max(room, few_count * FEW * n if few_count > 1 else 0)
+        room = max(room, division.parts * FEW * n if division.parts > 1 else 0)
     parts = torch.empty(room, dtype=torch.float32, device=x.device) if room else arrived
     if not statically_known_true(fits == 0):
         rows = SMALL_ROWS[-1]
-        run_few((fits * ((m + rows - 1) // rows), tiles, few_count), rows, out, parts)
+        run_few((fits * ((m + rows - 1) // rows), *division.programs(tiles)), rows, out, parts)
     if not statically_known_true(fits == 1):
         run(((1 - fits) * row_tiles, tiles, count), out, parts, divided)
     return out

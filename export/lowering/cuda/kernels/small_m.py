@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.sums import launch, splits, store
+from eagle3.export.lowering.cuda.kernels.sums import Division, division, launch, place, run_of_blocks, store
 
 ROWS = (8, 16)
 """Rows of a tile. A tile of 8 has half the multiplications and sums of a tile of 16, with the same bits in each."""
@@ -40,7 +40,10 @@ class Blocks:
     stages: int
     """Blocks in flight in shared memory, plus one. Two programs fit on an SM of sm_80 and sm_90, one on sm_86."""
     parts: int | None = None
-    """Programs that K is divided among; None for ``splits``."""
+    """Programs that K of each tile is divided among; None for ``division``."""
+
+    def division(self, outputs: int, blocks: int) -> Division:
+        return Division(0, self.parts) if self.parts else division(outputs, blocks, self.n)
 
 
 INT8 = Blocks(n=64, stages=4)
@@ -120,16 +123,16 @@ def add_int8_block(
 @triton.jit
 def _int8_small_m_kernel(
     X, Q, SCALE, ZERO, ARRIVED, PARTS, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = BLOCK_K // 8
     N_WORDS: tl.constexpr = CHUNK // 4
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    first = tl.program_id(2) * BLOCKS // SPLITS
-    last = (tl.program_id(2) + 1) * BLOCKS // SPLITS
+    tile, part, _ = place(WHOLE, SPLITS)
+    first, last = run_of_blocks(tile, part, BLOCKS, WHOLE, SPLITS)
     m0 = tl.program_id(0) * BLOCK_M
-    n0 = tl.program_id(1) * BLOCK_N
+    n0 = tile * BLOCK_N
     row = tl.arange(0, BLOCK_N)
     tile_row = tile_rows(row, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
@@ -167,7 +170,7 @@ def _int8_small_m_kernel(
         acc = add_int8_block(acc, words, x, scale, zero, magic, magic_high, ones, BLOCK_N, BLOCK_M, CHUNK)
         scale, zero = scale_after, zero_after
     n = n0 + tile_row
-    store(OUT, PARTS, ARRIVED, sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, SPLITS)
+    store(OUT, PARTS, ARRIVED, sum_of_groups(acc, BLOCK_N, BLOCK_M), M, m, n, n < N, N, WHOLE, SPLITS)
 
 
 def int8_group(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor) -> int:
@@ -205,16 +208,17 @@ def _launch_int8(
 ) -> Tensor:
     group, (n, k) = checked_int8_group(x, qdata, scale, zero), qdata.shape
     chunk = 16 if group % 32 else 32  # of K, by a warp
-    count = choice.parts or splits(n, triton.cdiv(k, 8 * chunk), choice.n)
+    divided = choice.division(n, triton.cdiv(k, 8 * chunk))
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
-            x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, SPLITS=count,
-            BLOCK_N=choice.n, BLOCK_K=8 * chunk, BLOCK_M=rows, STAGES=choice.stages, num_warps=WARPS,
+            x, qdata, scale, zero, arrived, parts, out, x.shape[0], N=n, K=k, G=group, WHOLE=divided.whole,
+            SPLITS=divided.parts, BLOCK_N=choice.n, BLOCK_K=8 * chunk, BLOCK_M=rows, STAGES=choice.stages,
+            num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, triton.cdiv(n, choice.n), count, ROWS, arrived, run)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), divided, ROWS, arrived, run)
 
 
 @triton_op("eagle3::int8_small_m", mutates_args={})

@@ -1,6 +1,10 @@
 """The common parts of the small-M kernels: the programs that a call starts, the addition of partial sums along K, and
 the gate of an MLP, whose two halves are one matmul.
 
+The programs of a call are tiles of rows (axis 0) and tiles of outputs, which may be divided along K (axes 1 and 2). As
+many tiles as fill the GPU a whole number of times may have one program each; the rest then have several, so that the
+last programs end at the same time (see ``division``).
+
 A call starts a kernel for each size of row tiles that its number of rows may need. If that number is known only at run
 time, the kernels of the other sizes have a grid of 0 programs and are not launched.
 
@@ -15,7 +19,8 @@ to bfloat16, as PyTorch and Inductor's kernel do, with the same instructions as 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,20 +41,50 @@ def counters(device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def splits(n: int, blocks: int, block_n: int) -> int:
-    """Return the number of programs that divide ``blocks`` blocks of K. It depends on the weight's shape alone, so that
-    the order of the sum is fixed.
+class Division(NamedTuple):
+    """The programs of a matmul's tiles: one for each of the first ``whole`` tiles, ``parts`` along K for every other
+    tile."""
 
-    It minimizes the time, summed over GPUs with 108 (A100), 132 (H100, H200) and 148 SMs (B200), if two programs run on
-    an SM and starting one costs as much as three blocks.
+    whole: int
+    parts: int
+
+    def programs(self, tiles: int) -> tuple[int, int]:
+        """Return the grid behind that of the tiles of rows: with whole tiles all programs are on its first axis."""
+        return (self.whole + (tiles - self.whole) * self.parts, 1) if self.whole else (tiles, self.parts)
+
+
+_MULTIPROCESSORS = [132]  # of an H100 or an H200, unless ``made_for`` says otherwise
+MOST_PARTS, STARTING = 8, 3
+"""The most programs of a tile, and the blocks of K that starting one costs as much as."""
+
+
+@contextmanager
+def made_for(multiprocessors: int) -> Iterator[None]:
+    """Divide matmuls for a GPU with that many multiprocessors."""
+    _MULTIPROCESSORS.append(multiprocessors)
+    try:
+        yield
+    finally:
+        _MULTIPROCESSORS.pop()
+
+
+def division(n: int, blocks: int, block_n: int) -> Division:
+    """Return how ``blocks`` blocks of K are divided. It depends on the weight's shape and the GPU alone, so that the
+    order of the sum is fixed.
+
+    It minimizes the time if two programs run on a multiprocessor, all programs that fit start together, and starting
+    costs as much as ``STARTING`` blocks.
     """
-    tiles = triton.cdiv(n, block_n)
+    tiles, at_a_time = triton.cdiv(n, block_n), 2 * _MULTIPROCESSORS[-1]
 
-    def cost(count: int) -> int:
-        steps = triton.cdiv(blocks, count) + 3
-        return sum(slots * triton.cdiv(tiles * count, slots) * steps for slots in (216, 264, 296))
+    def cost(division: Division) -> int:
+        rest = triton.cdiv((tiles - division.whole) * division.parts, at_a_time)
+        rounds = division.whole // at_a_time
+        return rounds * (blocks + STARTING) + rest * (triton.cdiv(blocks, division.parts) + STARTING)
 
-    return min(range(1, min(blocks, 8) + 1), key=cost)
+    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time))
+    counts = range(1, min(blocks, MOST_PARTS) + 1)
+    return min((Division(whole, parts) for whole in wholes for parts in counts), key=cost)
 
 
 def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
@@ -73,18 +108,19 @@ def launch(
     n: int,
     tile: int,
     tiles: int,
-    count: int,
+    division: Division,
     sizes: Sequence[int],
     arrived: Tensor,
     run: Callable[[tuple, int, Tensor, Tensor], None],
     activation: str = "",
+    halves: int = 1,
 ) -> Tensor:
     """Return bfloat16 [M, N], or [M, N / 2] with an ``activation``. ``run(grid, rows of a tile, out, parts)`` writes it
     and is called once for each size of row tiles that is needed.
 
-    The grid is tiles of rows, ``tiles`` of ``tile`` outputs, and ``count`` programs along K. ``parts`` is float32
-    [count, M, N], or ``arrived`` if K is not divided. Raises ValueError for another dtype of ``x``, for more tiles than
-    there are counters, and for halves that are not whole tiles.
+    The grid is tiles of rows, and the programs of ``tiles`` of ``tile`` outputs. ``parts`` is float32 [parts of a tile,
+    M, N], or ``arrived`` if K is not divided. With the most rows a tile has ``halves`` programs. Raises ValueError for
+    another dtype of ``x``, for more tiles than there are counters, and for halves that are not whole tiles.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
@@ -94,13 +130,13 @@ def launch(
     out = torch.empty(m, n // 2 if activation else n, dtype=x.dtype, device=x.device)
     if statically_known_true(m == 0):
         return out
-    shared = count > 1 or activation
-    if shared and not statically_known_true(tiles * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
-        most = COUNTERS // tiles * sizes[-1]
+    shared = division.parts > 1 or activation
+    if shared and not statically_known_true(halves * tiles * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
+        most = COUNTERS // (halves * tiles) * sizes[-1]
         raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows of them, or split them")
-    parts = torch.empty(count, m, n, dtype=torch.float32, device=x.device) if shared else arrived
+    parts = torch.empty(division.parts, m, n, dtype=torch.float32, device=x.device) if shared else arrived
     for rows, row_count in row_tiles(m, sizes):
-        run((row_count, tiles, count), rows, out, parts)
+        run((row_count, *division.programs(tiles)), rows, out, parts)
     return out
 
 
@@ -112,10 +148,45 @@ def arrive(counter):
 
 
 @triton.jit
-def _sums(PARTS, at, here, part, SPLITS: tl.constexpr):
+def place(WHOLE: tl.constexpr, SPLITS: tl.constexpr):
+    # Returns this program's tile, which part of K it takes, and the number of tiles.
+    tile, part, tiles = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    if WHOLE > 0:
+        rest = (tiles - WHOLE) // SPLITS  # tiles that are divided
+        if tile >= WHOLE:
+            tile, part = WHOLE + (tile - WHOLE) % rest, (tile - WHOLE) // rest
+        tiles = WHOLE + rest
+    return tile, part, tiles
+
+
+@triton.jit
+def run_of_blocks(tile, part, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr):
+    # Returns the first block of K that a program takes, and the first behind.
+    first, last = part * BLOCKS // SPLITS, (part + 1) * BLOCKS // SPLITS
+    if WHOLE > 0:  # noqa: SIM102  (of the two conditions one is the compiler's)
+        if tile < WHOLE:
+            last = tl.full((), BLOCKS, tl.int32)
+    return first, last
+
+
+@triton.jit
+def _parts_of(tile, WHOLE: tl.constexpr, SPLITS: tl.constexpr):
+    parts = tl.full((), SPLITS, tl.int32)
+    if WHOLE > 0:  # noqa: SIM102
+        if tile < WHOLE:
+            parts = tl.full((), 1, tl.int32)
+    return parts
+
+
+@triton.jit
+def _sums(PARTS, at, here, size, parts, WHOLE: tl.constexpr, SPLITS: tl.constexpr):
+    # The sum of the ``parts`` partial sums; ``size`` elements are between two of them. What is not there adds 0.
     total = tl.load(PARTS + at, mask=here, other=0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(PARTS + split * part + at, mask=here, other=0, cache_modifier=".cg")
+    for part in tl.static_range(1, SPLITS):
+        there = here
+        if WHOLE > 0:
+            there = here & (part < parts)
+        total += tl.load(PARTS + part * size + at, mask=there, other=0, cache_modifier=".cg")
     return total
 
 
@@ -134,30 +205,52 @@ def gate_of(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def store(
-    OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr = ""
+    OUT, PARTS, ARRIVED, total, M, m, n, there, N: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr = "",
 ):  # fmt: skip
     # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile, as far as they are there
     here = (m[None, :] < M) & there[:, None]
-    HALVES: tl.constexpr = 1 if ACTIVATION == "" else 2
-    row = m.to(tl.int64)[None, :]
-    at = row * N + n[:, None]
-    if HALVES * SPLITS == 1:
+    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    if ACTIVATION != "":
+        _share(OUT, PARTS, ARRIVED, total, M, m, n, at, here, N, WHOLE, SPLITS, ACTIVATION)
+    elif SPLITS == 1:
         tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
+    elif WHOLE == 0:
+        _share(OUT, PARTS, ARRIVED, total, M, m, n, at, here, N, WHOLE, SPLITS, ACTIVATION)
     else:
-        part = tl.full((), N, tl.int64) * M
-        tl.store(PARTS + tl.program_id(2) * part + at, total, mask=here)
-        tile, tiles = tl.program_id(1), tl.num_programs(1)
-        if HALVES == 2:
-            tiles //= 2
-            n -= tile // tiles * (N // 2)
-            at = row * N + n[:, None]
-            tile %= tiles
+        if tl.program_id(1) < WHOLE:  # noqa: PLR5501  (of the two conditions one is the compiler's)
+            tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
+        else:
+            _share(OUT, PARTS, ARRIVED, total, M, m, n, at, here, N, WHOLE, SPLITS, ACTIVATION)
+
+
+@triton.jit
+def _share(
+    OUT, PARTS, ARRIVED, total, M, m, n, at, here, N: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    # Writes this program's sums for the last program of a tile, or of a gate's two tiles, which adds them all.
+    tile, part, tiles = place(WHOLE, SPLITS)
+    size = tl.full((), N, tl.int64) * M
+    tl.store(PARTS + part * size + at, total, mask=here)
+    if ACTIVATION == "":
         counter = ARRIVED + tl.program_id(0) * tiles + tile
-        if arrive(counter) == HALVES * SPLITS - 1:
-            total = _sums(PARTS, at, here, part, SPLITS)
-            if HALVES == 2:
-                total = gate_of(total, _sums(PARTS, at + N // 2, here, part, SPLITS), ACTIVATION)
-            tl.store(OUT + row * (N // HALVES) + n[:, None], total.to(OUT.dtype.element_ty), mask=here)
+        if arrive(counter) == SPLITS - 1:
+            total = _sums(PARTS, at, here, size, SPLITS, WHOLE, SPLITS)
+            tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
+            tl.store(counter, 0)
+    else:
+        half = tiles // 2
+        n -= tile // half * (N // 2)
+        row = m.to(tl.int64)[None, :]
+        at = row * N + n[:, None]
+        tile %= half
+        gates, ups = _parts_of(tile, WHOLE, SPLITS), _parts_of(tile + half, WHOLE, SPLITS)
+        counter = ARRIVED + tl.program_id(0) * half + tile
+        if arrive(counter) == gates + ups - 1:
+            gate = _sums(PARTS, at, here, size, gates, WHOLE, SPLITS)
+            total = gate_of(gate, _sums(PARTS, at + N // 2, here, size, ups, WHOLE, SPLITS), ACTIVATION)
+            tl.store(OUT + row * (N // 2) + n[:, None], total.to(OUT.dtype.element_ty), mask=here)
             tl.store(counter, 0)
 
 
