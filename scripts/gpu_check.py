@@ -3,6 +3,7 @@
     python scripts/gpu_check.py                                # all stages
     python scripts/gpu_check.py --only wide --only round       # wide makes the artifact for round and prefill
     python scripts/gpu_check.py --only tiny --elsewhere out    # with gemma4-tiny's artifact made on another machine
+    python scripts/gpu_check.py --only round --wide out        # with one of Gemma 4 31B (bench_export.py, gpu_carry.py)
 
 tiny      compares gemma4-tiny with eager greedy decoding by the same weights, token for token, and reports the first
           divergence and the margin of the two best logits there. The artifact is made elsewhere (or here without using
@@ -11,12 +12,12 @@ wide      exports a few full-width layers of Gemma 4 31B with synthetic INT4 wei
 kernels   checks the small-M kernels, and compares them with copy bandwidth at 1 to 16 rows, on every linear of that
           model
 round     times a round of the full-width layers, with CUDA graphs and without, beside the memory limit and the bounds
-          of ``eagle3-inspect --cost``
+          of ``eagle3-inspect --cost``, and each of its kernels
 prefill   times chunks of several lengths through those layers
 
 Steps end as ok, failed, or not run with the reason: no GPU, no time left, or a feature that this PyTorch or this
 machine lacks. The JSON is written after each step, so an interrupted run loses nothing; the log of every export is
-beside it. The exit code is 1 if a step failed. It has not run on a real GPU yet.
+beside it. The exit code is 1 if a step failed.
 """
 
 import json
@@ -40,6 +41,8 @@ from gpu_steps import Facts, NotRun, Report, met
 GIB = 1 << 30
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 PREFILL_ROWS = (32, 64, 128, 256, 512, 1024)
+LISTED = 16
+"""Kernels whose times are listed."""
 GRAPHS = {"auto": "by CUDA graphs", "off": "without graphs"}
 
 
@@ -51,6 +54,7 @@ class Check:
     work: Path
     elsewhere: Path | None
     layers: int
+    given: Path | None = None
 
     @cached_property
     def copied(self) -> float:
@@ -62,6 +66,11 @@ class Check:
     @property
     def wide(self) -> Path:
         return self.work / f"wide-{self.layers}"
+
+    @property
+    def artifact(self) -> Path:
+        """The artifact of full-width layers."""
+        return self.given or self.wide / "artifact"
 
 
 # --- tiny
@@ -110,8 +119,9 @@ def run_tiny(facts: Facts, folder: Path, graphs: str) -> None:
 
 
 def wide(check: Check) -> None:
-    check.report.step(f"checkpoint of {check.layers} full-width layers", lambda _facts: write_layers(check))
-    check.report.step("export with the GPU", lambda facts: facts.update(export_layers(check)))
+    if check.given is None:
+        check.report.step(f"checkpoint of {check.layers} full-width layers", lambda _facts: write_layers(check))
+        check.report.step("export with the GPU", lambda facts: facts.update(export_layers(check)))
     check.report.step("runs", lambda facts: run_layers(facts, check))
 
 
@@ -131,14 +141,14 @@ def write_layers(check: Check) -> None:
 def export_layers(check: Check) -> Facts:
     target, draft = (str(check.wide / name) for name in ("target", "draft"))
     flags = ("--target-model", "gemma4-31B", "--checkpoint", target, "--draft", draft)
-    return export(check, check.wide / "artifact", *flags)
+    return export(check, check.artifact, *flags)
 
 
 def run_layers(facts: Facts, check: Check) -> None:
     from eagle3.runner.inspect.program import inspect_program
     from eagle3.runner.loop import complete
 
-    with opened(check.wide / "artifact", "auto", facts) as session:
+    with opened(check.artifact, "auto", facts) as session:
         torch.cuda.reset_peak_memory_stats()
         prompt = torch.randint(3, session.metadata.vocab_size, (256,)).tolist()
         complete(session, prompt, max_new_tokens=16)  # kernels load, graphs are captured
@@ -146,7 +156,7 @@ def run_layers(facts: Facts, check: Check) -> None:
         result = complete(session, prompt, max_new_tokens=128)
         facts["tokens/s"] = round(len(result.token_ids) / (time.perf_counter() - start), 1)
         facts["GPU memory GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-        found = inspect_program(made(check.wide / "artifact") / "model.pte", session.metadata)["gpu_memory"]
+        found = inspect_program(made(check.artifact) / "model.pte", session.metadata)["gpu_memory"]
         facts["counted GiB"] = round((found["total"] - found["context"]) / GIB, 2)
 
 
@@ -187,6 +197,34 @@ def measure_rounds(check: Check) -> None:
     check.report.step("counted", lambda facts: facts.update(counted_round(check)))
     for graphs, how in GRAPHS.items():
         check.report.step(how, lambda facts, graphs=graphs: measure_round(facts, check, graphs))
+    check.report.step("its kernels", lambda facts: facts.update(kernels_of_a_round(check)))
+
+
+def kernels_of_a_round(check: Check) -> Facts:
+    """Return how often a round launches each kernel and the microseconds that all its launches take, by name and grid,
+    the longest first, as CUPTI times them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
+    from eagle3.runner.step_times import session_steps
+
+    rounds, found = 5, {}
+    with opened(check.artifact, "off", {}) as session:
+        steps = session_steps(session)
+        call = steps.get(SPECULATE, steps[TARGET_VERIFY])
+        call()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(rounds):
+                call()
+    with tempfile.TemporaryDirectory() as folder:
+        profiled.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    for event in events:
+        if event.get("cat") == "kernel":
+            found.setdefault(f"{event['name'][:60]} {event['args']['grid']}", []).append(event["dur"])
+    longest = sorted(found.items(), key=lambda item: -sum(item[1]))
+    times = {name: [len(times) / rounds, round(sum(times) / rounds, 1)] for name, times in longest[:LISTED]}
+    return {"all, us": round(sum(map(sum, found.values())) / rounds, 1)} | times
 
 
 def counted_round(check: Check) -> Facts:
@@ -199,7 +237,7 @@ def counted_round(check: Check) -> Facts:
     from eagle3.runner.cost.bound import cost_of
     from eagle3.runner.hardware.gpus import GPUS
 
-    model = find_model(made(check.wide / "artifact"))
+    model = find_model(made(check.artifact))
     here = torch.cuda.get_device_name()
     names = tuple(name for name in GPUS if name in here)
     if not names:
@@ -215,7 +253,7 @@ def measure_round(facts: Facts, check: Check, graphs: str) -> None:
     from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
     from eagle3.runner.step_times import session_steps, step_milliseconds
 
-    with opened(check.wide / "artifact", graphs, facts) as session:
+    with opened(check.artifact, graphs, facts) as session:
         chain_len, rows = session.metadata.chain_len, session.metadata.min_prefill
         prompt = torch.arange(1, rows + 1)[None]
         feature = session.prefill(prompt, session.positions[:rows]).feature[:, :1]
@@ -224,7 +262,7 @@ def measure_round(facts: Facts, check: Check, graphs: str) -> None:
         step_milliseconds(calls, repeats=10)
         milliseconds = step_milliseconds(calls, repeats=50)
     facts["ms"] = {name: round(value, 3) for name, value in milliseconds.items()}
-    launches = recorded(check.wide / "artifact")
+    launches = recorded(check.artifact)
     weights = {name: launches[name]["weight_bytes"] for name in (TARGET_VERIFY, DRAFT_DECODE)}
     apart = milliseconds[TARGET_VERIFY] + chain_len * milliseconds[DRAFT_DECODE]
     read = weights[TARGET_VERIFY] + chain_len * weights[DRAFT_DECODE]
@@ -244,7 +282,7 @@ def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
     from eagle3.runner.contract import PREFILL
     from eagle3.runner.step_times import step_milliseconds
 
-    with opened(check.wide / "artifact", "off", facts) as session:
+    with opened(check.artifact, "off", facts) as session:
         metadata = session.metadata
         if not metadata.min_prefill <= rows <= metadata.max_prefill:
             raise NotRun(f"its chunks are of {metadata.min_prefill} to {metadata.max_prefill} tokens")
@@ -255,7 +293,7 @@ def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
         taken = step_milliseconds(calls, repeats=20)[PREFILL]
         facts["GPU memory GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
     facts |= {"ms": round(taken, 3), "tokens/s": round(1000 * rows / taken)}
-    read = recorded(check.wide / "artifact")[PREFILL]["weight_bytes"]
+    read = recorded(check.artifact)[PREFILL]["weight_bytes"]
     facts["of copy bandwidth, weights read once"] = round(read / (1e-3 * taken) / check.copied, 3)
 
 
@@ -354,11 +392,24 @@ STAGES: dict[str, Callable[[Check], None]] = {
 @click.option("--layers", default=4, show_default=True, help="Full-width layers of Gemma 4 31B.")
 @click.option("--elsewhere", type=click.Path(path_type=Path, exists=True), help="gemma4-tiny exported without a GPU.")
 @click.option(
+    "--wide",
+    "given",
+    type=click.Path(path_type=Path, exists=True),
+    help="Gemma 4 31B, or some layers, exported before.",
+)
+@click.option(
     "--output-dir", type=click.Path(path_type=Path, file_okay=False), default="gpu_check", show_default=True,
     help="For gpu_check.json and the exports' logs.",
 )  # fmt: skip
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Keep checkpoints and artifacts here.")
-def main(only: tuple[str, ...], layers: int, elsewhere: Path | None, output_dir: Path, work: Path | None) -> None:
+def main(
+    only: tuple[str, ...],
+    layers: int,
+    elsewhere: Path | None,
+    given: Path | None,
+    output_dir: Path,
+    work: Path | None,
+) -> None:
     """Check and measure on this machine's GPU what cannot be seen without one."""
     here, unable = torch.cuda.is_available(), None
     if not here:
@@ -369,7 +420,7 @@ def main(only: tuple[str, ...], layers: int, elsewhere: Path | None, output_dir:
     work = work or Path(tempfile.gettempdir()) / "eagle3-gpu-check"
     work.mkdir(parents=True, exist_ok=True)
     report = Report(output_dir, machine, unable)
-    check = Check(report, work.resolve(), elsewhere, layers)
+    check = Check(report, work.resolve(), elsewhere, layers, given)
     for name, run in STAGES.items():
         if not only or name in only:
             report.stage(name, lambda run=run: run(check))

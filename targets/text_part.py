@@ -53,7 +53,11 @@ def like(config: PreTrainedConfig, other: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy of the configuration that contains a text configuration, with that text configuration in it."""
+    """Return a copy of the configuration that contains a text configuration, with that text configuration in it.
+
+    Some classes make the parts outside of the text model in the dtype of the containing configuration, so it gets the
+    text configuration's.
+    """
     config = deepcopy(config)
     whole, path = config.__dict__.pop(_WHOLE, (config, ()))
     owner = whole
@@ -61,6 +65,8 @@ def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
         owner = getattr(owner, name)
     if path:
         setattr(owner, path[-1], config)
+        if config.dtype is not None:
+            whole.dtype = config.dtype
     return whole
 
 

@@ -173,6 +173,9 @@ def test_stages_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch
     assert facts["tokens/s"] > 0
     with pytest.raises(gpu_steps.NotRun, match="its chunks are of"):
         gpu_check.measure_prefill(facts, check, 4096)
+    found = gpu_check.kernels_of_a_round(check)
+    assert found == {"all, us": 0}  # none of a GPU's
+    assert gpu_check.Check(noted(tmp_path), tmp_path, None, 4, host_artifact).artifact == host_artifact
     facts = {}
     gpu_check.run_layers(facts, check)
     assert facts["tokens/s"] > 0 and facts["graphs"] == "captured"

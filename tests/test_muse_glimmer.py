@@ -14,7 +14,9 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
+from eagle3.export.twin.shrink import shrink
 from eagle3.runner.loop import complete
+from eagle3.targets.text_part import build, text_config_of
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="transformers before 5.24 has no such assistant"
@@ -93,6 +95,15 @@ def test_transformers_proposes_and_accepts_the_same(length, pair, session):
     assert found.token_ids == expected
     ours = [each[: len(theirs)] for each, theirs in zip(recorded.proposals, rounds, strict=False)]
     assert ours == rounds[: len(ours)] and len(rounds) - len(ours) <= 1
+
+
+def test_a_twin_is_in_float32_whatever_dtype_the_checkpoint_names(pair):
+    """transformers makes the head in the dtype of the whole configuration, the decoder in that of the text's."""
+    config = MuseGlimmerConfig.from_pretrained(pair[2] / "target")
+    config.dtype = config.text_config.dtype = torch.bfloat16
+    twin = build(shrink(text_config_of(config)), real=True)
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
+    assert config.dtype == torch.bfloat16
 
 
 def test_it_is_read_as_a_dflash_of_muse_glimmers_form(pair):

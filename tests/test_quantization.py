@@ -70,7 +70,9 @@ def test_what_another_model_owns_stays_as_it_is():
 def test_a_width_that_int4_has_no_layout_for_is_refused_by_name():
     model = Tied()
     model.lm_head = nn.Linear(336, 8, device="meta")
-    with pytest.raises(ValueError, match="lm_head takes 336 inputs, .* multiple of 256: type --qlinear none"):
+    with pytest.raises(
+        ValueError, match="lm_head takes 336 inputs, .* multiple of 256, INT8 one of 32: type --qlinear none"
+    ):
         check_recipe("--qlinear", "default", model, LlamaConfig(hidden_size=256, num_hidden_layers=1))
 
 

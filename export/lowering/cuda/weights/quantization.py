@@ -111,7 +111,10 @@ def check_quantized_headers(headers: dict[str, TensorHeader], skeleton: Skeleton
 
 def _check_int4_width(linear: str, width: int, advice: str) -> None:
     if width % INT4_BLOCK:
-        raise ValueError(f"{linear} takes {width} inputs, but INT4 for CUDA needs a multiple of {INT4_BLOCK}: {advice}")
+        raise ValueError(
+            f"{linear} takes {width} inputs, but INT4 for CUDA needs a multiple of {INT4_BLOCK}, INT8 one of 32: "
+            f"{advice}"
+        )
 
 
 def quantize(model: nn.Module, recipe: QuantRecipe, spare: Iterable[nn.Parameter] = ()) -> None:
