@@ -203,7 +203,7 @@ def measure_rounds(check: Check) -> None:
 def kernels_of_a_round(check: Check) -> Facts:
     """Return how often a round launches each kernel and the microseconds that all its launches take, by name and grid,
     the longest first, as CUPTI times them."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, supported_activities
 
     from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
     from eagle3.runner.step_times import session_steps
@@ -213,7 +213,7 @@ def kernels_of_a_round(check: Check) -> Facts:
         steps = session_steps(session)
         call = steps.get(SPECULATE, steps[TARGET_VERIFY])
         call()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=supported_activities() - {ProfilerActivity.CPU} or None) as profiled:
             for _ in range(rounds):
                 call()
     with tempfile.TemporaryDirectory() as folder:
