@@ -5,8 +5,8 @@
     python scripts/bench_small_m.py --json small_m.json
 
 Without a CUDA GPU it prints that, runs nothing and exits with 0. It needs torch, triton and click, and ExecuTorch only
-for the time of its dequantization. On an H200 `down` reads
-53% of a copy's bandwidth at 8 rows, short of the goal, in 1.13 times the time of 1 row.
+for the time of its dequantization. On an H200 `down` reads 53% of a copy's bandwidth at 8 rows, short of the goal, in
+1.13 times the time of 1 row.
 """
 
 import functools
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m, sums
+from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
 
 LINEARS = {  # N, K; INT4 unless the name has another type
     "sliding_q": (8192, 5376),
@@ -31,16 +32,19 @@ LINEARS = {  # N, K; INT4 unless the name has another type
     "full_q": (16384, 5376),
     "full_k": (2048, 5376),
     "full_o": (5376, 16384),
-    "gate_up": (21504, 5376),
+    "sliding_qkv": (16384, 5376),
+    "gate_up": (43008, 5376),
     "down": (5376, 21504),
     "lm_head": (262144, 5376),
     "lm_head_int8": (262144, 5376),
+    "down_int8": (5376, 21504),
     "down_q4_k": (5376, 21504),
     "down_q5_k": (5376, 21504),
     "down_q6_k": (5376, 21504),
     "sliding_kv_q6_k": (4096, 5376),
     "lm_head_q6_k": (262144, 5376),
     "fc_bf16": (5376, 16128),
+    "draft_gate_up_bf16": (43008, 5376),
     "draft_down_bf16": (5376, 21504),
 }
 Weight = tuple[Tensor | None, ...]
@@ -321,6 +325,11 @@ def main(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None
     if not torch.cuda.is_available():
         click.echo("This needs a CUDA GPU and found none; nothing was run.")
         return
+    with sums.made_for(local_multiprocessors(), local_arch() in sums.WHOLE_TILES_ON):
+        measure(names, json_file, sweeping)
+
+
+def measure(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None:
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
     click.echo(f"{device}, torch {torch.__version__}: a copy moves {bandwidth / 1e12:.2f} TB/s")

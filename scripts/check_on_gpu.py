@@ -80,11 +80,12 @@ def compared(session: Session, expected: list[dict[str, Any]]) -> Iterator[tuple
     """Yield a line about each prompt, and True if a token differs by more than a near-tie."""
     fuses = session.has_speculate
     for each in expected:
-        parted, rounds, proposals = [], [], "0 of 0"
+        parted, rounds, proposals, short = [], [], "0 of 0", False
         for fused in (True, False) if fuses else (False,):
             session.has_speculate = fused
             with proposed(session) as made:
                 found = complete(session, each["prompt"], max_new_tokens=len(each["token_ids"]), stop_ids=[])
+            short |= len(found.token_ids) != len(each["token_ids"])
             parted.append(first_difference(found.token_ids, each["token_ids"], each["margins"]))
             rounds.append(found.stats.counts() == each["stats"])
             calls = zip_longest(each["proposals"], made, fillvalue=[])
@@ -92,9 +93,10 @@ def compared(session: Session, expected: list[dict[str, Any]]) -> Iterator[tuple
             proposals = f"{sum(one == other for one, other in pairs)} of {len(pairs)}"
         session.has_speculate = fuses
         places = [place for place in parted if place]
-        said = f"parts at token {places[0][0]}, where the margin is {places[0][1]}" if places else "tokens equal"
+        said = "another number of tokens" if short else "tokens equal"
+        said = f"parts at token {places[0][0]}, where the margin is {places[0][1]}" if places else said
         said += f", rounds {'equal' if all(rounds) else 'differ'}, {each['stats']['num_accepted_tokens']} accepted"
-        yield f"{said}, {proposals} proposals equal", any(margin > NEAR_TIE for _, margin in places)
+        yield f"{said}, {proposals} proposals equal", short or any(margin > NEAR_TIE for _, margin in places)
 
 
 if __name__ == "__main__":

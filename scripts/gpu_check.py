@@ -8,7 +8,8 @@
 tiny      compares gemma4-tiny with eager greedy decoding by the same weights, token for token, and reports the first
           divergence and the margin of the two best logits there. The artifact is made elsewhere (or here without using
           the GPU) and with the GPU; each runs with CUDA graphs and without
-wide      exports a few full-width layers of Gemma 4 31B with synthetic INT4 weights, using this GPU
+wide      exports a few full-width layers of Gemma 4 31B with synthetic INT4 weights, using this GPU, and runs them;
+          with --wide runs those
 kernels   checks the small-M kernels, and compares them with copy bandwidth at 1 to 16 rows, on every linear of that
           model
 round     times a round of the full-width layers, with CUDA graphs and without, beside the memory limit and the bounds

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from test_int4_experts import choices, weights_of
@@ -129,8 +130,15 @@ def with_whole_tiles(product: Callable[..., None], multiprocessors: int, **given
     """A product on a GPU so small that some of its tiles have one program and the rest two."""
 
     def run() -> None:
-        with sums.made_for(multiprocessors):
+        divisions, programs = [], sums.Division.programs
+
+        def seen(division: sums.Division, tiles: int) -> tuple[int, int]:
+            divisions.append(division)
+            return programs(division, tiles)
+
+        with sums.made_for(multiprocessors, True), patch.object(sums.Division, "programs", seen):
             product(count=None, **given)
+        assert divisions and all(division.whole and division.parts > 1 for division in divisions)
 
     return Small(run, SMALL_M)
 

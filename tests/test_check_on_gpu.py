@@ -59,6 +59,16 @@ def test_another_token_and_an_artifact_that_does_not_run_are_refused(artifact, t
         check_on_gpu.expected_file(other).write_text(json.dumps(said))
         done = run("compare", other)
         assert done.exit_code == code and f"parts at token 3, where the margin is {margin}" in done.output
+    del said[1]["token_ids"][3:]
+    check_on_gpu.expected_file(other).write_text(json.dumps(said))
+    assert run("compare", other).exit_code == 0  # asked for three tokens
+
+    def short(*given, **options):
+        return complete(*given, **options | {"max_new_tokens": 2})
+
+    with patch.object(check_on_gpu, "complete", short):
+        done = run("compare", other)
+    assert done.exit_code == 1 and "another number of tokens" in done.output
     done = run("compare", lacking, artifact)
     assert done.exit_code == 1 and "lacking: does not run" in done.output
     assert done.output.count("tokens equal") == 2 and done.output.endswith(f"Error: wrong: {lacking}\n")

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from triton.runtime import driver
 from eagle3.export.lowering.cuda.inductor.launches import products
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.attention import division
-from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, counters
+from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu import configurations
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import only
@@ -425,7 +424,6 @@ def on_meta(*shape, dtype=torch.uint8):
 
 
 INT4_PARTS = [on_meta(OUTPUTS, INPUTS // 2)], on_meta(TILES, BLOCKS, 8, 128, 2), on_meta(TILES, BLOCKS, 128, 2)
-GATED_INT4_PARTS = INT4_PARTS[0] * 2, *(on_meta(2 * TILES, *part.shape[1:]) for part in INT4_PARTS[1:])
 INT8_PARTS = (
     on_meta(OUTPUTS, INPUTS, dtype=torch.int8),
     on_meta(OUTPUTS, 1, dtype=torch.bfloat16),
@@ -443,7 +441,6 @@ LAUNCHED = {
     "int4": (int4._launch_int4, int4.int4_small_m_kernel, INT4_PARTS),
     "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),
     "bf16": (bf16._launch_bf16, bf16._bf16_small_m_kernel, (on_meta(OUTPUTS, INPUTS, dtype=torch.bfloat16),)),
-    "gated int4": (partial(int4._launch_int4, activation=GELU_TANH), int4.int4_small_m_kernel, GATED_INT4_PARTS),
 } | {
     name: (k_quants._launch_k_quant, k_quants._k_quant_small_m_kernel, parts)
     for name, parts in (("q4_k", Q4_K), ("q5_k", Q5_K), ("q6_k", Q6_K))

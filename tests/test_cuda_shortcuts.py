@@ -69,12 +69,14 @@ def test_calls_that_say_how_many_warps_they_take_are_analyzed_once():
     assert seen.call_count == 2
 
 
-def test_a_product_writes_its_sums_and_its_output_and_no_counter():
+@pytest.mark.parametrize(("whole", "activation"), [(0, ""), (4, ""), (4, "silu")])
+def test_a_product_writes_its_sums_and_its_output_and_no_counter(whole, activation):
     with FakeTensorMode():
         x, weight, out = (torch.empty(16, 16, dtype=torch.bfloat16) for _ in range(3))
         parts, arrived = torch.empty(2, 16, 16), sums.counters()
     given = {"X": x, "W": weight, "ARRIVED": arrived, "PARTS": parts, "OUT": out, "M": 16, "N": 16, "K": 256}
-    given |= {"WHOLE": 0, "SPLITS": 2, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 16, "STAGES": 5, "ACTIVATION": ""}
+    given |= {"WHOLE": whole, "SPLITS": 2, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 16, "STAGES": 5}
+    given |= {"ACTIVATION": activation}
 
     def written() -> set[str]:
         found = triton_kernel_wrap.identify_accessed_tensors(bf16._bf16_small_m_kernel, given, {})

@@ -55,7 +55,7 @@ def test_the_bits_are_the_same_where_some_tiles_are_whole_and_others_divided(kin
     else:
         weight, tiles = [int4_weight(384, 512), int4_weight(384, 512)], 6  # of 128
     blocks, x = (4, 2)[kind == "int4"], torch.randn(16, 512).bfloat16()
-    with sums.made_for(2):
+    with sums.made_for(2, True):
         assert sums.division(tiles, blocks, 1).whole == 4 and sums.division(tiles, blocks, 1).parts > 1
         plain = product(x, weight, arrived)
         for m in (1, 9, 16):
@@ -185,20 +185,25 @@ def test_a_chunk_of_prefill_keeps_its_products():
     assert activations_of(Mlp(), shortest=9)[1] == []
 
 
-@pytest.mark.parametrize(("arch", "activation"), [(80, GELU_TANH), (90, SILU), (100, GELU_TANH)])
+@pytest.mark.parametrize(("arch", "activation"), [(80, GELU_TANH), (90, SILU), (100, GELU_TANH), (120, GELU_TANH)])
 def test_it_fits_as_the_product_does(arch, activation, tmp_path):
-    constants = {"N": 43008, "K": 5376, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
-    constants |= {"BLOCK_M": 16, "STAGES": bf16.STAGES[16], "ACTIVATION": activation}
-    found = usage(bf16._bf16_small_m_kernel, BF16_TYPES, constants, arch, tmp_path, bf16.WARPS)
-    assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
-    constants = INT4_DOWN | {
-        "N0": 21504,
-        "N1": 21504,
-        "K": 5376,
-        "WHOLE": 0,
-        "SPLITS": 3,
-        "BLOCK_M": 8,
-        "ACTIVATION": activation,
-    }
-    found = usage(int4.int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
-    assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
+    whole_tiles = f"sm_{arch}" in sums.WHOLE_TILES_ON
+    for whole in (0, 528) if whole_tiles else (0,):
+        constants = {
+            "N": 43008,
+            "K": 5376,
+            "WHOLE": whole,
+            "SPLITS": 3,
+            "BLOCK_N": bf16.BLOCK_N,
+            "ACTIVATION": activation,
+        }
+        constants |= {"BLOCK_K": bf16.BLOCK_K, "BLOCK_M": 16, "STAGES": bf16.STAGES[16]}
+        found = usage(bf16._bf16_small_m_kernel, BF16_TYPES, constants, arch, tmp_path, bf16.WARPS)
+        assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
+    gate = INT4_DOWN | {"N0": 21504, "N1": 21504, "K": 5376, "SPLITS": 3, "ACTIVATION": activation}
+    for whole, rows in ((0, 8), (0, 16), (264, 8), (528, 16)):
+        if whole and not whole_tiles:
+            continue
+        constants = gate | {"WHOLE": whole, "BLOCK_M": rows, "BLOCK_N": int4.OUTPUTS[rows]}
+        found = usage(int4.int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
+        assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0

@@ -111,6 +111,13 @@ FAULTS = {
     "every program adds": (
         "int4", sums, "arrive(counter) == SPLITS - 1", "arrive(counter) >= 0", LOADED, "tl.load.PARTS",
     ),
+    "a whole tile's share of a divided one's gate": (
+        "int4, gated, whole tiles", sums, "parts = tl.full((), SPLITS, tl.int32)", "parts = tl.full((), 1, tl.int32)",
+        COUNTER, "tl.atomic_add",
+    ),
+    "a divided tile beyond the last": (
+        "int4, whole tiles", sums, "(tile - WHOLE) % rest", "(tile - WHOLE) % tiles", OUTSIDE, "tl.",
+    ),
     "gate without its other half": (
         "bf16, gated", sums, "arrive(counter) == gates + ups - 1", "arrive(counter) >= gates - 1", LOADED, READS,
     ),

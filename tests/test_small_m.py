@@ -254,8 +254,10 @@ def test_few_outputs_are_split_along_k_and_a_vocabulary_is_not():
 
 def test_as_many_tiles_as_the_gpu_runs_at_a_time_are_whole_and_the_rest_is_divided():
     assert sums.division(2 * 21504, 21, 128) == (264, 3)  # 216 programs share 72 tiles
-    with sums.made_for(108):
+    with sums.made_for(108, True):
         assert sums.division(2 * 21504, 21, 128) == (216, 3)
+    with sums.made_for(132, False):
+        assert sums.division(2 * 21504, 21, 128) == (0, 3)
     assert sums.division(2 * 21504, 21, 128).programs(336) == (264 + 3 * 72, 1)
 
 

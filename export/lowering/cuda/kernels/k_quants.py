@@ -13,8 +13,8 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m`
 s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``int4``; the
 first of the two sums is the same for all outputs, and what the product that makes the second begins with. The main loop
 takes 2.4 to 2.7 (Q4_K), 3.4 to 3.7 (Q5_K) and 3.4 to 3.6 (Q6_K) instructions a weight for up to 8 rows and 2.9 to 3.5,
-4.0 to 4.5 and 4.2 to 4.4 for up to 16, counted in the machine code for sm_80 to sm_120; no GPU has timed it yet
-(scripts/bench_small_m.py).
+4.0 to 4.5 and 4.2 to 4.4 for up to 16, counted in the machine code for sm_80 to sm_120 (timed on an H200: README.md of
+lowering/cuda).
 
 Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3), b = l + 2 h: the low 4 bits
 of a code are bits 4 c + 8 b of word w of 4 words. Its high bits are in word w of 4 words that 4 neighbouring outputs

@@ -53,19 +53,26 @@ class Division(NamedTuple):
         return (self.whole + (tiles - self.whole) * self.parts, 1) if self.whole else (tiles, self.parts)
 
 
-_MULTIPROCESSORS = [132]  # of an H100 or an H200, unless ``made_for`` says otherwise
+_MADE_FOR = [(132, True)]  # an H100 or an H200, unless ``made_for`` says otherwise
 MOST_PARTS, STARTING = 8, 3
 """The most programs of a tile, and the blocks of K that starting one costs as much as."""
+GAIN = 1.03
+"""What dividing K has to gain, since partial sums are written and read."""
+
+
+WHOLE_TILES_ON = ("sm_90",)
+"""Where whole tiles beside divided ones were timed (an H200). For sm_80 and sm_100 such a program takes more than 128
+registers a thread, and one fits on a multiprocessor instead of two."""
 
 
 @contextmanager
-def made_for(multiprocessors: int) -> Iterator[None]:
-    """Divide matmuls for a GPU with that many multiprocessors."""
-    _MULTIPROCESSORS.append(multiprocessors)
+def made_for(multiprocessors: int, whole_tiles: bool) -> Iterator[None]:
+    """Divide matmuls for a GPU with that many multiprocessors, with whole tiles beside divided ones or without."""
+    _MADE_FOR.append((multiprocessors, whole_tiles))
     try:
         yield
     finally:
-        _MULTIPROCESSORS.pop()
+        _MADE_FOR.pop()
 
 
 def division(n: int, blocks: int, block_n: int) -> Division:
@@ -73,16 +80,18 @@ def division(n: int, blocks: int, block_n: int) -> Division:
     order of the sum is fixed.
 
     It minimizes the time if two programs run on a multiprocessor, all programs that fit start together, and starting
-    costs as much as ``STARTING`` blocks.
+    costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``.
     """
-    tiles, at_a_time = triton.cdiv(n, block_n), 2 * _MULTIPROCESSORS[-1]
+    multiprocessors, whole_tiles = _MADE_FOR[-1]
+    tiles, at_a_time = triton.cdiv(n, block_n), 2 * multiprocessors
 
-    def cost(division: Division) -> int:
+    def cost(division: Division) -> float:
         rest = triton.cdiv((tiles - division.whole) * division.parts, at_a_time)
         rounds = division.whole // at_a_time
-        return rounds * (blocks + STARTING) + rest * (triton.cdiv(blocks, division.parts) + STARTING)
+        blocks_long = rounds * (blocks + STARTING) + rest * (triton.cdiv(blocks, division.parts) + STARTING)
+        return blocks_long * (GAIN if division.parts > 1 else 1)
 
-    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time))
+    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole_tiles else 0))
     counts = range(1, min(blocks, MOST_PARTS) + 1)
     return min((Division(whole, parts) for whole in wholes for parts in counts), key=cost)
 
@@ -131,8 +140,9 @@ def launch(
     if statically_known_true(m == 0):
         return out
     shared = division.parts > 1 or activation
-    if shared and not statically_known_true(halves * tiles * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
-        most = COUNTERS // (halves * tiles) * sizes[-1]
+    counted = halves * tiles // (2 if activation else 1)  # the two halves of a gate share a counter
+    if shared and not statically_known_true(counted * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
+        most = COUNTERS // counted * sizes[-1]
         raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows of them, or split them")
     parts = torch.empty(division.parts, m, n, dtype=torch.float32, device=x.device) if shared else arrived
     for rows, row_count in row_tiles(m, sizes):
