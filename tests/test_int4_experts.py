@@ -199,7 +199,7 @@ def test_shapes_that_do_not_agree_are_named():
 
 
 TYPES = ["*bf16", "*i8", "*bf16", "*i64", "*fp32", "*bf16", "i32", "i32"]
-GEMMA4 = {"BLOCK_N": int4.TILE, "BLOCK_K": int4.BLOCK, "STAGES": int4.INT4.stages, "TOP_K": 8, "BLOCK_T": 8}
+GEMMA4 = {"BLOCK_N": int4.TILE, "BLOCK_K": int4.BLOCK, "STAGES": int4_experts.STAGES, "TOP_K": 8, "BLOCK_T": 8}
 GEMMA4 |= {"EXPERTS": 128}
 LAUNCHES = {
     "gate and up": {"N": 1408, "K": 2816, "EACH": 8, "ACTIVATION": GELU_TANH},
