@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m, sums
-from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
 
 LINEARS = {  # N, K; INT4 unless the name has another type
     "sliding_q": (8192, 5376),
@@ -325,7 +324,7 @@ def main(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None
     if not torch.cuda.is_available():
         click.echo("This needs a CUDA GPU and found none; nothing was run.")
         return
-    with sums.made_for(local_multiprocessors(), local_arch() in sums.WHOLE_TILES_ON):
+    with sums.made_for_here():
         measure(names, json_file, sweeping)
 
 

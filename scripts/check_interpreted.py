@@ -75,14 +75,19 @@ def interpreted(artifact: Path, prompts: list[list[int]], tokens: int) -> dict[s
     return json.loads(done.stdout)
 
 
+def equal_proposals(expected: list[list[int]], found: list[list[int]]) -> tuple[int, int]:
+    """Return how many proposals are equal, and of how many. One that one of the two lacks is not equal."""
+    calls = zip_longest(expected, found, fillvalue=[])
+    pairs = [pair for ours, theirs in calls for pair in zip_longest(ours, theirs)]
+    return sum(one == other for one, other in pairs), len(pairs)
+
+
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what is equal of one prompt, and what is wrong. A proposal that one of the two lacks is not equal."""
+    """Return what is equal of one prompt, and what is wrong."""
     wrong = []
     for way in ("fused_rounds", "three_methods"):
         wrong += [f"{way}: {name}" for name in ("token_ids", "stats") if found[way][name] != expected[name]]
-    calls = zip_longest(expected["proposals"], found["proposals"], fillvalue=[])
-    pairs = [pair for ours, theirs in calls for pair in zip_longest(ours, theirs)]
-    same, every = sum(one == other for one, other in pairs), len(pairs)
+    same, every = equal_proposals(expected["proposals"], found["proposals"])
     if same < LEAST * every:
         wrong.append("proposals")
     length = expected["stats"]["mean_acceptance_length"]

@@ -11,12 +11,11 @@ and proposals. Exits with 1 if a token differs by more than a near-tie, or an ar
 
 import json
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
-from check_interpreted import chosen, config_of, eagerly
+from check_interpreted import chosen, config_of, eagerly, equal_proposals
 from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
 from proposed import proposed
 
@@ -80,7 +79,7 @@ def compared(session: Session, expected: list[dict[str, Any]]) -> Iterator[tuple
     """Yield a line about each prompt, and True if a token differs by more than a near-tie."""
     fuses = session.has_speculate
     for each in expected:
-        parted, rounds, proposals, short = [], [], "0 of 0", False
+        parted, rounds, short = [], [], False
         for fused in (True, False) if fuses else (False,):
             session.has_speculate = fused
             with proposed(session) as made:
@@ -88,15 +87,13 @@ def compared(session: Session, expected: list[dict[str, Any]]) -> Iterator[tuple
             short |= len(found.token_ids) != len(each["token_ids"])
             parted.append(first_difference(found.token_ids, each["token_ids"], each["margins"]))
             rounds.append(found.stats.counts() == each["stats"])
-            calls = zip_longest(each["proposals"], made, fillvalue=[])
-            pairs = [pair for ours, theirs in calls for pair in zip_longest(ours, theirs)]
-            proposals = f"{sum(one == other for one, other in pairs)} of {len(pairs)}"
+            same, every = equal_proposals(each["proposals"], made)
         session.has_speculate = fuses
         places = [place for place in parted if place]
         said = "another number of tokens" if short else "tokens equal"
         said = f"parts at token {places[0][0]}, where the margin is {places[0][1]}" if places else said
         said += f", rounds {'equal' if all(rounds) else 'differ'}, {each['stats']['num_accepted_tokens']} accepted"
-        yield f"{said}, {proposals} proposals equal", short or any(margin > NEAR_TIE for _, margin in places)
+        yield f"{said}, {same} of {every} proposals equal", short or any(margin > NEAR_TIE for _, margin in places)
 
 
 if __name__ == "__main__":

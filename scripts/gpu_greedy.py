@@ -1,6 +1,6 @@
 """The reference for a session on a GPU: greedy decoding with the packed weights of an export in eager PyTorch."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,8 +9,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
-from eagle3.export.lowering.cuda.kernels.sums import WHOLE_TILES_ON, made_for
-from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
+from eagle3.export.lowering.cuda.kernels.sums import made_for_here
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
@@ -22,11 +21,6 @@ NEW_TOKENS = 64
 NEAR_TIE = 0.25
 """Two steps of bfloat16 at the size of the largest logits (16 to 30). Within this margin, kernels that round
 differently may choose either token."""
-
-
-def divided_as_here(device: str) -> AbstractContextManager[None]:
-    """Divide K as in an export with the GPU at hand."""
-    return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON) if device == "cuda" else nullcontext()
 
 
 def placed(module: nn.Module, device: str) -> nn.Module:
@@ -62,7 +56,8 @@ class EagerGreedy:
     def __call__(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Return the completion, and for each token the margin by which its logit was the largest."""
         ids, margins, fed, start = [], [], prompt, 0
-        with small_m_dispatch(self.plan.few_rows), divided_as_here(self.device):
+        here = made_for_here() if self.device == "cuda" else nullcontext()  # K is divided as in an export
+        with small_m_dispatch(self.plan.few_rows), here:
             while len(ids) < count and not (ids and ids[-1] in self.plan.eos_ids):
                 input_pos = torch.arange(start, start + len(fed), device=self.device)
                 state, _ = self.target(torch.tensor([fed], device=self.device), input_pos, ())

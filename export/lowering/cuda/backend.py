@@ -38,8 +38,8 @@ from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
-from eagle3.export.lowering.cuda.kernels.sums import WHOLE_TILES_ON, made_for
-from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
+from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
+from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
@@ -191,8 +191,7 @@ class NvidiaBackend:
                     f"{name} was compiled for {ranges(programs[name])} of its lengths {lengths[name]} alone"
                 )
 
-        local = local_arch()
-        named, arch = local is None, local or named_arch(plan)
+        named = local_arch() is None
         with (
             named_gpu(named_arch(plan)) if named else toolchain(),
             inductor.patch(OPTIONS),
@@ -204,7 +203,7 @@ class NvidiaBackend:
             collected_rarely(),
             repeated_alone(decompose_by_node=False),
             argmax_over_blocks(),
-            made_for(BY_ARCH[arch].multiprocessors if named else local_multiprocessors(), arch in WHOLE_TILES_ON),
+            made_for_named(named_arch(plan)) if named else made_for_here(),
             recorded_launches(rows, longest) as launches,
             in_two_processes(launches, check_lengths) if named else nullcontext(),
         ):

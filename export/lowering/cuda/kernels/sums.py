@@ -19,7 +19,7 @@ to bfloat16, as PyTorch and Inductor's kernel do, with the same instructions as 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from triton.language.extra import libdevice
+
+from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
+from eagle3.runner.hardware.gpus import BY_ARCH
 
 COUNTERS = 1 << 16
 """The most tiles of a matmul that is divided along K."""
@@ -73,6 +76,16 @@ def made_for(multiprocessors: int, whole_tiles: bool) -> Iterator[None]:
         yield
     finally:
         _MADE_FOR.pop()
+
+
+def made_for_named(arch: str) -> AbstractContextManager[None]:
+    """Divide matmuls for the GPU that code for ``arch`` is compiled for."""
+    return made_for(BY_ARCH[arch].multiprocessors, arch in WHOLE_TILES_ON)
+
+
+def made_for_here() -> AbstractContextManager[None]:
+    """Divide matmuls for the GPU at hand."""
+    return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON)
 
 
 def division(n: int, blocks: int, block_n: int) -> Division:
