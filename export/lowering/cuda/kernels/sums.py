@@ -60,12 +60,11 @@ _MADE_FOR = [(132, True)]  # an H100 or an H200, unless ``made_for`` says otherw
 MOST_PARTS, STARTING = 8, 3
 """The most programs of a tile, and the blocks of K that starting one costs as much as."""
 GAIN = 1.03
-"""What dividing K has to gain, since partial sums are written and read."""
-
+"""The least gain for which K is divided, since partial sums are written and read."""
 
 WHOLE_TILES_ON = ("sm_90",)
-"""Where whole tiles beside divided ones were timed (an H200). For sm_80 and sm_100 such a program takes more than 128
-registers a thread, and one fits on a multiprocessor instead of two."""
+"""The GPUs on which whole tiles beside divided ones were timed (an H200). For sm_80 and sm_100 such a program takes
+more than 128 registers a thread, and one fits on a multiprocessor instead of two."""
 
 
 @contextmanager
