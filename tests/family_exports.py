@@ -1,16 +1,20 @@
 """Exports a random model of each kind with a random draft of each kind to the CPU, into the folder that is named:
 minutes of one core, beside the tests that do not need them (``beforehand.py``)."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import torch
+from dflash_heads import GOLDEN as DFLASH
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
+from mtp_heads import GOLDEN as MTP
 from random_checkpoints import (
     random_model,
     save_random_assistant,
     save_random_dflash,
+    save_random_domino,
     save_random_draft,
     save_random_mlp,
     save_random_xpress,
@@ -41,27 +45,34 @@ DRAFTS = {
     "mlp": lambda folder, config: save_random_mlp(folder, config),
     "dflash": lambda folder, config: save_random_dflash(folder, config, taps(config), layer=MIXED),
     "xpress": lambda folder, config: save_random_xpress(folder, config, taps(config), layer=MIXED),
+    "domino": lambda folder, config: save_random_domino(folder, config, taps(config), layer=MIXED),
+    "dflash2": lambda folder, config: shutil.copytree(DFLASH / "dflash2", folder),
+    "dspark": lambda folder, config: shutil.copytree(DFLASH / "dspark_rnn", folder),
+    "mtp": lambda folder, config: shutil.copytree(MTP / "qwen3", folder),
 }
 """An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
 and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
-complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, a DFlash and an
-xPress for ``TARGET_OF`` each."""
-TARGET_OF = {"assistant": "gemma4-31B", "mlp": "llama3.1-8B", "dflash": "llama3.1-8B", "xpress": "llama3.1-8B"}
+complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, a DFlash, an xPress,
+a Domino, a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each."""
+FOR_LLAMA = ("mlp", "dflash", "xpress", "domino", "dflash2", "dspark")
+TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B"}
+TAPPED = {"dflash": 3, "xpress": 3, "domino": 3, "dflash2": 4, "dspark": 4, "mtp": 4}
+"""Heads whose target has as many layers as they tap."""
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 STACKED = {"num_attention_heads": 8}
 """Four query heads for each head of keys, two of which become rows of one on the CPU."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", "assistant", "mlp", "dflash", "xpress")
-"""An EAGLE, a P-EAGLE, sinks and experts, an assistant, an MLP speculator, a DFlash, an xPress."""
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", *TARGET_OF)
+"""An EAGLE, a P-EAGLE, sinks and experts, and every other kind of head."""
 
 
 def family_model(name: str):
     """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
     layers."""
-    if name in ("dflash", "xpress"):
-        return random_model(TARGET_OF[name], num_hidden_layers=3)
+    if name in TAPPED:
+        return random_model(TARGET_OF[name], num_hidden_layers=TAPPED[name])
     if name == "gemma4-E2B":  # a layer of each kind, and one of each that shares its keys
         return random_model(name, num_hidden_layers=4, **STACKED)
     if name == "qwen3-4B":

@@ -13,6 +13,9 @@ from transformers import (
     Gemma4AssistantForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedTextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -283,6 +286,12 @@ def save_random_domino(folder: Path, config, aux_layers=(1, 3, 4), gru: int = 32
     return folder
 
 
+ASSISTANTS = {
+    Gemma4TextConfig: (Gemma4AssistantConfig, Gemma4AssistantForCausalLM),
+    Gemma4UnifiedTextConfig: (Gemma4UnifiedAssistantConfig, Gemma4UnifiedAssistantForCausalLM),
+}
+
+
 def random_assistant(config, ordered: bool = False, **changes):
     """transformers' own assistant with random weights, for a target with transformers' text configuration ``config``.
     ``changes`` are of its text configuration."""
@@ -292,13 +301,14 @@ def random_assistant(config, ordered: bool = False, **changes):
     text = config.to_dict() | sizes | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0}
     text |= {"vocab_size_per_layer_input": 0, "final_logit_softcapping": None, "use_double_wide_mlp": False}
     text["per_layer_config"] = {"2": {key: getattr(overrides, key) for key in ("head_dim", "num_key_value_heads")}}
-    text = Gemma4TextConfig.from_dict(text | changes)
+    text = type(config).from_dict(text | changes)
+    config_class, model_class = ASSISTANTS[type(config)]
     centroids = {"num_centroids": 16, "centroid_intermediate_top_k": 5}
-    whole = Gemma4AssistantConfig(
+    whole = config_class(
         text_config=text, backbone_hidden_size=config.hidden_size, use_ordered_embeddings=ordered, **centroids
     )
     with states_are_shared(type(text)):
-        model = Gemma4AssistantForCausalLM(whole).float().eval().requires_grad_(False)
+        model = model_class(whole).float().eval().requires_grad_(False)
     randomize(model, seed=9)
     if ordered:
         model.masked_embedding.token_ordering.copy_(torch.randperm(config.vocab_size))

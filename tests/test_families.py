@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from commands import run_command
-from family_exports import DRAFTS, EXPERTS, WITH_SPECULATE, WITHOUT_LOGITS, family_model, family_plan
+from family_exports import DRAFTS, EXPERTS, FOR_LLAMA, WITH_SPECULATE, WITHOUT_LOGITS, family_model, family_plan
 from scripted import ThreeMethods
 
 from eagle3.export.pipeline import load_speculator
@@ -19,7 +19,14 @@ from eagle3.targets.attention import EagerAttention
 
 WINDOWS = {"gemma4-31B": 16, "gemma4-E2B": 16, "assistant": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
 WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
-PARALLEL = ("qwen3-4B", "mlp", "dflash", "xpress")
+PARALLEL = ("qwen3-4B", *FOR_LLAMA)
+TAPS = {
+    **dict.fromkeys(("llama3.1-8B", *WITHOUT_DRAFT_CACHE), "the target's final state after its norm"),
+    **dict.fromkeys(EXPERTS, "hidden_states 0, 1, 2"),
+    **dict.fromkeys(("dflash2", "dspark"), "hidden_states 1, 3, 4"),
+    "gemma4-E2B": "hidden_states 0, 3, 4",
+    "mtp": "hidden_states 4 ",
+}
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -27,11 +34,7 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
     model, out = family_model(name), family_exports / name / "out"
     record = json.loads((out / "export.json").read_text())
     assert record["check"]["compared_with_eager"]
-    final = name in ("llama3.1-8B", *WITHOUT_DRAFT_CACHE)
-    taps = "the target's final state after its norm" if final else "hidden_states 0, 2, 3"
-    taps = "hidden_states 0, 1, 2" if name in EXPERTS else taps
-    taps = "hidden_states 0, 3, 4" if name == "gemma4-E2B" else taps
-    assert record["manifest"]["taps_are"].startswith(taps)
+    assert record["manifest"]["taps_are"].startswith(TAPS.get(name, "hidden_states 0, 2, 3"))
     session = open_session(open_artifact(out))
     assert session.metadata.sliding_window == WINDOWS.get(name, 0)
     assert session.metadata.proposals == (2 if name in PARALLEL else 1)

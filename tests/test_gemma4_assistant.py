@@ -9,11 +9,12 @@ import pytest
 import torch
 from assisted_generation import proposed
 from commands import fail_command, run_command
+from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import SIZE, random_assistant, random_model, save_random_assistant, save_random_draft
 from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
 from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
@@ -26,6 +27,7 @@ from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
+from eagle3.export.twin.randomize import randomize
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop import complete
@@ -83,6 +85,12 @@ class Recorded(ThreeMethods):
         return self._session.target_verify(tokens, input_pos)
 
 
+def assert_same_rounds(ours: Recorded, rounds: list[list[int]], length: int) -> None:
+    found = [each for position, each in ours.rounds.items() if position >= length]
+    wanted = [each for each in rounds if len(each) == 3]  # fewer where the budget ends
+    assert found[: len(wanted)] == wanted and len(wanted) > 15
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_twin_is_transformers_own_class(kind, folder):
     """Seeded, chained, rolled back and past the sliding window, in float32."""
@@ -108,15 +116,29 @@ def test_it_attends_to_the_last_layers_that_keep_keys(length, pair_sharing_keys)
     compared = check_draft(read_draft(folder / "tied"), 0)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
     plan = plan_of(folder, "tied", target_model="gemma4-E2B")
-    session = EagerSession(
-        load_speculator(plan, EagerAttention, torch.float32), make_metadata(plan, make_manifest(plan))
-    )
+    session = eager_session(plan)
     tokens, rounds = proposed(model, assistant, prompt_of(length), 24, 3)
     ours = Recorded(session)
     assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
-    found = [each for position, each in ours.rounds.items() if position >= length]
-    wanted = [each for each in rounds if len(each) == 3]
-    assert found[: len(wanted)] == wanted and len(wanted) > 15
+    assert_same_rounds(ours, rounds, length)
+
+
+def test_a_unified_assistant_proposes_what_transformers_generation_does(target, tmp_path):
+    """Its target is read without an entry of its own."""
+    keys = {key: value for key, value in target.config.to_dict().items() if key not in ("model_type", "architectures")}
+    config = Gemma4UnifiedTextConfig.from_dict(keys)
+    with states_are_shared(type(config)):
+        model = Gemma4UnifiedForCausalLM(config).eval().requires_grad_(False)
+    randomize(model, seed=3)
+    model.save_pretrained(tmp_path / "target")
+    save_random_assistant(tmp_path / "tied", config)
+    compared = check_draft(read_draft(tmp_path / "tied"), 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+    plan = plan_of(tmp_path, "tied", target_model="auto")
+    tokens, rounds = proposed(model, random_assistant(config), prompt_of(40), 24, 3)
+    ours = Recorded(eager_session(plan))
+    assert complete(ours, prompt_of(40), max_new_tokens=24, stop_ids=[]).token_ids == tokens
+    assert_same_rounds(ours, rounds, 40)
 
 
 @pytest.mark.parametrize("length", [3, 12, 40])  # within the window of 16, and past it
@@ -127,9 +149,7 @@ def test_its_proposals_are_those_of_transformers_assisted_generation(length, ses
     tokens, rounds = proposed(target, assistant, prompt_of(length), 24, 3)
     ours = Recorded(session)
     assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
-    found = [each for position, each in ours.rounds.items() if position >= length]
-    wanted = [each for each in rounds if len(each) == 3]  # fewer where the budget ends
-    assert found[: len(wanted)] == wanted and len(wanted) > 15
+    assert_same_rounds(ours, rounds, length)
 
 
 def test_it_costs_no_cache_no_seeding_and_one_row(session):
@@ -262,7 +282,7 @@ def test_kinds_are_listed_with_published_heads():
 def test_the_dry_run_says_what_it_takes_and_keeps(folder):
     flags = ("--target-model", "gemma4-31B", "--checkpoint", folder / "target", "--max-seq-len", 64, "--dry-run")
     said = run_command(export_main, *flags, "--backend", "xnnpack", "--draft", folder / "tied").stdout
-    assert "Gemma 4 assistant head of transformers" in said and "the target's embedding" in said
+    assert "Gemma 4 assistant head of transformers" in said and "the target's embedding (a copy would take" in said
     assert "it takes" not in said and "taps     the target's final state after its norm" in said
     code, line = fail_command(export_main, *flags, "--draft", folder / "tied", "--aux-layers", "1,2")
     assert code == 1 and "leave --aux-layers" in line

@@ -32,7 +32,11 @@ REGRET = 0.05
 """Nats by which a token that is chosen over caches in 8 bits may be less likely than the likeliest."""
 SHARPER = 8.0
 """Factor of the queries: with random ones a row attends to all of a long text alike, whatever is in it."""
-HEADS = {"draft window": ("full", {"draft_window": WINDOW}), "8 bits": ("sliding", {"kv_cache": "int8"})}
+HEADS = {
+    "draft window": ("full", {"draft_window": WINDOW}),
+    "window head": ("sliding", {}),
+    "8 bits": ("sliding", {"kv_cache": "int8"}),
+}
 
 
 @pytest.fixture(scope="module")

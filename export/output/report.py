@@ -43,8 +43,7 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
     of_head = [
         f"draft    {draft_text(plan)}: {_millions(facts['draft_parameters'])}, "
         f"{_mb(facts['draft_bytes'])} on disk, {facts['draft_vocab_size']} draft tokens"
-        + (", the target's embedding" if facts["shares_embedding"] else "")
-        + (", the target's lm_head" if plan.draft.shares_lm_head else "")
+        + _shared_text(plan)
         + (f", trained for {plan.draft.verifier}" if plan.draft.verifier else ""),
         f"taps     {plan.chosen_taps}",
     ]
@@ -130,6 +129,12 @@ def result_text(plan: Plan, record: dict[str, Any]) -> str:
     total = sum((output / name).stat().st_size for name in record["files"])
     prompt = "--prompt TEXT" if "tokenizer.json" in record["files"] else "--prompt-tokens 1,2,3"
     return f"{output}: {_mb(total)} in {seconds:.0f} s. Next: eagle3-run {output} {prompt}"
+
+
+def _shared_text(plan: Plan) -> str:
+    copy = 2 * plan.target_config.vocab_size * plan.target_config.hidden_size  # in bfloat16
+    embedding = "" if plan.draft.has_embedding else f", the target's embedding (a copy would take {_mb(copy)})"
+    return embedding + (", the target's lm_head" if plan.draft.shares_lm_head else "")
 
 
 def _millions(count: int) -> str:
