@@ -131,7 +131,10 @@ HEADINGS = {
     "proposals of eagle3-run --ngram. Default: the chain length and one more.",
 )
 @click.option(
-    "--max-seq-len", type=click.IntRange(16), help="The longest context in tokens: the slots of the KV caches."
+    "--max-seq-len",
+    type=click.IntRange(16),
+    help="The longest context in tokens: the slots of the KV caches. "
+    "Default: 4096, or what the target knows if that is less.",
 )
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
 @click.option(

@@ -180,7 +180,8 @@ TARGETS: dict[str, TargetSpec] = {
         heads=("RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
     ),
     "auto": TargetSpec(
-        "what config.json says: any decoder-only model of transformers whose twin agrees", DECODER_LAYERS
+        "by config.json: any decoder-only model of transformers whose small random copy gives transformers' logits",
+        DECODER_LAYERS,
     ),
 }
 """Repositories have the names under which they were published. A dry run tells whether a head still exists and fits."""

@@ -42,7 +42,7 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
     facts = plan_json(plan)
     of_head = [
         f"draft    {draft_text(plan)}: {_millions(facts['draft_parameters'])}, "
-        f"{_mb(facts['draft_bytes'])} on disk, {facts['draft_vocab_size']} draft tokens"
+        f"{_mb(facts['draft_bytes'])} on disk, a vocabulary of {facts['draft_vocab_size']:,}"
         + _shared_text(plan)
         + (f", trained for {plan.draft.verifier}" if plan.draft.verifier else ""),
         f"taps     {plan.chosen_taps}",

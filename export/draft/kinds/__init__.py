@@ -10,9 +10,11 @@ MTP = "MTP"
 _EAGLE = "eagle3.export.draft.kinds.eagle"
 
 KINDS: dict[str, Kind] = {
-    EAGLE3: Kind("taps of the target; a KV cache of its own; a step for each proposal", _EAGLE),
+    EAGLE3: Kind(
+        "hidden states of several target layers (taps); a KV cache of its own; a step for each proposal", _EAGLE
+    ),
     P_EAGLE: Kind(
-        "taps of the target; a KV cache of its own; all proposals in one step",
+        "hidden states of several target layers (taps); a KV cache of its own; all proposals in one step",
         _EAGLE,
         published=("RedHatAI/Qwen3-8B-speculator.peagle",),
     ),
@@ -36,7 +38,7 @@ KINDS: dict[str, Kind] = {
         architectures="MLPSpeculator",
     ),
     DFLASH: Kind(
-        "taps of the target; a KV cache of its own; a block of proposals in one step",
+        "hidden states of several target layers (taps); a KV cache of its own; a block of proposals in one step",
         "eagle3.export.draft.kinds.dflash",
         published=(
             "RedHatAI/gemma-4-31B-it-speculator.dflash",
