@@ -118,7 +118,7 @@ def is_int4(weight: Weight) -> bool:
 
 def choice_of(weight: Weight) -> small_m.Blocks:
     if len(weight) == 1:
-        return small_m.Blocks(bf16.BLOCK_N, bf16.STAGES[16])
+        return bf16.BF16
     if len(weight) == 4:
         return k_quants.CHOICES[k_quants.code_bits(*weight)]
     return int4.INT4 if is_int4(weight) else small_m.INT8
@@ -136,7 +136,7 @@ def counters() -> Tensor:
 def run(x: Tensor, weight: Weight, choice: small_m.Blocks | None = None) -> Tensor:
     choice = choice or choice_of(weight)
     if len(weight) == 1:
-        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, *weight, counters(), count=choice.parts)
+        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, *weight, counters(), choice=choice)
     if len(weight) == 4:
         return k_quants._launch_k_quant(k_quants._k_quant_small_m_kernel, x, *weight, counters(), choice=choice)
     if is_int4(weight):
@@ -253,22 +253,22 @@ def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
     return microseconds([lambda weight=weight: compiled(x, *weight, group) for weight in weights[:4]])
 
 
-def division_of(n: int, k: int, choice: small_m.Blocks) -> sums.Division:
-    return choice.division(n, -(-k // 256))
+def division_of(n: int, k: int, weight: Weight) -> sums.Division:
+    return choice_of(weight).division(n, -(-k // (bf16.BLOCK_K if len(weight) == 1 else int4.BLOCK)))
 
 
 def time_linear(name: str, bandwidth: float, dequantizing: bool = True) -> Timing:
     n, k = LINEARS[name]
     weight = made(name)
-    check(name, weight, k)
-    size = nbytes(weight)
-    timing = Timing(name, n, k, division_of(n, k, choice_of(weight)), size)
-    weights = copies(weight)
-    for m in range(1, 17):
-        x = torch.randn(m, k, device="cuda").bfloat16()
-        timing.us[m] = time_rows(x, weights)
-        moved = size + 2 * m * (n + k)
-        timing.copy_share[m] = moved / (1e-6 * timing.us[m]) / bandwidth
+    size, weights = nbytes(weight), copies(weight)
+    with sums.made_for_here():
+        check(name, weight, k)
+        timing = Timing(name, n, k, division_of(n, k, weight), size)
+        for m in range(1, 17):
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            timing.us[m] = time_rows(x, weights)
+            moved = size + 2 * m * (n + k)
+            timing.copy_share[m] = moved / (1e-6 * timing.us[m]) / bandwidth
     if dequantizing:
         timing.dequantize_us = dequantized(torch.randn(8, k, device="cuda").bfloat16(), weights)
     return timing
@@ -324,11 +324,6 @@ def main(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None
     if not torch.cuda.is_available():
         click.echo("This needs a CUDA GPU and found none; nothing was run.")
         return
-    with sums.made_for_here():
-        measure(names, json_file, sweeping)
-
-
-def measure(names: tuple[str, ...], json_file: Path | None, sweeping: bool) -> None:
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
     click.echo(f"{device}, torch {torch.__version__}: a copy moves {bandwidth / 1e12:.2f} TB/s")

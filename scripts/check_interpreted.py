@@ -52,7 +52,7 @@ def chosen(greedy: EagerGreedy, prompts: int, tokens: int) -> list[tuple[float, 
     for number in range(CANDIDATES):
         size = 3 + number % (LONGEST - 2)
         prompt = torch.randint(greedy.plan.target_config.vocab_size, (size,), generator=generator).tolist()
-        found.append((min(greedy(prompt, tokens)[1]), prompt))
+        found.append((min(greedy(prompt, tokens, stops=False)[1]), prompt))
     return sorted(found, reverse=True)[:prompts]
 
 

@@ -4,14 +4,15 @@
     python scripts/gpu_carry.py unpack out.tar.xz out    # there: fills each weight with its first bytes
     python scripts/gpu_check.py --only round --wide out
 
-Gemma 4 31B, 21 GB, is packed into 6 MB. A step takes as long as with the true weights, whose values it does not depend
-on; the tokens mean nothing. An artifact of less than 200 MB is refused when it is opened, because its files are then
-compared with their checksums.
+Gemma 4 31B is packed into 6 MB. A step takes as long as with the true weights, except with experts, of which a window
+reads those that its rows choose; the tokens mean nothing. An artifact of less than 200 MB is refused when it is opened,
+because its files are then compared with their checksums.
 """
 
 import io
 import json
 import tarfile
+import tempfile
 from pathlib import Path
 
 import click
@@ -37,6 +38,10 @@ def main() -> None:
 def pack(artifact: Path, packed: Path) -> None:
     """Pack ARTIFACT's files into the tar file PACKED; of its weights the index and a sample of each."""
     weights = artifact / WEIGHTS_FILE
+    if not weights.is_file():
+        raise click.ClickException(f"{artifact} has no {WEIGHTS_FILE}: it is no CUDA artifact")
+    if not packed.parent.is_dir():
+        raise click.ClickException(f"there is no folder {packed.parent}")
     places, samples = places_of(weights), []
     with weights.open("rb") as file, tarfile.open(packed, "w:xz") as tar:
         head = file.read(places[0].offset)
@@ -48,7 +53,7 @@ def pack(artifact: Path, packed: Path) -> None:
             entry.size = len(data)
             tar.addfile(entry, io.BytesIO(data))
         for path in sorted(artifact.iterdir()):
-            if path.name != WEIGHTS_FILE:
+            if path.name != WEIGHTS_FILE and path.resolve() != packed.resolve():
                 tar.add(path, path.name)
     click.echo(f"{packed}: {packed.stat().st_size:,} bytes; the weights are {weights.stat().st_size:,}")
 
@@ -58,9 +63,22 @@ def pack(artifact: Path, packed: Path) -> None:
 @click.argument("artifact", type=click.Path(path_type=Path))
 def unpack(packed: Path, artifact: Path) -> None:
     """Write the folder ARTIFACT from PACKED, each weight filled with its sample."""
-    artifact.mkdir(parents=True)
-    with tarfile.open(packed) as tar:
-        tar.extractall(artifact, filter="data")
+    if artifact.exists():
+        raise click.ClickException(f"{artifact} is there already")
+    artifact.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=artifact.parent) as folder:
+        whole = Path(folder) / "artifact"
+        try:
+            with tarfile.open(packed) as tar:
+                tar.extractall(whole, filter="data")
+            fill(whole)
+        except (tarfile.TarError, OSError, KeyError, ValueError) as error:
+            raise click.ClickException(f"{packed} is not what pack wrote: {error}") from error
+        whole.rename(artifact)
+
+
+def fill(artifact: Path) -> None:
+    """Make the file of the weights from the index and the samples that were unpacked."""
     weights, samples = artifact / WEIGHTS_FILE, artifact / SAMPLES
     (artifact / INDEX).rename(weights)
     size = json.loads((artifact / EXPORT_RECORD).read_text())["files"][WEIGHTS_FILE]["bytes"]

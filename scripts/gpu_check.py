@@ -42,8 +42,8 @@ from gpu_steps import Facts, NotRun, Report, met
 GIB = 1 << 30
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 PREFILL_ROWS = (32, 64, 128, 256, 512, 1024)
-LISTED = 16
-"""Kernels whose times are listed."""
+LISTED, NAME_END = 16, 60
+"""Kernels whose times are listed, and the characters of a name that are: the last ones, which tell Inductor's apart."""
 GRAPHS = {"auto": "by CUDA graphs", "off": "without graphs"}
 
 
@@ -202,17 +202,18 @@ def measure_rounds(check: Check) -> None:
 
 
 def kernels_of_a_round(check: Check) -> Facts:
-    """Return how often a round launches each kernel and the microseconds that all its launches take, by name and grid,
-    the longest first, as CUPTI times them."""
+    """Return how often a fused round, or a verify if there is none, launches each kernel, and the microseconds that all
+    its launches take, by name and grid, the longest first, as CUPTI times them."""
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
     from eagle3.runner.step_times import session_steps
 
-    rounds, found = 5, {}
+    rounds = 5
     with opened(check.artifact, "off", {}) as session:
         steps = session_steps(session)
-        call = steps.get(SPECULATE, steps[TARGET_VERIFY])
+        method = SPECULATE if SPECULATE in steps else TARGET_VERIFY
+        call = steps[method]
         call()
         with profile(activities=supported_activities() - {ProfilerActivity.CPU} or None) as profiled:
             for _ in range(rounds):
@@ -220,11 +221,20 @@ def kernels_of_a_round(check: Check) -> Facts:
     with tempfile.TemporaryDirectory() as folder:
         profiled.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return {"of": method} | kernel_times(events, rounds)
+
+
+def kernel_times(events: list[dict[str, Any]], rounds: int) -> Facts:
+    """Return launches and microseconds a round by kernel, from the events of a trace of that many rounds."""
+    found: dict[tuple, list[float]] = {}
     for event in events:
         if event.get("cat") == "kernel":
-            found.setdefault(f"{event['name'][:60]} {event['args']['grid']}", []).append(event["dur"])
+            found.setdefault((event["name"], *event["args"]["grid"]), []).append(event["dur"])
     longest = sorted(found.items(), key=lambda item: -sum(item[1]))
-    times = {name: [len(times) / rounds, round(sum(times) / rounds, 1)] for name, times in longest[:LISTED]}
+    times = {
+        f"{name[-NAME_END:]} {grid}": [len(times) / rounds, round(sum(times) / rounds, 1)]
+        for (name, *grid), times in longest[:LISTED]
+    }
     return {"all, us": round(sum(map(sum, found.values())) / rounds, 1)} | times
 
 
@@ -255,7 +265,10 @@ def measure_round(facts: Facts, check: Check, graphs: str) -> None:
     from eagle3.runner.step_times import session_steps, step_milliseconds
 
     with opened(check.artifact, graphs, facts) as session:
-        chain_len, rows = session.metadata.chain_len, session.metadata.min_prefill
+        metadata = session.metadata
+        if not metadata.has_draft:
+            raise NotRun("it has no draft head")
+        drafts, rows = -(-metadata.chain_len // metadata.proposals), metadata.min_prefill
         prompt = torch.arange(1, rows + 1)[None]
         feature = session.prefill(prompt, session.positions[:rows]).feature[:, :1]
         calls: dict[str, Callable[[], Any]] = session_steps(session)
@@ -265,8 +278,8 @@ def measure_round(facts: Facts, check: Check, graphs: str) -> None:
     facts["ms"] = {name: round(value, 3) for name, value in milliseconds.items()}
     launches = recorded(check.artifact)
     weights = {name: launches[name]["weight_bytes"] for name in (TARGET_VERIFY, DRAFT_DECODE)}
-    apart = milliseconds[TARGET_VERIFY] + chain_len * milliseconds[DRAFT_DECODE]
-    read = weights[TARGET_VERIFY] + chain_len * weights[DRAFT_DECODE]
+    apart = milliseconds[TARGET_VERIFY] + drafts * milliseconds[DRAFT_DECODE]
+    read = weights[TARGET_VERIFY] + drafts * weights[DRAFT_DECODE]
     facts["a round, ms"] = round(milliseconds.get(SPECULATE, apart), 3)
     facts["of copy bandwidth"] = round(read / (1e-3 * milliseconds.get(SPECULATE, apart)) / check.copied, 3)
 

@@ -46,7 +46,8 @@ def _rows(m: int, k: int) -> torch.Tensor:
 
 def bf16_product(activation: str = "", count: int | None = 2, outputs: int = 128) -> None:
     weight = torch.randn(outputs, 256).bfloat16()
-    bf16._launch_bf16(bf16._bf16_small_m_kernel, _rows(3, 256), weight, sums.counters(), activation, count)
+    choice = replace(bf16.BF16, parts=count)
+    bf16._launch_bf16(bf16._bf16_small_m_kernel, _rows(3, 256), weight, sums.counters(), activation, choice)
 
 
 def int8_product(count: int | None = 2, outputs: int = 70) -> None:

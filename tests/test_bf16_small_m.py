@@ -2,6 +2,7 @@
 end of every product whose K several programs share."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from eagle3.export.lowering.cuda.kernels import bf16, sums
 def product(x: Tensor, weight: Tensor, arrived: Tensor | None = None, count: int | None = None) -> Tensor:
     arrived = sums.counters() if arrived is None else arrived
     with interpreted(sums, bf16):
-        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, weight, arrived, count=count)
+        choice = replace(bf16.BF16, parts=count)
+        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, weight, arrived, choice=choice)
 
 
 def made(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +148,7 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])
 def test_what_it_takes_of_a_gpu(arch, rows, tmp_path):
-    constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BLOCK_N, "BLOCK_K": bf16.BLOCK_K}
+    constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BF16.n, "BLOCK_K": bf16.BLOCK_K}
     constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows], "ACTIVATION": ""}
     types = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"]
     found = usage(bf16._bf16_small_m_kernel, types, constants, arch, tmp_path, bf16.WARPS)
@@ -154,4 +156,4 @@ def test_what_it_takes_of_a_gpu(arch, rows, tmp_path):
     assert found.loop.count("HMMA") == rows and found.ptx.count("cp.async.cg.shared.global") > 0
     assert "atom.global.gpu.acq_rel.add" in found.ptx
     if rows == 16:
-        assert found.a_weight(bf16.BLOCK_N * bf16.BLOCK_K, bf16.WARPS) < 1.5
+        assert found.a_weight(bf16.BF16.n * bf16.BLOCK_K, bf16.WARPS) < 1.5

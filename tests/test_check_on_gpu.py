@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from dataclasses import replace
 from unittest.mock import patch
 
+import check_interpreted
 import check_on_gpu
 import pytest
 from click.testing import CliRunner
@@ -54,11 +56,16 @@ def test_another_token_and_an_artifact_that_does_not_run_are_refused(artifact, t
     for folder in (other, lacking):
         shutil.copytree(artifact, folder)
     said[1]["token_ids"][3] ^= 1
-    for margin, code in ((2.0, 1), (0.1, 0)):
+    for margin, code in ((2.0, 1), (0.05, 0)):
         said[1]["margins"][3] = margin
         check_on_gpu.expected_file(other).write_text(json.dumps(said))
         done = run("compare", other)
         assert done.exit_code == code and f"parts at token 3, where the margin is {margin}" in done.output
+    said[1]["token_ids"][3] ^= 1
+    for given, code in (([], 0), ([[0] * len(call) for call in said[1]["proposals"]], 1)):
+        changed = [said[0], said[1] | {"proposals": given or said[1]["proposals"]}]
+        check_on_gpu.expected_file(other).write_text(json.dumps(changed))
+        assert run("compare", other).exit_code == code
     del said[1]["token_ids"][3:]
     check_on_gpu.expected_file(other).write_text(json.dumps(said))
     assert run("compare", other).exit_code == 0  # asked for three tokens
@@ -77,9 +84,18 @@ def test_another_token_and_an_artifact_that_does_not_run_are_refused(artifact, t
 def test_what_a_module_generates_is_written_beside_its_artifact(tmp_path):
     folder = tmp_path / "artifact"
     folder.mkdir()
-    with patch.object(check_on_gpu, "config_of", lambda _artifact: ExportConfig("gemma4-tiny")):
+    greedy = EagerGreedy("cpu", ExportConfig("gemma4-tiny"))
+    greedy.plan = replace(greedy.plan, eos_ids=tuple(range(1024)))  # each token is an end token
+    with (
+        patch.object(check_on_gpu, "config_of", lambda _artifact: None),
+        patch.object(check_on_gpu, "EagerGreedy", lambda *_given: greedy),
+        patch.object(check_interpreted, "CANDIDATES", 2),
+    ):
         done = run("expect", folder, "--prompts", "1", "--tokens", "3")
-    assert done.exit_code == 0, done.output
+        assert done.exit_code == 0, done.output
+        with patch.object(EagerGreedy, "__call__", lambda *_given, **_options: ([1, 2, 3], [1.0] * 3)):
+            parted = run("expect", folder, "--prompts", "1", "--tokens", "3")
     (said,) = json.loads(check_on_gpu.expected_file(folder).read_text())
-    ids, margins = EagerGreedy("cpu", ExportConfig("gemma4-tiny"))(said["prompt"], 3)
-    assert said["token_ids"] == ids and said["margins"] == margins and said["proposals"]
+    ids, margins = greedy(said["prompt"], 3, stops=False)
+    assert said["token_ids"] == ids and said["margins"] == margins and len(margins) == 3 and said["proposals"]
+    assert parted.exit_code == 1 and "choose other tokens" in parted.output

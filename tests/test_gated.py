@@ -2,6 +2,7 @@
 a traced graph; what it compiles to, with no GPU."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ BF16_TYPES = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"]
 
 def of_bf16(x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", count: int | None = None) -> Tensor:
     with interpreted(sums, bf16):
-        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, weight, arrived, activation, count)
+        choice = replace(bf16.BF16, parts=count)
+        return bf16._launch_bf16(bf16._bf16_small_m_kernel, x, weight, arrived, activation, choice)
 
 
 def of_int4(x: Tensor, weight: list[tuple[Tensor, ...]], arrived: Tensor, activation: str = "") -> Tensor:
@@ -194,7 +196,7 @@ def test_it_fits_as_the_product_does(arch, activation, tmp_path):
             "K": 5376,
             "WHOLE": whole,
             "SPLITS": 3,
-            "BLOCK_N": bf16.BLOCK_N,
+            "BLOCK_N": bf16.BF16.n,
             "ACTIVATION": activation,
         }
         constants |= {"BLOCK_K": bf16.BLOCK_K, "BLOCK_M": 16, "STAGES": bf16.STAGES[16]}

@@ -21,7 +21,9 @@ from torch.utils._triton import has_triton
 from triton import Config
 from triton.runtime import driver
 
+from eagle3.export.lowering.cuda import backend
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, toolchain
+from eagle3.export.lowering.cuda.kernels import sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.choices import choices
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
@@ -33,6 +35,22 @@ from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu
 from eagle3.runner.hardware.gpus import BY_ARCH
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+
+
+@without_gpu
+@pytest.mark.parametrize(("arch", "divided"), [("sm_80", (0, 1)), ("sm_90", (264, 3)), ("sm_100", (0, 3))])
+def test_an_export_divides_matmuls_for_the_gpu_that_it_names(arch, divided, monkeypatch):
+    class Lowering(Exception):
+        pass
+
+    def lower(*_given, **_options):
+        raise Lowering(sums.division(2 * 21504, 21, 128))
+
+    monkeypatch.setattr(backend, "to_edge_transform_and_lower", lower)
+    plan = SimpleNamespace(methods=(), config=SimpleNamespace(cuda_arch=arch))
+    with pytest.raises(Lowering) as lowering:
+        backend.BACKEND.lower({}, {}, plan)
+    assert lowering.value.args[0] == divided
 
 
 @without_gpu

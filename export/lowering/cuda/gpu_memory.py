@@ -6,6 +6,7 @@ and the partial sums of the draft's matmuls.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
+from eagle3.export.merged_linears import SAME_INPUT
 from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.methods import plan_methods
@@ -28,7 +31,7 @@ from eagle3.targets.spec import Skeleton
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-BFLOAT16 = torch.bfloat16.itemsize
+BFLOAT16, FLOAT32 = torch.bfloat16.itemsize, torch.float32.itemsize
 INT4_GROUP = 32  # columns that share a scale in torchao's checkpoints
 
 
@@ -95,8 +98,29 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
     if not plan.has_draft:
         return prefill
     own = _layer_linears(draft)
-    reseed = plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + max(map(_part_bytes, own)))
-    return max(prefill, reseed)
+    with _made_for(plan):
+        parts = max(_part_bytes(linears) for linears in _merged(draft, own))
+    return max(prefill, plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + parts))
+
+
+def _made_for(plan: Plan) -> AbstractContextManager[None]:
+    """Divide matmuls as the export of the plan does; for a plan without a GPU, as for an H100."""
+    if local_arch() is not None:
+        return sums.made_for_here()
+    return sums.made_for_named(plan.config.cuda_arch) if plan.config.cuda_arch else nullcontext()
+
+
+def _merged(model: nn.Module, linears: list[nn.Linear]) -> Iterator[list[nn.Linear]]:
+    """Yield the linears that are one matmul."""
+    left = dict.fromkeys(linears)
+    for parent in model.modules():
+        for names in SAME_INPUT:
+            group = [each for name in names if (each := getattr(parent, name, None)) in left]
+            if group:
+                yield group
+            for each in group:
+                del left[each]
+    yield from ([each] for each in left)
 
 
 def _layer_linears(model: nn.Module) -> list[nn.Linear]:
@@ -111,10 +135,12 @@ def _row_bytes(linears: list[nn.Linear]) -> int:
     return BFLOAT16 * 3 * max(max(m.in_features, m.out_features) for m in linears)
 
 
-def _part_bytes(linear: nn.Linear) -> int:
-    """Return the bytes per row of the partial sums of a draft's matmul."""
-    count = sums.division(linear.out_features, -(-linear.in_features // int4.BLOCK), bf16.BLOCK_N).parts
-    return 4 * count * linear.out_features if count > 1 else 0
+def _part_bytes(linears: list[nn.Linear]) -> int:
+    """Return the bytes per row of the partial sums of a draft's matmul, by the kernel of bfloat16 weights, which takes
+    as many as the others or more."""
+    outputs = sum(each.out_features for each in linears)
+    parts = bf16.BF16.division(outputs, -(-linears[0].in_features // bf16.BLOCK_K)).parts
+    return FLOAT32 * parts * outputs if parts > 1 or len(linears) == 2 else 0
 
 
 def suggest_flags(plan: Plan, has: int) -> str | None:

@@ -20,14 +20,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.sums import Division, division, gated, launch, place, run_of_blocks, store
+from eagle3.export.lowering.cuda.kernels.small_m import Blocks
+from eagle3.export.lowering.cuda.kernels.sums import gated, launch, place, run_of_blocks, store
 
 ALIGNED = 8
 """K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
 STAGES = {16: 5, 32: 4}
 """The blocks in flight in shared memory plus one, by the rows of a tile."""
-BLOCK_N, BLOCK_K = 64, 128
+BLOCK_K = 128
 WARPS = 4
+BF16 = Blocks(n=64, stages=STAGES[16])
 
 
 @triton.jit
@@ -69,23 +71,23 @@ def _bf16_small_m_kernel(
 
 
 def _launch_bf16(
-    kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", count: int | None = None
+    kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", choice: Blocks = BF16
 ) -> Tensor:
-    """Launch the kernel. ``count``: programs along K of each tile; None for ``division``."""
     _check(x, weight)
     if not weight.is_contiguous():
         raise ValueError(f"the weight of {tuple(weight.shape)} has strides {weight.stride()}: not contiguous")
     n, k = weight.shape
-    divided = Division(0, count) if count else division(n, triton.cdiv(k, BLOCK_K), BLOCK_N)
+    divided = choice.division(n, triton.cdiv(k, BLOCK_K))
     x = x.contiguous()
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
             x, weight, arrived, parts, out, x.shape[0], N=n, K=k, WHOLE=divided.whole, SPLITS=divided.parts,
-            BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation, num_warps=WARPS,
+            BLOCK_N=choice.n, BLOCK_K=BLOCK_K, BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation,
+            num_warps=WARPS,
         )  # fmt: skip
 
-    return launch(x, n, BLOCK_N, triton.cdiv(n, BLOCK_N), divided, tuple(STAGES), arrived, run, activation)
+    return launch(x, n, choice.n, triton.cdiv(n, choice.n), divided, tuple(STAGES), arrived, run, activation)
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})

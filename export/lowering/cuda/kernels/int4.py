@@ -7,7 +7,8 @@ grows with each row (pytorch/executorch PR 21456).
 Bytes: a weight is 4 bits, two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear of
 5376 x 21504 (N x K, Gemma 4 31B's ``down_proj``) is 66.8 MB: 14 us at 4.8 TB/s, whatever the kernel. 8 rows add 0.34 MB
 of activations (read once for every 128 outputs, 14 MB, from L2), 0.09 MB of output and 1.0 MB of partial sums, written
-and read. A warp's loads are whole lines of 128 bytes: 256 codes of an output, and 64 outputs' scales and zero points.
+and read. A warp's loads are whole lines of 128 bytes: 256 codes of an output and, up to 8 rows, 64 outputs' scales and
+zero points.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the group's scale and zero point)::
 
@@ -56,7 +57,8 @@ INT4 = Blocks(n=TILE, stages=3)
 """32 KB of codes in flight; two programs fit on an SM of sm_80 and sm_90. A block more took 2 to 5% longer on an H200
 (scripts/bench_small_m.py)."""
 OUTPUTS = {8: TILE, 16: TILE // 2}
-"""The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM."""
+"""The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM. With 64 two of
+one weight do; three weights take 158 registers on sm_80."""
 
 
 @triton.jit
@@ -200,7 +202,8 @@ def small_m_run(
     grid with a program for each tile."""
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
-    divided = choice.division(codes.shape[0] * TILE, k // BLOCK)
+    light = not n2 and n0 % TILE == n1 % TILE == 0  # others take more than 128 registers with whole tiles
+    divided = choice.division(codes.shape[0] * TILE, k // BLOCK, whole=light)
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         each = TILE // OUTPUTS[rows]

@@ -9,10 +9,10 @@ the multiplication that scales it also subtracts the zero point. Scales and zero
 need them through shared memory together. The kernel takes 6.9 to 7.1 instructions per weight for 64 rows, counted in
 the machine code for sm_80 to sm_120.
 
-Up to 32 rows use the small-M kernel in tiles of 16, with 3.0 to 3.5 instructions per weight. For 9 to 16 rows of Gemma
-4 31B that is 3.5 ms on an H200 instead of 6.9, estimated from issue slots and bytes. For 17 to 32 rows it takes the
-same time, except on a 4090 or a 5090, where a tile of 64 rows is limited by the tensor cores: there it takes three
-quarters and half of that time.
+Up to 32 rows use the small-M kernel in tiles of 16, which takes 3.9 to 4.0 instructions per weight. By its issue slots
+that is about half the time of a tile of 64 rows for 9 to 16 rows, and the same for 17 to 32, except on a 4090 or a
+5090, where a tile of 64 rows is limited by the tensor cores: there it is three quarters and half. Neither was timed
+beside the other.
 """
 
 from collections.abc import Sequence

@@ -35,14 +35,15 @@ class Blocks:
     """The block sizes for one kind of weight. A program has 8 warps, one for each group of a block."""
 
     n: int
-    """Outputs of a program. For up to 8 rows they fit in 128 registers per thread, so two programs fit on an SM."""
+    """Outputs of a program. For up to 8 rows of one weight, or of two of whole tiles, they fit in 128 registers per
+    thread on sm_80 to sm_90, so that two programs fit on an SM."""
     stages: int
     """Blocks in flight in shared memory, plus one. Two programs fit on an SM of sm_80 and sm_90, one on sm_86."""
     parts: int | None = None
     """Programs that K of each tile is divided among; None for ``division``."""
 
-    def division(self, outputs: int, blocks: int) -> Division:
-        return Division(0, self.parts) if self.parts else division(outputs, blocks, self.n)
+    def division(self, outputs: int, blocks: int, whole: bool = True) -> Division:
+        return Division(0, self.parts) if self.parts else division(outputs, blocks, self.n, whole)
 
 
 INT8 = Blocks(n=64, stages=4)

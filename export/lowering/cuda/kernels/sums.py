@@ -87,9 +87,9 @@ def made_for_here() -> AbstractContextManager[None]:
     return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON)
 
 
-def division(n: int, blocks: int, block_n: int) -> Division:
+def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     """Return how ``blocks`` blocks of K are divided. It depends on the weight's shape and the GPU alone, so that the
-    order of the sum is fixed.
+    order of the sum is fixed. Not ``whole``: there are no whole tiles, on any GPU.
 
     It minimizes the time if two programs run on a multiprocessor, all programs that fit start together, and starting
     costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``.
@@ -103,7 +103,7 @@ def division(n: int, blocks: int, block_n: int) -> Division:
         blocks_long = rounds * (blocks + STARTING) + rest * (triton.cdiv(blocks, division.parts) + STARTING)
         return blocks_long * (GAIN if division.parts > 1 else 1)
 
-    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole_tiles else 0))
+    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole and whole_tiles else 0))
     counts = range(1, min(blocks, MOST_PARTS) + 1)
     return min((Division(whole, parts) for whole in wholes for parts in counts), key=cost)
 
@@ -134,14 +134,15 @@ def launch(
     arrived: Tensor,
     run: Callable[[tuple, int, Tensor, Tensor], None],
     activation: str = "",
-    halves: int = 1,
+    programs: int = 1,
 ) -> Tensor:
     """Return bfloat16 [M, N], or [M, N / 2] with an ``activation``. ``run(grid, rows of a tile, out, parts)`` writes it
     and is called once for each size of row tiles that is needed.
 
     The grid is tiles of rows, and the programs of ``tiles`` of ``tile`` outputs. ``parts`` is float32 [parts of a tile,
-    M, N], or ``arrived`` if K is not divided. With the most rows a tile has ``halves`` programs. Raises ValueError for
-    another dtype of ``x``, for more tiles than there are counters, and for halves that are not whole tiles.
+    M, N], or ``arrived`` if K is not divided. With the most rows a tile has so many ``programs``. Raises ValueError
+    for another dtype of ``x``, for more tiles than there are counters, and for a gate and an up that are not whole
+    tiles.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
@@ -152,7 +153,7 @@ def launch(
     if statically_known_true(m == 0):
         return out
     shared = division.parts > 1 or activation
-    counted = halves * tiles // (2 if activation else 1)  # the two halves of a gate share a counter
+    counted = programs * tiles // (2 if activation else 1)  # the two halves of a gate share a counter
     if shared and not statically_known_true(counted * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
         most = COUNTERS // counted * sizes[-1]
         raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows of them, or split them")
@@ -233,11 +234,9 @@ def store(
     # total: float32 [outputs, rows], of the outputs n and the rows m of this program's tile, as far as they are there
     here = (m[None, :] < M) & there[:, None]
     at = m.to(tl.int64)[None, :] * N + n[:, None]
-    if ACTIVATION != "":
-        _share(OUT, PARTS, ARRIVED, total, M, m, n, at, here, N, WHOLE, SPLITS, ACTIVATION)
-    elif SPLITS == 1:
+    if SPLITS == 1 and ACTIVATION == "":
         tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
-    elif WHOLE == 0:
+    elif WHOLE == 0 or ACTIVATION != "":
         _share(OUT, PARTS, ARRIVED, total, M, m, n, at, here, N, WHOLE, SPLITS, ACTIVATION)
     else:
         if tl.program_id(1) < WHOLE:  # noqa: PLR5501  (of the two conditions one is the compiler's)
