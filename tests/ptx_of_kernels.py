@@ -6,6 +6,7 @@ python tests/ptx_of_kernels.py
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import torch
 import triton
@@ -70,9 +71,11 @@ def product(launch: Callable, rows: int, parts: tuple, **more) -> Callable:
 
 
 def attends(
-    width: int, groups: int, rows: int, divided: int, made: bool = False, int8: bool = False, **options
-) -> Callable:
-    """A launch of attention to 4096 positions; ``made``: queries, keys and values too; ``int8``: a cache of codes."""
+    width: int, groups: int, rows: int, divided: int, made: bool = False, int8: bool = False, window: int = 4096,
+    adds: bool = False, **options,
+) -> Callable:  # fmt: skip
+    """A launch of attention to 4096 positions, or to a ``window`` of them; ``made``: queries, keys and values too;
+    ``int8``: a cache of codes; ``adds``: the second launch, which adds the parts of a whole context."""
     heads, slots = 8 * groups, 4096
     tables = on_meta(rows, width, dtype=torch.bfloat16)
     query, cache = (
@@ -94,14 +97,15 @@ def attends(
         at,
         counters("meta"),
         0.1,
-        slots,
+        window,
         divided,
         0.0,
         None,
         *scales,
         more if made else None,
     )
-    return lambda kernel: attention.launch(kernel, *given, **options)
+    other = MagicMock()
+    return lambda kernel: attention.launch((other, kernel) if adds else (kernel, other), *given, **options)
 
 
 TILE = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
@@ -127,10 +131,11 @@ def int8_experts_of(kernel: object) -> None:
 
 
 KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
-    "attention": (attention._attention_kernel, attends(128, 2, 4, 4, **TILE)),
-    "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, **TILE)),
+    "attention": (attention._attention_kernel, attends(128, 2, 4, 4, window=2048, **TILE)),
+    "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, window=2048, **TILE)),
     "attention of codes": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, int8=True, **TILE)),
     "attention of wide heads": (attention._attention_kernel, attends(512, 8, 4, 4, made=True, **TILE)),
+    "sums of attention": (attention._attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
     "attention of a chunk": (attention._attention_kernel, attends(64, 4, 128, 0, **TILE)),
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),
     "int4 of 16 rows": (int4.int4_small_m_kernel, product(int4._launch_int4, 16, INT4)),

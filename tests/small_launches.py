@@ -91,7 +91,8 @@ def attend(rows: int, last: int, slots: int) -> None:
     query, keys, values = _rows(rows, 64).view(1, rows, 4, 16), *torch.randn(2, 1, 2, slots, 16).bfloat16()
     at = torch.arange(last + 1 - rows, last + 1)
     rest = torch.zeros_like(at), at, sums.counters(), 0.25, slots, 16, 0.0, None
-    attention.launch(attention._attention_kernel, query, keys, values, *rest, BLOCK_N=32)
+    kernels = attention._attention_kernel, attention._attention_sum_kernel
+    attention.launch(kernels, query, keys, values, *rest, BLOCK_N=32)
 
 
 def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False) -> None:
@@ -104,7 +105,8 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
     if int8:
         (keys, *of_keys), (values, *of_values) = int8_codes(keys), int8_codes(values)
         given, scales = (query, keys, values, *given[3:]), (*of_keys, *of_values)
-    attention.launch(attention._attention_kernel, *given, *scales, attention.Product(product, *made), BLOCK_N=64)
+    kernels = attention._attention_kernel, attention._attention_sum_kernel
+    attention.launch(kernels, *given, *scales, attention.Product(product, *made), BLOCK_N=64)
 
 
 def experts_of(rows: int) -> None:

@@ -23,6 +23,7 @@ from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
+from eagle3.runner.cost.bound import chunks
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.runner.machine_code.barriers import faults
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
@@ -35,7 +36,7 @@ def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
     given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest[:10])]
     given += rest[10:]
     with interpreted(kernels):
-        found = kernels.launch(kernels._attention_kernel, *given, BLOCK_N=keys)
+        found = kernels.launch((kernels._attention_kernel, kernels._attention_sum_kernel), *given, BLOCK_N=keys)
     return found.to(query.dtype)
 
 
@@ -155,17 +156,20 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
         def __getitem__(self, grid):
             def run(*given, **options) -> None:
                 kernels._attention_kernel[grid](*given, **options)
-                kept["arrived"], kept["parts"], kept["stats"], kept["count"] = given[6], given[7], given[8], given[11]
+                kept["arrived"], kept["parts"], kept["stats"] = given[6], given[7], given[8]
 
             return run
 
     first, last = (each[-rows:] for each in rest[2:4])
+    keys = 128 if rest[6] > 10000 else 16
     with interpreted(kernels):
-        out = kernels.launch(
-            Kept(), query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=128 if rest[6] > 10000 else 16
-        )
+        both = Kept(), kernels._attention_sum_kernel
+        out = kernels.launch(both, query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=keys)
     assert not kept["arrived"].any()
-    parts, stats = (kept[name][: kept["count"] * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
+    chunk, doublings, count = kernels.division(rest[6], rest[0].shape[2], 2)
+    if doublings >= 0:  # the others wrote nothing
+        count = chunks(int(last[-1]) + 1, chunk, kernels.MOST_PARTS)
+    parts, stats = (kept[name][: count * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
 
 
@@ -244,7 +248,7 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
 
     def launched(*given: Any) -> Tensor:
         seen.append(given[8])
-        return kernels.launch(MagicMock(), *given)
+        return kernels.launch((MagicMock(), MagicMock()), *given)
 
     def exported() -> dict[str, str]:
         return ranges(torch.export.export(module, tuple(given_now), dynamic_shapes=dynamic, strict=False))

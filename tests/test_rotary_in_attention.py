@@ -54,7 +54,9 @@ class Alone:
         given_now = self.query, *caches, first, last, counters(), scale, longest, 16, 0.0, None, *now
         with interpreted(kernels, helpers), patch.object(interpreter.interpreter_builder, "set_grid_idx", begin_alone):
             product = kernels.Product(product, *made)
-            self.out = kernels.launch(kernels._attention_kernel, *given_now, product, BLOCK_N=keys_a_block)
+            self.out = kernels.launch(
+                (kernels._attention_kernel, kernels._attention_sum_kernel), *given_now, product, BLOCK_N=keys_a_block
+            )
         self.collect()
         self.keys, self.values, *self.scales = self.written
 

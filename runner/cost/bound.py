@@ -182,6 +182,7 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
 def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], context: Context) -> dict[str, Any]:
     """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
     warps, cache_bytes, blocks, adding = entry["threads"] // WARP, 0, math.prod(entry["grid"]), 0.0
+    buffer_bytes = entry["buffer_bytes"]
     products, cache = entry["products"], entry.get("cache")
     if cache and context.tokens:
         positions = context.positions(cache["slots"])
@@ -189,10 +190,14 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         tiles, heads, parts = entry["grid"]
         filled = min(parts, chunks(positions, cache["chunk"], cache["equal"]))
         blocks = tiles * heads * filled
-        if cache["sum_bytes"]:
+        if cache["sum_steps"]:
             adding = LATENCY_SECONDS * (1 + math.ceil(filled / SUMS_AHEAD) * cache["sum_steps"])
         iterations = tiles * heads * math.ceil(positions / cache["block"])
         products = {"multiply_adds": cache["multiply_adds"], "iterations": iterations}
+    if (sums := entry.get("sums")) and context.tokens:
+        filled = chunks(context.tokens, sums["chunk"], sums["equal"])
+        adding = LATENCY_SECONDS * (2 + math.ceil(filled / sums["ahead"]))
+        buffer_bytes = [*buffer_bytes, filled * sums["part_bytes"]]
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
     if loop:  # one iteration of the machine code does ``passes`` iterations of the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
@@ -213,7 +218,9 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
         "seconds": {
-            gpu.name: _seconds(entry, cache_bytes, blocks, code.registers, instructions, in_flight, adding, gpu)
+            gpu.name: _seconds(
+                entry, cache_bytes, buffer_bytes, blocks, code.registers, instructions, in_flight, adding, gpu
+            )
             for gpu in gpus
         },
     }
@@ -248,6 +255,7 @@ def main_loop(code: Code, products: Mapping[str, int], warps: int) -> tuple[Loop
 def _seconds(
     entry: Mapping[str, Any],
     cache_bytes: int,
+    buffer_bytes: list[int],
     blocks: int,
     registers: int,
     instructions: float,
@@ -255,7 +263,7 @@ def _seconds(
     adding: float,
     gpu: Gpu,
 ) -> dict[str, float]:
-    size = entry["weight_bytes"] + cache_bytes + sum(size for size in entry["buffer_bytes"] if size > gpu.l2_cache)
+    size = entry["weight_bytes"] + cache_bytes + sum(size for size in buffer_bytes if size > gpu.l2_cache)
     on_one = gpu.resident(registers, entry["shared_bytes"], entry["threads"])
     if not on_one:
         takes = f"{entry['threads']} threads of {registers} registers, {entry['shared_bytes']:,} bytes of shared memory"

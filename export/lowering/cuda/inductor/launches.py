@@ -66,7 +66,7 @@ class CacheReads:
     sum_bytes: int
     """Bytes that a program leaves for the last one to add, in all heads."""
     sum_steps: int
-    """Steps in which the last program adds those of a chunk."""
+    """Steps in which the last program adds those of a chunk; 0: another launch does."""
     block: int
     """Positions per iteration of its main loop."""
     multiply_adds: int
@@ -74,10 +74,22 @@ class CacheReads:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """The work of a kernel that adds what the programs of attention to a whole context leave."""
+
+    chunk: int
+    equal: int
+    part_bytes: int
+    """Bytes that are left of a chunk, in all heads."""
+    ahead: int
+    """Chunks that are loaded together."""
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch. ``weight_bytes``: bytes of weights that it reads. ``buffer_bytes``: bytes of each other tensor,
-    without caches, which are read only as far as there are tokens: see ``cache``. ``shared_bytes``: dynamic shared
-    memory of a block."""
+    without caches and sums, which are read only as far as there are tokens: see ``cache`` and ``sums``.
+    ``shared_bytes``: dynamic shared memory of a block."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -87,6 +99,7 @@ class Launch:
     buffer_bytes: tuple[int, ...]
     products: Products | None
     cache: CacheReads | None = None
+    sums: Sums | None = None
 
 
 @contextmanager
@@ -161,7 +174,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     x, y, z = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
     elements = _elements(meta, values)
     constants = _constants(known, source)
-    reads = cache_reads(constants, rows)
+    reads, added = cache_reads(constants, rows), sums_read(constants, rows)
     weights, buffers = {}, {}
     for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
         if name in V.graph.constants:
@@ -181,9 +194,10 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         known["num_warps"] * WARP,
         known["shared_mem"],
         sum(weights.values()),
-        tuple(left[1:] if reads and reads.sum_bytes else left),  # the largest holds the sums of all chunks
+        tuple(left[1:] if added or reads and reads.sum_bytes else left),  # the largest holds the sums of all chunks
         products(known["mangled_name"], constants, x * y * z, values.get("M", rows)),
         reads,
+        added,
     )
     return launch, weights
 
@@ -294,7 +308,15 @@ def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
         chunk=constants["CHUNK"],
         equal=constants["MOST"] if constants["DOUBLINGS"] >= 0 else 0,
         sum_bytes=0 if constants["DIRECT"] else 4 * rows * constants["KV_HEADS"] * constants["GROUPS"] * constants["D"],
-        sum_steps=math.ceil(width / constants["COLUMNS"]),
+        sum_steps=math.ceil(width / constants["COLUMNS"]) if constants["DOUBLINGS"] < 0 else 0,
         block=block,
         multiply_adds=2 * constants["BLOCK_M"] * block * width,
     )
+
+
+def sums_read(constants: Mapping[str, int], rows: int) -> Sums | None:
+    """Return the work of a kernel that adds parts of attention by the names of its constants, None for any other."""
+    if "BLOCK_PARTS" not in constants:
+        return None
+    part_bytes = torch.float32.itemsize * rows * constants["HEADS"] * constants["D"]
+    return Sums(constants["CHUNK"], constants["MOST"], part_bytes, constants["AHEAD"])

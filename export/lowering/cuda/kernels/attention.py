@@ -8,10 +8,12 @@ the keys in L2.
 A few rows fill a GPU only if the positions are divided among programs of ``chunk`` positions each, counted from
 position 0. Over a window a program takes the chunks whose number modulo the programs is its own. Over a whole context
 each chunk has a program, and the chunks grow with the position: a long cache has few programs, and a short text in it
-still has many. Each program writes its maximum, sum and weighted values in float32. The last one to arrive (see
-``sums``) adds those of the chunks that there are tokens for, in the order of their positions. Neither the terms nor
-their order depend on the other rows of a call, and positions that a row does not attend to add exact zeros. The kernel,
-as compiled for a method, therefore gives a row the same bits for any number of rows up to ``FEW``.
+still has many; a program whose chunk holds no token ends at once. Each program writes its maximum, sum and weighted
+values in float32. Those of the chunks that there are tokens for are added in the order of their positions: of a window
+by the last program to arrive (see ``sums``), of a whole context by a second launch, with a program for each row and
+head, since one program would take 1.5 us a chunk for heads of 512 (timed on an H200). Neither the terms nor their order
+depend on the other rows of a call, and positions that a row does not attend to add exact zeros. The kernels, as
+compiled for a method, therefore give a row the same bits for any number of rows up to ``FEW``.
 
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -42,6 +44,8 @@ from eagle3.targets.attention import attend, dequantized
 
 FEW = 16
 """The most rows for which the positions are divided among programs."""
+AHEAD = 8
+"""The parts of a whole context whose loads are in flight together when they are added."""
 MOST_PARTS = 64
 """The most programs that the positions of a window are divided among, and the chunks of equal size at the beginning of
 a whole context. Half as many follow up to twice the context, of twice the size, and so on."""
@@ -128,6 +132,8 @@ def _attention_kernel(
             begin, behind = _bounds(part, CHUNK, MOST, DOUBLINGS)
             start = tl.maximum(start, begin)
             end = tl.minimum(end, behind)
+            if start >= end:
+                return
     K += kv_head.to(tl.int64) * (SLOTS * D)
     V += kv_head.to(tl.int64) * (SLOTS * D)
     K_SCALES += kv_head * SLOTS
@@ -190,6 +196,8 @@ def _attention_kernel(
         tl.store(STATS + mine * 2 + 1, total, mask=here)
         within = here & (start < end)  # what no token is in nothing adds
         tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=within[:, None] & (d[None, :] < D))
+        if DOUBLINGS >= 0:  # another launch adds
+            return
         counter, arrived = ARRIVED + tile * KV_HEADS + kv_head, 0
         if parts > 1:
             arrived = arrive(counter)
@@ -199,22 +207,15 @@ def _attention_kernel(
             oldest = 0
             used = 1
             if parts > 1:
-                if DOUBLINGS < 0:
-                    oldest = low // CHUNK
-                    used = tl.minimum(high // CHUNK + 1 - oldest, parts)
-                else:
-                    oldest = _chunk_of(low, CHUNK, MOST, DOUBLINGS)
-                    used = _chunk_of(high, CHUNK, MOST, DOUBLINGS) + 1 - oldest
+                oldest = low // CHUNK
+                used = tl.minimum(high // CHUNK + 1 - oldest, parts)
             for column in tl.range(0, BLOCK_D, COLUMNS):
                 c = column + tl.arange(0, COLUMNS)
                 these = here[:, None] & (c[None, :] < D)
                 highest, sums = sink, tl.where(sink > float("-inf"), 1.0, 0.0)
                 out = tl.full((BLOCK_M, COLUMNS), 0, tl.float32)
                 for number in tl.range(used, num_stages=3):
-                    other = oldest + number
-                    if DOUBLINGS < 0:
-                        other = other % parts
-                    its = at + other * whole
+                    its = at + (oldest + number) % parts * whole
                     its_top = tl.load(STATS + its * 2, mask=here, other=0, cache_modifier=".cg")
                     its_total = tl.load(STATS + its * 2 + 1, mask=here, other=0, cache_modifier=".cg")
                     its_out = tl.load(PARTS + its[:, None] * D + c[None, :], these, 0, cache_modifier=".cg")
@@ -226,14 +227,54 @@ def _attention_kernel(
             tl.store(counter, 0, mask=parts > 1)
 
 
+@triton.jit
+def _attention_sum_kernel(
+    PARTS, STATS, FIRST, LAST, SINKS, OUT, rows, parts, HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    MOST: tl.constexpr, DOUBLINGS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    # Adds the parts of a whole context for one row and one head; the tensors are those of _attention_kernel.
+    row, head = tl.program_id(0), tl.program_id(1)
+    at = (row * HEADS + head).to(tl.int64)
+    whole = tl.full((), HEADS, tl.int64) * rows
+    oldest = 0
+    used = 1
+    if parts > 1:
+        oldest = _chunk_of(tl.load(FIRST + row).to(tl.int32), CHUNK, MOST, DOUBLINGS)
+        used = _chunk_of(tl.load(LAST + row).to(tl.int32), CHUNK, MOST, DOUBLINGS) + 1 - oldest
+    at += oldest * whole
+    part = tl.arange(0, BLOCK_PARTS)
+    highest = tl.max(tl.load(STATS + (at + part * whole) * 2, mask=part < used, other=-1e30), 0)
+    total = tl.full((), 0, tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+        total = tl.exp2(sink - highest)
+    d = tl.arange(0, BLOCK_D)
+    out = tl.full((BLOCK_D,), 0, tl.float32)
+    for begin in tl.range(0, used, AHEAD):
+        for behind in tl.static_range(AHEAD):  # whose loads do not wait for each other
+            there = begin + behind < used
+            its = at + (begin + behind) * whole
+            its_top = tl.load(STATS + its * 2, mask=there, other=-1e30)
+            its_total = tl.load(STATS + its * 2 + 1, mask=there, other=0)
+            its_out = tl.load(PARTS + its * D + d, mask=there & (d < D), other=0)
+            share = tl.exp2(its_top - highest)
+            total = tl.fma(its_total, share, total)
+            out = tl.fma(its_out, tl.broadcast_to(share, (BLOCK_D,)), out)
+    at -= oldest * whole
+    tl.store(OUT + at * D + d, (out / total).to(OUT.dtype.element_ty), mask=d < D)
+
+
 def _tuned(*configs: tuple[int, int, int]) -> Any:
     """Return the kernel with configurations of keys a block, stages and warps."""
     listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
     return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
 
 
+KERNELS = _attention_kernel, _attention_sum_kernel
 _chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
-divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
+_divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
 
 
 class Division(NamedTuple):
@@ -270,12 +311,12 @@ def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
 
 
 def launch(
-    kernel: Any, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, arrived: Tensor,
+    kernels: tuple[Any, Any], query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, arrived: Tensor,
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
-    """Return the result of ``attention``. With a ``product``, ``query`` is written too, and keys and values are written
-    in place."""
+    """Return the result of ``attention`` by a form of ``KERNELS``. With a ``product``, ``query`` is written too, and
+    keys and values are written in place. The ``options`` are of the first kernel."""
     codes = key_scales is not None
     if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
         raise ValueError(
@@ -303,7 +344,8 @@ def launch(
     starts = dict(zip(("Q_AT", "K_AT", "V_AT"), made.starts, strict=True))
     eps = dict(zip(("Q_EPS", "K_EPS", "V_EPS"), made.eps, strict=True))
     rotary = dict(zip(("ROTARY", "APART", "REPEATED"), made.rotary or (0, 1, 1), strict=True))
-    kernel[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
+    attend, add = kernels
+    attend[((rows * groups + block_m - 1) // block_m, kv_heads, parts)](
         query, keys, values, first, last, sinks if has_sinks else query, arrived, unsummed, stats, out, rows, parts,
         made.out, *(query if each is None else each for each in (*optional, key_scales, value_scales)),
         WIDTH=product.out.shape[1] if product else 0, **starts, **eps, **rotary, PLUS=made.plus,
@@ -313,7 +355,19 @@ def launch(
         SOFTCAP=softcap, HAS_SINKS=has_sinks, DIRECT=direct, CODES=codes, BLOCK_D=block_d,
         COLUMNS=min(block_d, 8192 // block_m), BLOCK_M=block_m, **options,
     )  # fmt: skip
+    if not direct and doublings >= 0:
+        block_parts = triton.next_power_of_2(division(longest, slots, groups).parts)
+        add[(rows, heads)](
+            unsummed, stats, first, last, sinks if has_sinks else query, out, rows, parts, HEADS=heads, D=width,
+            CHUNK=chunk, MOST=MOST_PARTS, DOUBLINGS=doublings, HAS_SINKS=has_sinks, BLOCK_D=block_d,
+            BLOCK_PARTS=block_parts, AHEAD=AHEAD,
+        )  # fmt: skip
     return out
+
+
+def wrapped(divided: bool) -> tuple[Any, Any]:
+    """Return the kernels as a traced op calls them."""
+    return wrap_triton(_divided_kernel if divided else _chunk_kernel), wrap_triton(_attention_sum_kernel)
 
 
 @triton_op("eagle3::attention", mutates_args={})
@@ -357,8 +411,7 @@ def attention(
     """
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
     given += key_scales, value_scales
-    kernel = divided_kernel if divided_rows else _chunk_kernel
-    return launch(wrap_triton(kernel), *given)
+    return launch(wrapped(divided_rows > 0), *given)
 
 
 @attention.register_kernel("cpu")

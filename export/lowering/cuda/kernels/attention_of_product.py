@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.attention import Product, attention_reference, divided_kernel, launch
+from eagle3.export.lowering.cuda.kernels.attention import Product, attention_reference, launch, wrapped
 from eagle3.targets.attention import int8_codes
 
 
@@ -35,7 +35,7 @@ def attention_of_product(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute ``attention`` from a layer's matmul of queries, keys and values, in one launch.
+    """Compute ``attention`` from a layer's matmul of queries, keys and values, in the launches of attention.
 
     The bias is added, heads are normed (``x / rms(x) * (weight + plus)``), rotary embeddings are applied to queries and
     keys (``x * cos + across * sin``), all in float32. Keys and values are written at ``last`` before the rows attend.
@@ -69,7 +69,7 @@ def attention_of_product(
     tables = (table if table is None else table.contiguous() for table in (cos, sin))
     made = Product(product.contiguous(), bias, *tables, q_weight, k_weight, heads, starts, eps, plus, rotary)
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
-    return [launch(wrap_triton(divided_kernel), *given, *(scales or (None, None)), made), *caches]
+    return [launch(wrapped(True), *given, *(scales or (None, None)), made), *caches]
 
 
 @attention_of_product.register_kernel("cpu")
