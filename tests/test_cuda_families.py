@@ -32,6 +32,8 @@ DRAFTS = {
     "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(256), **PEAGLE, **{IDS: [1, 2, 3]}),
 }
 """The heads that are no EAGLE-3 of one layer: an EAGLE that shares embedding and lm_head, a P-EAGLE of two layers."""
+HEADS = ("gemma4-31B", *DRAFTS)
+"""Families whose draft step is traced: one for each kind of these heads."""
 ATTENTIONS = ("gemma4-31B", "gemma3-27B", "gpt-oss-20b", "llama4-maverick", *DRAFTS)
 """A family of each kind of attention, and of each kind of head."""
 
@@ -68,8 +70,10 @@ def prepared(plan, attention):
 
 def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     speculator, counts = prepared(plan, cuda.attention), {}
-    methods = (method for method in plan.methods if method.name != PREFILL)  # that: tests/test_cuda_artifact.py
-    every = plan.config.target_model in EVERY_METHOD
+    family = plan.config.target_model
+    every, drafts = family in EVERY_METHOD, family in HEADS
+    left_out = (PREFILL,) if drafts else (PREFILL, DRAFT_DECODE)  # prefill: tests/test_cuda_artifact.py
+    methods = (method for method in plan.methods if method.name not in left_out)
     for method in (*methods, *([MethodPlan(DECODE, 1, 1)] if every else [])):
         name = method.name
         with cuda.tracing(speculator, plan):
@@ -78,7 +82,7 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
         few = method.max_len <= SMALL_M_ROWS[-1]
         op = torch.ops.eagle3.int4_experts_small_m if few else torch.ops.eagle3.sorted_experts_matmul
         fused = [node for node in program.graph.nodes if node.target is op.default]
-        layers = FUSED.get(plan.config.target_model, 0) if name != "draft_decode" else 0
+        layers = FUSED.get(family, 0) if name != "draft_decode" else 0
         assert len(fused) == layers * (1 if few else 2)
     fuses = not plan.draft.takes_final_state  # by the draft's fc
     quantized = sum(type(module) is nn.Linear for module in speculator.target.modules()) + fuses
@@ -87,7 +91,7 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
     if every:  # forward makes no features
         assert counts["forward"] == {"small_m": quantized - fuses, "large_m": 0, "dequantize": 0}
     drafting = 7 * plan.draft.layers + 1 + (not fuses)  # seven in a layer, the lm_head, and an EAGLE's fc
-    assert counts["draft_decode"] == {"small_m": drafting, "large_m": 0, "dequantize": 0}
+    assert counts.get("draft_decode") == ({"small_m": drafting, "large_m": 0, "dequantize": 0} if drafts else None)
 
 
 @pytest.mark.parametrize("plan", ATTENTIONS, indirect=True)
