@@ -11,6 +11,7 @@ because its files are then compared with their checksums.
 
 import io
 import json
+import lzma
 import tarfile
 import tempfile
 from pathlib import Path
@@ -72,7 +73,7 @@ def unpack(packed: Path, artifact: Path) -> None:
             with tarfile.open(packed) as tar:
                 tar.extractall(whole, filter="data")
             fill(whole)
-        except (tarfile.TarError, OSError, KeyError, ValueError) as error:
+        except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, KeyError, ValueError) as error:
             raise click.ClickException(f"{packed} is not what pack wrote: {error}") from error
         whole.rename(artifact)
 

@@ -42,8 +42,8 @@ from gpu_steps import Facts, NotRun, Report, met
 GIB = 1 << 30
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 PREFILL_ROWS = (32, 64, 128, 256, 512, 1024)
-LISTED, NAME_END = 16, 60
-"""Kernels whose times are listed, and the characters of a name that are: the last ones, which tell Inductor's apart."""
+LISTED = 16
+"""Kernels whose times are listed."""
 GRAPHS = {"auto": "by CUDA graphs", "off": "without graphs"}
 
 
@@ -232,7 +232,7 @@ def kernel_times(events: list[dict[str, Any]], rounds: int) -> Facts:
             found.setdefault((event["name"], *event["args"]["grid"]), []).append(event["dur"])
     longest = sorted(found.items(), key=lambda item: -sum(item[1]))
     times = {
-        f"{name[-NAME_END:]} {grid}": [len(times) / rounds, round(sum(times) / rounds, 1)]
+        f"{name} {grid}": [len(times) / rounds, round(sum(times) / rounds, 1)]
         for (name, *grid), times in longest[:LISTED]
     }
     return {"all, us": round(sum(map(sum, found.values())) / rounds, 1)} | times

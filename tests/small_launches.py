@@ -86,11 +86,13 @@ def k_quant_large() -> None:
     k_quant_matmul._launch_k_quant_matmul(kernel, _rows(33, 512), *packed.parts, sums.counters(), 2)
 
 
-def attend(rows: int, last: int, slots: int) -> None:
-    """Launch attention with 2 heads of keys and 4 of queries, divided into parts for up to 16 rows."""
+def attend(rows: int, last: int, slots: int, window: int = 0) -> None:
+    """Launch attention with 2 heads of keys and 4 of queries, divided into parts for up to 16 rows. With a ``window``
+    the cache is a ring, and the last program to arrive adds the parts; otherwise another launch does."""
     query, keys, values = _rows(rows, 64).view(1, rows, 4, 16), *torch.randn(2, 1, 2, slots, 16).bfloat16()
     at = torch.arange(last + 1 - rows, last + 1)
-    rest = torch.zeros_like(at), at, sums.counters(), 0.25, slots, 16, 0.0, None
+    first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
+    rest = first, at, sums.counters(), 0.25, window or slots, 16, 0.0, None
     kernels = attention._attention_kernel, attention._attention_sum_kernel
     attention.launch(kernels, query, keys, values, *rest, BLOCK_N=32)
 
@@ -169,6 +171,8 @@ SMALL = {
     "K-quants, many rows": Small(k_quant_large, LARGE_M),
     "attention": Small(lambda: attend(3, 200, 256), ATTENTION),
     "attention in one part": Small(lambda: attend(17, 31, 600), ATTENTION),
+    "attention, a window": Small(lambda: attend(3, 300, 512, 256), ATTENTION),
+    "attention, a window in one part": Small(lambda: attend(17, 31, 512, 256), ATTENTION),
     "attention of a product": Small(lambda: attend_to_product(12, 116), ATTENTION),
     "attention of a product, a ring": Small(lambda: attend_to_product(4, 114, 64), ATTENTION),
     "attention of a product, codes": Small(lambda: attend_to_product(12, 116, int8=True), ATTENTION),

@@ -293,6 +293,16 @@ def test_parts_of_a_whole_context_are_added_by_another_launch(counted):
     assert far["seconds"]["H200"]["latency"] >= LATENCY_SECONDS * (2 + 64 / 8)
 
 
+def test_where_nothing_is_left_to_add_nothing_is_counted_for_it(counted):
+    """As of a prefill, also in the record of an earlier export."""
+    for changed in ({"sum_bytes": 0}, {"sum_steps": 0}):
+        (kernel,) = counted(attention(**changed), context=Context(1000, 4096))["methods"][TARGET_VERIFY]["kernels"]
+        blocks = 8 * math.ceil(1000 / 128)
+        assert kernel["seconds"]["H200"]["latency"] == pytest.approx(
+            LATENCY_SECONDS * 1000 * 8192 / (blocks * kernel["bytes_in_flight"])
+        )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_a_cache_that_a_method_only_reads_is_none_of_its_weights():
     """In a process of its own, since it compiles attention before other tests compute with it."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 import triton_interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -231,6 +232,22 @@ def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch,
     positions = sum(read) // 4  # keys and values of two heads
     attended = int(last[-1] - first[0]) + 1
     assert attended <= positions <= attended + 2 * 32  # blocks at both ends
+
+
+@pytest.mark.races(("forward",))  # stores are counted
+@pytest.mark.parametrize(("last", "chunks_with_tokens"), [(90, 1), (200, 2), (290, 3)])
+def test_a_program_without_tokens_ends_before_it_writes(monkeypatch, last, chunks_with_tokens):
+    written, store = [], InterpreterBuilder.create_masked_store
+
+    def counted(self, ptrs, value, mask, *options):
+        written.extend([1] * (ptrs.data.shape == (16,) and value.dtype.scalar == tl.float32))
+        return store(self, ptrs, value, mask, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted)
+    query, *_, at = inputs(last, 4)
+    cache = torch.randn(2, 1, 2, SLOTS, DIM)
+    by_interpreter(query, *cache, torch.zeros_like(at), at, counters(), 0.25, SLOTS, 4, 0.0, None)
+    assert len(written) == 2 * 2 * chunks_with_tokens  # maximum and sum, in two heads of keys
 
 
 class WithMaskRows(nn.Module):

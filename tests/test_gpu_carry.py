@@ -47,6 +47,11 @@ def test_what_cannot_be_packed_or_unpacked_is_refused_in_a_line(cuda_artifact, t
     assert "there is no folder" in refused("pack", cuda_artifact, tmp_path / "none" / "a.tar.xz")
     assert refused("unpack", text, tmp_path / "empty").endswith("is there already")
     assert "is not what pack wrote" in refused("unpack", text, tmp_path / "new")
+    whole = tmp_path / "whole.tar.xz"
+    assert run("pack", cuda_artifact, whole).exit_code == 0
+    text.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    whole.unlink()
+    assert "is not what pack wrote" in refused("unpack", text, tmp_path / "new")
     assert not (tmp_path / "new").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["empty", text.name]
 
 

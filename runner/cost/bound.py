@@ -6,7 +6,7 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
 - issue: the warp instructions divided by four schedulers per SM; for a kernel with a matmul, those of its main loop;
 - latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; behind
-  attention over a context the loads with which the last program adds what the others computed.
+  attention the loads with which what its programs computed is added, by the last program or by a launch of its own.
 
 KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
 Without a context they are left out. Choices of experts are taken to differ as far as they can, which is the most that
@@ -190,7 +190,7 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         tiles, heads, parts = entry["grid"]
         filled = min(parts, chunks(positions, cache["chunk"], cache["equal"]))
         blocks = tiles * heads * filled
-        if cache["sum_steps"]:
+        if cache["sum_bytes"] and cache["sum_steps"]:
             adding = LATENCY_SECONDS * (1 + math.ceil(filled / SUMS_AHEAD) * cache["sum_steps"])
         iterations = tiles * heads * math.ceil(positions / cache["block"])
         products = {"multiply_adds": cache["multiply_adds"], "iterations": iterations}

@@ -65,6 +65,7 @@ from eagle3.targets.attention import AttentionFactory
 
 OPTIONS = {
     "coordinate_descent_tuning": False,
+    "epilogue_fusion_user_defined_triton_kernel": False,  # our kernels are launched as they are written
     "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels
 }
 

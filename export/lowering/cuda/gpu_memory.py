@@ -17,6 +17,7 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.kernels.small_m import Blocks
 from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
@@ -98,8 +99,9 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
     if not plan.has_draft:
         return prefill
     own = _layer_linears(draft)
+    kernels = [(bf16.BF16, bf16.BLOCK_K)] + [(int4.INT4, int4.BLOCK)] * (plan.draft_qlinear != "none")
     with _made_for(plan):
-        parts = max(_part_bytes(linears) for linears in _merged(draft, own))
+        parts = max(_part_bytes(linears, *each) for linears in _merged(draft, own) for each in kernels)
     return max(prefill, plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + parts))
 
 
@@ -135,11 +137,11 @@ def _row_bytes(linears: list[nn.Linear]) -> int:
     return BFLOAT16 * 3 * max(max(m.in_features, m.out_features) for m in linears)
 
 
-def _part_bytes(linears: list[nn.Linear]) -> int:
-    """Return the bytes per row of the partial sums of a draft's matmul, by the kernel of bfloat16 weights, which takes
-    as many as the others or more."""
+def _part_bytes(linears: list[nn.Linear], kernel: Blocks, block: int) -> int:
+    """Return the bytes per row of the partial sums of a draft's matmul, by a kernel that takes ``block`` of K at once.
+    Those of two linears may be a gate's, which are written even if K is not divided."""
     outputs = sum(each.out_features for each in linears)
-    parts = bf16.BF16.division(outputs, -(-linears[0].in_features // bf16.BLOCK_K)).parts
+    parts = kernel.division(outputs, -(-linears[0].in_features // block), whole=len(linears) < int4.MOST).parts
     return FLOAT32 * parts * outputs if parts > 1 or len(linears) == 2 else 0
 
 

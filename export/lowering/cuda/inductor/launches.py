@@ -64,7 +64,7 @@ class CacheReads:
     """The chunks of a whole context that have that size. Half as many follow of twice the size, and so on. 0: all have
     it."""
     sum_bytes: int
-    """Bytes that a program leaves for the last one to add, in all heads."""
+    """Bytes that a program leaves to be added, in all heads; 0: it leaves nothing."""
     sum_steps: int
     """Steps in which the last program adds those of a chunk; 0: another launch does."""
     block: int

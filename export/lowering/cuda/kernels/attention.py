@@ -394,7 +394,7 @@ def attention(
         keys, values: bfloat16 [1, kv_heads, slots, head_dim], contiguous; position p is in slot p % slots. With scales
             int8 codes
         first, last: int64 [T], the first and last position that row t attends to; neither decreases from row to row
-        arrived: ``sums.counters()``, zero again when it returns
+        arrived: ``sums.counters()``, zero again when it returns; not used for a whole context
         scale: factor on the dot products of query and key
         longest: the most positions that a row attends to
         divided_rows: for up to ``FEW`` rows, the positions are divided among programs; the tiles suit this number of
