@@ -19,7 +19,7 @@ from eagle3.targets.attention import EagerAttention
 
 NEW_TOKENS = 64
 NEAR_TIE = 0.075
-"""Within this margin, in standard deviations of the logits, kernels that round to bfloat16 at other places may choose
+"""The margin, in standard deviations of the logits, within which kernels that round at other places may choose
 either token."""
 
 

@@ -152,7 +152,7 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int
 @pytest.mark.parametrize("rows", [1, 8, 20])
 @pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 30.0]])
 def test_rows_may_begin_behind_the_first_chunk_of_a_whole_context(rows, sinks):
-    """Of the chunks before it nothing is left to add, and memory that was never written is not."""
+    """Nothing is added of the chunks before it, of which no program wrote anything."""
     query, *_, last = inputs(280 - rows, rows)
     cache, first = torch.randn(2, 1, 2, SLOTS, DIM).bfloat16().float(), last - 130
     rest = *cache, first, last, counters(), 0.25, SLOTS, 16, 0.0, None if sinks is None else torch.tensor(sinks)

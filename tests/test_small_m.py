@@ -263,7 +263,7 @@ def test_as_many_tiles_as_the_gpu_runs_at_a_time_are_whole_and_the_rest_is_divid
 
 @pytest.mark.parametrize(("outputs", "whole"), [([40960], 264), ([20480] * 2, 264), ([40000], 0), ([13696] * 3, 0)])
 def test_weights_whose_program_would_take_more_registers_have_no_whole_tiles(outputs, whole):
-    """Of three weights, or with a tile that is not full: one such program fits on a multiprocessor."""
+    """One program of three weights, or of a tile that is not full, fits on a multiprocessor."""
     qdata = [torch.empty(each, 512, dtype=torch.uint8, device="meta") for each in outputs]
     codes = torch.empty(sum(-(-each // 128) for each in outputs), device="meta")
     divided, _ = kernel4.small_m_run(None, torch.empty(4, 1024, device="meta"), qdata, codes, None, None, 32)
