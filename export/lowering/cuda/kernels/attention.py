@@ -272,7 +272,6 @@ def _tuned(*configs: tuple[int, int, int]) -> Any:
     return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
 
 
-KERNELS = _attention_kernel, _attention_sum_kernel
 _chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
 _divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
 
@@ -315,8 +314,9 @@ def launch(
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
-    """Return the result of ``attention`` by a form of ``KERNELS``. With a ``product``, ``query`` is written too, and
-    keys and values are written in place. The ``options`` are of the first kernel."""
+    """Return the result of ``attention`` by forms of ``_attention_kernel`` and ``_attention_sum_kernel``. With a
+    ``product``, ``query`` is written too, and keys and values are written in place. The ``options`` are of the first
+    kernel."""
     codes = key_scales is not None
     if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
         raise ValueError(
@@ -328,17 +328,17 @@ def launch(
     _, rows, heads, width = query.shape
     _, kv_heads, slots, _ = keys.shape
     groups, block_d = heads // kv_heads, max(16, triton.next_power_of_2(width))
-    chunk, doublings, parts = division(longest, slots, groups)
+    chunk, doublings, most = division(longest, slots, groups)
     block_m = rows_of_tile(groups, divided_rows, width)
-    direct = not divided_rows or parts == 1
+    direct = not divided_rows or most == 1
     out, has_sinks = torch.empty_like(query), sinks is not None
     if direct:
         parts, unsummed, stats = 1, out, out
     else:
-        kept = parts * torch.sym_min(rows, FEW) + rows
+        kept = most * torch.sym_min(rows, FEW) + rows
         unsummed = torch.empty(kept, heads, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(kept, heads, 2, dtype=torch.float32, device=query.device)
-        parts = 1 + (parts - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
+        parts = 1 + (most - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
     made = product or Product(query)
     optional = made.bias, made.cos, made.sin, made.q_weight, made.k_weight
     starts = dict(zip(("Q_AT", "K_AT", "V_AT"), made.starts, strict=True))
@@ -356,11 +356,10 @@ def launch(
         COLUMNS=min(block_d, 8192 // block_m), BLOCK_M=block_m, **options,
     )  # fmt: skip
     if not direct and doublings >= 0:
-        block_parts = triton.next_power_of_2(division(longest, slots, groups).parts)
         add[(rows, heads)](
             unsummed, stats, first, last, sinks if has_sinks else query, out, rows, parts, HEADS=heads, D=width,
             CHUNK=chunk, MOST=MOST_PARTS, DOUBLINGS=doublings, HAS_SINKS=has_sinks, BLOCK_D=block_d,
-            BLOCK_PARTS=block_parts, AHEAD=AHEAD,
+            BLOCK_PARTS=triton.next_power_of_2(most), AHEAD=AHEAD,
         )  # fmt: skip
     return out
 
