@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "static"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )

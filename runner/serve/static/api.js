@@ -3,26 +3,40 @@
 const KEY = "eagle3-serve-key";
 
 export class Problem extends Error {
-  constructor(message, status) {
+  constructor(message, code, status) {
     super(message);
+    this.code = code;
     this.status = status;
   }
 }
 
 export const keep = (key) => sessionStorage.setItem(KEY, key);
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
+
+const lost = () => new Problem(`The connection to ${location.host} broke off: the server ended, or the network did.`);
 
 async function asked(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
+  if (key && !/^[ -~]*$/.test(key)) throw new Problem("No server has such a key.", "invalid_api_key", 401);
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await fetch(path, { ...options, headers }).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(`No answer from ${location.host}: the server is not running, or the network is down.`);
+  });
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
-  throw new Problem(told?.error?.message ?? `the server answers ${answer.status}`, answer.status);
+  throw new Problem(told?.error?.message ?? `the server answers ${answer.status}`, told?.error?.code, answer.status);
 }
 
 export async function model() {
   const answer = await asked("v1/models");
   return (await answer.json()).data[0];
+}
+
+// How many requests wait for a model. Throws a Problem where the server does not say.
+export async function waiting() {
+  const text = await (await asked("metrics")).text();
+  return Number(/^vllm:num_requests_waiting\S* (\S+)$/m.exec(text)?.[1] ?? 0);
 }
 
 // The chunks of a streamed chat completion. Throws a Problem for what the server refuses, or fails at on the way.
@@ -32,15 +46,17 @@ export async function* chat(body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Problem("the server ended the answer before its end");
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : lost();
+    });
+    if (done) throw lost();
     const events = (held + value).split("\n\n");
     held = events.pop();
     for (const event of events) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Problem(chunk.error.message);
+      if (chunk.error) throw new Problem(chunk.error.message, chunk.error.code);
       yield chunk;
     }
   }

@@ -1,0 +1,223 @@
+// Markdown as elements of the page, whose text still shows who wrote each token. marked.esm.js parses; this makes the
+// elements, so that no text of a model is ever HTML, and nothing is loaded: an image is a link.
+
+import { Lexer } from "./marked.esm.js";
+
+const LINK = /^(https?|mailto):/i;
+const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});)/i;
+// Text that means Markdown and nothing else: a fence, a heading of two # or more, bold, a table, a link. A program has
+// bullets, single # and back quotes too, and has to be shown as it is.
+const SIGNS = [
+  /^ {0,3}(```|~~~)/m,
+  /^#{2,6} \S/m,
+  /(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m,
+  /^\|?\s*:?-{3,}:?\s*\|/m,
+  /\]\(https?:/,
+];
+
+export const isMarkdown = (text) => SIGNS.some((sign) => sign.test(text));
+
+export function made(name, className, parent) {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  parent.append(element);
+  return element;
+}
+
+// A stretch of the answer: its text, and where in the answer each of its characters stands.
+class Stretch {
+  constructor(text, places) {
+    this.text = text;
+    this.places = places;
+  }
+
+  place(at) {
+    return this.places[Math.max(0, Math.min(at, this.places.length - 1))] ?? 0;
+  }
+
+  slice(from, to = this.text.length) {
+    return new Stretch(this.text.slice(from, to), this.places.subarray(from, to));
+  }
+
+  // What is left of this where the beginnings of lines are left out: quotes, bullets, indentation.
+  lines(text) {
+    const places = new Int32Array(text.length);
+    const own = this.text.split("\n");
+    const starts = [0];
+    for (const line of own) starts.push(starts.at(-1) + line.length + 1);
+    let row = 0;
+    let done = 0;
+    for (const line of text.split("\n")) {
+      const bare = line.trim();
+      let at = row;
+      while (at < own.length && !own[at].includes(bare)) at++;
+      if (at < own.length) row = at;
+      const found = own[row] ?? "";
+      const skipped = found.endsWith(line) ? found.length - line.length : found.lastIndexOf(bare) - line.indexOf(bare);
+      const begun = (starts[row] ?? this.text.length) + skipped;
+      for (let i = 0; i <= line.length && done + i < text.length; i++) places[done + i] = this.place(begun + i);
+      done += line.length + 1;
+      row++;
+    }
+    return new Stretch(text, places);
+  }
+
+  // What is left of this where characters are left out that the text does not begin with: bars of a table, backslashes.
+  letters(text) {
+    const places = new Int32Array(text.length);
+    let at = -1;
+    for (let i = 0; i < text.length; i++) {
+      at = Math.max(at, this.text.indexOf(text[i], at + 1));
+      places[i] = this.place(at);
+    }
+    return [new Stretch(text, places), at + 1];
+  }
+}
+
+const rawOf = (tokens) => tokens.map(({ raw }) => raw).join("");
+
+// The elements of one answer.
+export class Markdown {
+  constructor(root) {
+    this.root = root;
+    this.blocks = []; // those on the page: their source, and the element of each
+  }
+
+  // Show an answer as far as it goes: `ends` and `drafted` have for each token where its text ends, and whether the draft
+  // wrote it. Blocks that have not changed stay. Throws where the parser gives up.
+  show(text, ends, drafted) {
+    this.ends = ends;
+    this.drafted = drafted;
+    const source = text.replace(/\r/g, " "); // of the same length
+    const tokens = new Lexer().lex(source);
+    const links = Object.keys(tokens.links).length;
+    const kept = links === this.links ? tokens.findIndex(({ raw }, number) => raw !== this.blocks[number]?.raw) : 0;
+    this.links = links;
+    if (kept < 0) return; // all of it stands there
+    for (const { element } of this.blocks.splice(kept)) element?.remove();
+    let from = rawOf(tokens.slice(0, kept)).length;
+    for (const token of tokens.slice(kept)) {
+      const places = Int32Array.from({ length: token.raw.length }, (_, at) => from + at);
+      const element = document.createDocumentFragment();
+      this.block(token, new Stretch(token.raw, places), element);
+      this.blocks.push({ raw: token.raw, element: element.firstChild });
+      this.root.append(element);
+      from += token.raw.length;
+    }
+  }
+
+  each(tokens, stretch, draw) {
+    let at = 0;
+    for (const token of tokens) {
+      at = Math.max(at, stretch.text.indexOf(token.raw, at));
+      draw(token, stretch.slice(at, at + token.raw.length));
+      at += token.raw.length;
+    }
+  }
+
+  within(tokens, stretch, parent) {
+    this.each(tokens, stretch.lines(rawOf(tokens)), (token, part) => this.block(token, part, parent));
+  }
+
+  line(tokens, stretch, parent) {
+    this.each(tokens, stretch, (token, part) => this.inline(token, part, parent));
+  }
+
+  block(token, stretch, parent) {
+    const { type, text } = token;
+    if (type === "space" || type === "def") return;
+    if (type === "hr") made("hr", "", parent);
+    else if (type === "heading") this.line(token.tokens, stretch.lines(text), made(`h${Math.min(6, token.depth + 1)}`, "", parent));
+    else if (type === "paragraph") this.line(token.tokens, stretch.lines(text), made("p", "", parent));
+    else if (type === "text") this.line(token.tokens, stretch, made("div", "", parent));
+    else if (type === "blockquote") this.within(token.tokens, stretch, made("blockquote", "", parent));
+    else if (type === "list") this.list(token, stretch, parent);
+    else if (type === "table") this.table(token, stretch, parent);
+    else if (type === "code") {
+      const shown = made("pre", "", parent);
+      shown.tabIndex = 0; // the keyboard scrolls it
+      const fence = token.codeBlockStyle === "indented" ? 0 : stretch.text.indexOf("\n") + 1;
+      this.say(stretch.slice(fence).lines(text), made("code", "", shown));
+    } else this.say(stretch, made("p", "", parent)); // HTML, as it was written
+  }
+
+  list({ ordered, start, items }, stretch, parent) {
+    const list = made(ordered ? "ol" : "ul", "", parent);
+    if (ordered) list.start = start;
+    this.each(items, stretch, (item, part) => this.within(item.tokens, part, made("li", "", list)));
+  }
+
+  table({ header, rows, align }, stretch, parent) {
+    const table = made("table", "", made("div", "table", parent));
+    const places = stretch.text.split("\n", 2).map(({ length }) => length + 1);
+    let at = 0;
+    for (const cells of [header, ...rows]) {
+      const row = made("tr", "", made(cells === header ? "thead" : "tbody", "", table));
+      cells.forEach((cell, column) => {
+        const [part, length] = stretch.slice(at).letters(cell.text);
+        const box = made(cells === header ? "th" : "td", align[column] ?? "", row);
+        this.line(cell.tokens, part, box);
+        at += length;
+      });
+      if (cells === header) at = places[0] + places[1]; // behind the line of dashes
+    }
+  }
+
+  inline(token, stretch, parent) {
+    const { type, raw, text } = token;
+    const label = () => stretch.slice(raw.indexOf(text), raw.indexOf(text) + text.length);
+    if (type === "br" || (type === "html" && /^<br\s*\/?>$/i.test(raw))) made("br", "", parent);
+    else if (type === "strong" || type === "em" || type === "del") {
+      const marks = (raw.length - text.length) / 2;
+      this.line(token.tokens, stretch.slice(marks, raw.length - marks), made(type, "", parent));
+    } else if (type === "codespan") {
+      const [ticks] = /^`+/.exec(raw);
+      const from = Math.max(ticks.length, raw.indexOf(text, ticks.length));
+      this.say(new Stretch(text, stretch.slice(from, from + text.length).places), made("code", "", parent));
+    } else if (type === "link") this.line(token.tokens, label(), this.link(token.href, parent));
+    else if (type === "image") this.say(text ? label() : stretch, this.link(token.href, parent));
+    else if (type === "checkbox") {
+      const box = made("input", "", parent);
+      Object.assign(box, { type: "checkbox", disabled: true, checked: token.checked });
+    } else if (type === "escape") this.say(stretch.slice(1), parent);
+    else if (type === "html") this.say(stretch, parent);
+    else this.entities(stretch, parent);
+  }
+
+  link(href, parent) {
+    if (!LINK.test(href)) return made("span", "", parent);
+    return Object.assign(made("a", "", parent), { href, target: "_blank", rel: "noopener noreferrer" });
+  }
+
+  entities(stretch, parent) {
+    let at = 0;
+    for (const text of stretch.text.split(ENTITY)) {
+      const part = stretch.slice(at, (at += text.length));
+      if (!ENTITY.test(text)) this.say(part, parent);
+      else this.say(part.letters(new DOMParser().parseFromString(text, "text/html").body.textContent)[0], parent);
+    }
+  }
+
+  // Append a text, cut into its tokens.
+  say({ text, places }, parent) {
+    let from = 0;
+    while (from < text.length) {
+      const token = this.tokenAt(places[from]);
+      let to = from + 1;
+      while (to < text.length && places[to] < this.ends[token] && places[to] >= (this.ends[token - 1] ?? 0)) to++;
+      made("span", this.drafted[token] ? "token drafted" : "token", parent).textContent = text.slice(from, to);
+      from = to;
+    }
+  }
+
+  tokenAt(place) {
+    let low = 0;
+    let high = this.ends.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.ends[middle] > place) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+}
