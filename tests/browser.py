@@ -27,6 +27,12 @@ class Browser:
         assert not (isinstance(answer, dict) and "error" in answer), answer
         return answer
 
+    def new_tab(self) -> None:
+        """Leave this tab for an empty one, which has nothing of what pages keep for a tab."""
+        made = self._post("window/new", type="tab")["handle"]
+        httpx.delete(f"{self._session}/window", timeout=60)
+        self._post("window", handle=made)
+
     def open(self, url: str) -> None:
         self._post("url", url=url)
 
@@ -59,6 +65,15 @@ class Browser:
     def log(self) -> list[dict]:
         """Return the console's messages since the last call, with failures to load and exceptions."""
         return self._post("se/log", type="browser")
+
+    def devtools(self, command: str, **given) -> None:
+        """Run a command of Chromium's DevTools protocol."""
+        self._post("goog/cdp/execute", cmd=command, params=given)
+
+    def size(self, width: int, height: int, phone: bool = False) -> None:
+        self.devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
+        )
 
     def picture(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(httpx.get(f"{self._session}/screenshot", timeout=60).json()["value"]))

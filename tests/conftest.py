@@ -221,6 +221,23 @@ def server(model, artifact):
 
 
 @pytest.fixture
+def chromium(started_browser):
+    """A tab of its own in a headless browser; tests that take it are skipped where there is none."""
+    started_browser.new_tab()
+    return started_browser
+
+
+@pytest.fixture(scope="module")
+def started_browser(tmp_path_factory):
+    from browser import MISSING, browser
+
+    if MISSING:
+        pytest.skip(MISSING)
+    with browser(tmp_path_factory.mktemp("profile"), "--window-size=1100,800") as running:
+        yield running
+
+
+@pytest.fixture
 def held(session, monkeypatch):
     """The target waits for as long as this is clear."""
     event, verify = threading.Event(), session.target_verify

@@ -1,14 +1,14 @@
 """The page at / and what it stands on: the authors of each token in a stream, the files, and a real browser."""
 
+import hashlib
 import json
 import re
-import tempfile
 import tomllib
 from pathlib import Path
 
 import httpx
 import pytest
-from browser import ENTER, ESCAPE, MISSING, SHIFT, TAB, browser
+from browser import ENTER, ESCAPE, SHIFT, TAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import ASKED, served
@@ -19,7 +19,11 @@ from eagle3.runner.serve.markup import CHANNEL, Splitter
 from eagle3.runner.serve.page import FOLDER
 
 FILES = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript", "api.js": "text/javascript"}
-FILES |= {"reply.js": "text/javascript"}
+FILES |= dict.fromkeys(("reply.js", "follow.js", "markdown.js", "marked.esm.js"), "text/javascript")
+FILES |= {"marked.LICENSE.txt": "text/plain"}
+MARKED = (
+    "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de"  # lib/marked.esm.js of the npm package 18.2.1
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,18 +133,26 @@ def test_the_files_of_the_page_are_served(page):
 
 
 def test_the_page_refers_to_nothing_but_its_own_files():
-    texts = {file.name: file.read_text() for file in FOLDER.iterdir()}
-    for name, text in texts.items():
+    texts = {file.name: file.read_text() for file in FOLDER.iterdir() if file.suffix != ".txt"}
+    own = {name: text for name, text in texts.items() if name != "marked.esm.js"}
+    for name, text in own.items():
         found = {
             url for url in re.findall(r"\w+://[^\s'\"]+", text) if not url.startswith("http://www.w3.org/2000/svg")
         }
         assert not found, name
     linked = set(re.findall(r'(?:href|src)="([\w./-]+)"', texts["index.html"]))
-    linked |= {name for text in texts.values() for name in re.findall(r'from "\./([\w.]+)"', text)}
+    linked |= {name for text in own.values() for name in re.findall(r'from "\./([\w.]+)"', text)}
     assert linked == texts.keys() - {"index.html"}
     named = set(re.findall(r'at\("([\w-]+)"\)', texts["page.js"]))
     assert named and named <= set(re.findall(r'id="([\w-]+)"', texts["index.html"]))
     assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
+
+
+def test_the_parser_of_markdown_is_the_one_of_its_package_with_its_licence():
+    file, licence = FOLDER / "marked.esm.js", (FOLDER / "marked.LICENSE.txt").read_text()
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == MARKED
+    version = re.search(r"marked v([\d.]+)", file.read_text())[1]
+    assert f"version {version}, unchanged" in licence and "Permission is hereby granted, free of charge" in licence
 
 
 def test_an_install_has_the_page():
@@ -154,17 +166,9 @@ def test_the_page_needs_no_key_and_shows_nothing_without_one(model, artifact):
         assert httpx.get(server.url + "/models").status_code == 401
 
 
-needs_browser = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 SENT = "return document.getElementById('stop').hidden && document.querySelectorAll('.answer').length == arguments[0]"
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    with tempfile.TemporaryDirectory() as profile, browser(Path(profile), "--window-size=1100,800") as running:
-        yield running
-
-
-@needs_browser
 def test_a_dialogue_in_a_browser(chromium, server, page, model):
     model.forget()
     said = model.generate(ASKED, max_new_tokens=30)
@@ -200,7 +204,6 @@ def test_a_dialogue_in_a_browser(chromium, server, page, model):
     assert chromium.log() == []
 
 
-@needs_browser
 def test_escape_ends_an_answer_and_frees_the_model(chromium, server, page, held):
     chromium.open(page)
     chromium.until("return document.getElementById('model').dataset.id == 'tiny'")
@@ -216,7 +219,6 @@ def test_escape_ends_an_answer_and_frees_the_model(chromium, server, page, held)
     assert server.post("/completions", {"prompt": "x", "max_tokens": 4}).status_code == 200
 
 
-@needs_browser
 def test_what_a_model_writes_is_shown_and_not_run(chromium, page):
     chromium.open(page)
     text = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
@@ -231,7 +233,6 @@ def test_what_a_model_writes_is_shown_and_not_run(chromium, page):
     assert chromium.text(".answer .words") == text and chromium.run("return window.hit === undefined")
 
 
-@needs_browser
 def test_a_refusal_is_shown_and_the_question_given_back(chromium, page):
     chromium.open(page)
     chromium.until("return document.getElementById('model').dataset.id == 'tiny'")
@@ -244,7 +245,6 @@ def test_a_refusal_is_shown_and_the_question_given_back(chromium, page):
     assert chromium.run("return document.getElementById('turns').childElementCount") == 0
 
 
-@needs_browser
 def test_the_page_asks_for_the_key_that_the_server_has(chromium, model, artifact):
     with served([model], artifact, key="secret") as server:
         chromium.open(server.url.removesuffix("v1"))
@@ -264,7 +264,6 @@ def test_the_page_asks_for_the_key_that_the_server_has(chromium, model, artifact
         assert chromium.text(".answer .words")
 
 
-@needs_browser
 def test_light_dark_and_the_keyboard(chromium, page):
     chromium.open(page)
     back = "return getComputedStyle(document.body).backgroundColor"
@@ -278,5 +277,5 @@ def test_light_dark_and_the_keyboard(chromium, page):
     for _ in range(6):
         chromium.press(TAB)
         reached.append(chromium.run("return document.activeElement.id || document.activeElement.tagName"))
-    assert [each for each in reached if each != "BODY"][:5] == ["fresh", "theme", "words", "send", "SUMMARY"]
+    assert [each for each in reached if each != "BODY"][:5] == ["fresh", "theme", "words", "send", "choose"]
     assert chromium.run("return document.documentElement.scrollWidth <= innerWidth")

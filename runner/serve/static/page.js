@@ -8,6 +8,7 @@ const at = (id) => document.getElementById(id);
 const turns = []; // of the dialogue: a question's text and element, its reply, whether it is under way
 let leaving = null; // of the answer under way
 let context = Infinity; // tokens
+let gone = false; // the page is left: what its requests come to is none of the dialogue's
 
 const number = (id) => (at(id).value === "" ? undefined : Number(at(id).value));
 const asMarkdown = () => ({ always: true, never: false })[at("markdown").value];
@@ -176,6 +177,7 @@ function clear() {
 
 // A dialogue lasts as long as its tab, as the key does. One that is too long for the browser's store is not kept.
 function save() {
+  if (gone) return;
   const options = {};
   for (const id of ["system", "temperature", "longest", "seed", "markdown"]) options[id] = at(id).value;
   const kept = turns.map(({ text, reply, asked }) => ({ text, reply: { ...reply.kept, ...(asked && { reason: "left" }) } }));
@@ -236,7 +238,11 @@ document.addEventListener("keydown", (event) => {
 at("stop").addEventListener("click", () => leaving?.abort());
 at("fresh").addEventListener("click", clear);
 at("anew").addEventListener("click", clear);
-addEventListener("pagehide", save);
+addEventListener("pagehide", () => {
+  save();
+  gone = true;
+});
+addEventListener("pageshow", () => (gone = false));
 at("ask-key").addEventListener("close", () => {
   const key = at("key").value.trim();
   if (key) {

@@ -1,0 +1,378 @@
+"""The page in a browser, on a desktop and on a phone: it follows answers, shows Markdown with who wrote what, and says
+what goes wrong. The model is the shipped one. Where a test needs another text, ``structured_outputs`` makes the model
+say it."""
+
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from browser import ENTER, ESCAPE
+from served import ASKED, served
+
+SIZES = {"desktop": (1280, 800, False), "phone": (390, 844, True)}
+READY = "return document.getElementById('model').dataset.id"
+ENDED = (
+    f"{READY} && document.getElementById('stop').hidden && document.querySelectorAll('.answer').length == arguments[0]"
+)
+LEFT = "const page = document.scrollingElement; return page.scrollHeight - page.clientHeight - page.scrollTop"
+TOP = "return document.scrollingElement.scrollTop"
+TOLD = "return [...document.querySelectorAll('.figures')].at(-1).textContent"
+PROBLEM = "return !document.getElementById('problem').hidden && document.getElementById('reason').textContent"
+# Whether all of the last element is between the header and the composer.
+IN_SIGHT = """
+    const box = [...document.querySelectorAll(arguments[0])].at(-1).getBoundingClientRect();
+    return box.bottom <= document.getElementById('composer').getBoundingClientRect().top + 1
+        && box.top >= document.querySelector('header').getBoundingClientRect().bottom - 1"""
+LONG = "".join(f"x{number} = {number}\n" for number in range(40))
+
+
+@pytest.fixture
+def sent(chromium):
+    """Open the page of a server, in a size, and send questions; of each the page has to end the answer."""
+
+    def send(server, *questions, size="desktop", ended=True):
+        if chromium.run("return location.href") == "about:blank" or not chromium.run(READY):
+            chromium.size(*SIZES[size])
+            chromium.open(server.url.removesuffix("v1"))
+            chromium.until(READY)
+        for question in questions:
+            before = chromium.run("return document.querySelectorAll('.answer').length")
+            chromium.run(
+                "const words = document.getElementById('words'); words.value = arguments[0]; words.focus()", question
+            )
+            chromium.press(ENTER)
+            if ended:
+                chromium.until(ENDED, before + 1)
+        return chromium
+
+    return send
+
+
+def saying(text: str) -> dict:
+    return {"structured_outputs": {"choice": [text]}}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, size):
+    with served([model], artifact, **saying(LONG)) as server:
+        page = sent(server, "one", "two", size=size)
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
+        sent(server, "three", ended=False)
+        page.until("return document.querySelectorAll('.answer')[2]?.querySelectorAll('.token').length > 20")
+        held.clear()
+        page.until("return document.querySelectorAll('.answer').length == 3")
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".token")
+        held.set()
+        page.until(ENDED, 3)
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
+
+
+def test_a_question_that_is_sent_from_further_up_is_followed(sent, model, artifact):
+    with served([model], artifact, **saying(LONG)) as server:
+        page = sent(server, "one", "two")
+        page.run("scrollTo(0, 0)")
+        sent(server, "three")
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_reader_who_scrolls_up_is_left_there_until_they_come_back(sent, model, artifact, held, size):
+    with served([model], artifact, **saying(LONG)) as server:
+        page = sent(server, "one", size=size)
+        sent(server, "two", ended=False)
+        page.until("return document.querySelectorAll('.answer')[1]?.querySelectorAll('.token').length > 20")
+        held.clear()
+        page.run("scrollBy(0, -15)")  # no more than a finger's first move
+        place = page.run(TOP)
+        held.set()
+        page.until(ENDED, 2)
+        assert page.run(TOP) == place and page.run(LEFT) > 40
+        page.run("scrollBy(0, 9999)")
+        sent(server, "three")
+        assert page.run(LEFT) <= 2
+
+
+def test_a_full_context_offers_a_new_dialogue(sent, model, artifact):
+    with served([model], artifact, ignore_eos=True) as server:
+        page = sent(server, "one")
+        assert page.run(PROBLEM) == "The context is full: it has 1024 tokens."
+        assert "it ends where the context is full" in page.run(TOLD)
+        sent(server, "two", ended=False)
+        page.until("return document.getElementById('reason').textContent.includes('maximum context length')")
+        assert page.run("return document.getElementById('words').value") == "two"
+        page.click("#anew")
+        assert page.run(PROBLEM) is False and page.run("return document.querySelectorAll('#turns > *').length") == 0
+        page.run("document.getElementById('longest').value = 30")
+        sent(server, page.run("return document.getElementById('words').value"))
+        assert page.run(TOLD).endswith("it ends at the limit of 30 tokens") and page.run(PROBLEM) is False
+
+
+def test_a_question_too_long_for_an_empty_dialogue_offers_none(sent, server):
+    page = sent(server, "word " * 1500, ended=False)
+    page.until(PROBLEM)
+    assert page.run("return document.getElementById('anew').hidden")
+
+
+def test_a_wrong_key_is_called_wrong(sent, chromium, model, artifact):
+    with served([model], artifact, key="secret") as server:
+        chromium.open(server.url.removesuffix("v1"))
+        wrong = "return document.getElementById('ask-key').open && !document.getElementById('key-wrong').hidden"
+        chromium.until("return document.getElementById('ask-key').open")
+        assert not chromium.run(wrong)
+        for key in ("public", "gehëim"):
+            chromium.run("document.getElementById('key').value = arguments[0]", key)
+            chromium.press(ENTER)
+            chromium.until(wrong)
+        chromium.write("secret")
+        chromium.press(ENTER)
+        chromium.until(READY)
+        assert chromium.run(PROBLEM) is False
+
+
+def test_a_server_that_was_killed_is_called_gone(sent, artifact):
+    command = [sys.executable, "-c", "from eagle3.runner.serve.cli import main; main()", artifact, "--port", "0"]
+    process = subprocess.Popen([*command, "--default", "ignore_eos=true"], stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(found[0] for line in process.stderr if (found := re.search(r"http://\S+/v1", line)))
+        server = type("Running", (), {"url": url})
+        page = sent(server, "one", ended=False)
+        page.until("return document.querySelectorAll('.words .token').length > 5")
+        process.kill()
+        process.wait()
+        page.until(PROBLEM)
+        assert "broke off" in page.run(PROBLEM) and page.run(TOLD).endswith("it broke off")
+        words = page.text(".words")
+        sent(server, "two", ended=False)
+        page.until("return document.getElementById('reason').textContent.startsWith('No answer from 127.0.0.1')")
+        assert page.run("return document.getElementById('words').value") == "two" and page.text(".words") == words
+        page.click(".retry")  # what was said stays where nothing comes instead
+        page.until("return document.getElementById('stop').hidden")
+        assert page.text(".words") == words and page.run(PROBLEM).startswith("No answer from")
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_request_that_waits_for_another_says_so(sent, server, held):
+    held.clear()
+    other = threading.Thread(target=lambda: server.post("/chat/completions", {"messages": ASKED, "max_tokens": 40}))
+    other.start()
+    page = sent(server, "hello", ended=False)
+    page.until(
+        f"const told = {TOLD.removeprefix('return ')}; return told.startsWith('Waiting: the model is busy with')"
+    )
+    assert page.text("#status") == "Waiting: the model is busy with another request"
+    held.set()
+    other.join()
+    page.until(ENDED, 1)
+    assert "tokens in" in page.run(TOLD)
+
+
+def test_escape_is_told_from_a_limit(sent, model, artifact, held):
+    with served([model], artifact, ignore_eos=True) as server:
+        page = sent(server, "one", ended=False)
+        page.until("return document.querySelectorAll('.words .token').length > 5")
+        held.clear()
+        page.press(ESCAPE)
+        page.until(ENDED, 1)
+        held.set()
+        assert page.run(TOLD).endswith("you stopped it")
+
+
+def test_an_answer_can_be_copied_and_asked_for_again(sent, server, model):
+    page = sent(server, *(each["content"] for each in ASKED))
+    text = page.text(".words")
+    model.forget()
+    assert text == model.generate(ASKED).text
+    page.devtools("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    page.click(".copy")
+    page.until("return document.querySelector('.copy').textContent == 'Copied'")
+    assert page.run("return navigator.clipboard.readText()") == text
+    page.run("""window.board = navigator.clipboard; board.writeText('other');
+        Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})""")
+    page.click(".copy")  # as on a page without encryption
+    page.until("return window.board.readText().then((text) => text == arguments[0])", text)
+    page.run("document.querySelector('.answer').dataset.old = 1")
+    page.click(".retry")
+    page.until(f"return !document.querySelector('[data-old]') && (() => {{ {ENDED} }})()", 1)
+    assert page.text(".words") == text and page.run("return document.querySelectorAll('.asked').length") == 1
+    sent(server, "And close it.")
+    shown = "return [...document.querySelectorAll('.retry')].map((each) => getComputedStyle(each).display != 'none')"
+    assert page.run(shown) == [False, True]
+
+
+MARKDOWN = """# Title one
+
+Some **bold two**, *slanted three*, `code four`, ~~gone five~~ &amp; [link six](https://example.org/a "seven") end\\*.
+
+```python
+def eight(nine):
+    return 'ten' # eleven
+```
+
+| twelve | thirteen\\|bar |
+| --- | :-: |
+| `fourteen` | fifteen **sixteen** |
+
+1. 1 seventeen
+2. eighteen
+   - nineteen
+     twenty
+
+     more twentyone
+   - [x] twentytwo
+
+> quoted twentythree
+> > deeper twentyfour
+lazy twentyfive
+
+    indented twentysix
+
+twentyseven line  
+break twentyeight <b>twentynine</b> <https://example.org/thirty>
+
+Under thirtyone
+---
+![picture thirtytwo](https://example.org/picture.png)
+"""  # noqa: W291
+# Renders a text as it comes, in pieces of `size` characters, of which every other one is the draft's.
+RENDER = """
+    const [text, size, whole] = arguments;
+    return import("./markdown.js").then(({ Markdown }) => {
+        const root = document.createElement("div");
+        const markdown = new Markdown(root);
+        const ends = [], drafted = [];
+        for (let at = 0; at < text.length; at += size) {
+            ends.push(Math.min(text.length, at + size));
+            drafted.push(ends.length % 2 == 0);
+            if (!whole) markdown.show(text.slice(0, ends.at(-1)), ends, drafted);
+        }
+        if (whole) markdown.show(text, ends, drafted);
+        const spans = [...root.querySelectorAll(".token")];
+        const tokens = spans.map((each) => [each.textContent, each.classList.contains("drafted")]);
+        return [root.innerHTML, tokens];
+    });"""
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_every_character_of_rendered_markdown_keeps_its_author(sent, server, size):
+    page = sent(server)
+    html, tokens = page.run(RENDER, MARKDOWN, size, False)
+    assert html == page.run(RENDER, MARKDOWN, size, True)[0]  # however it came
+    characters = [(each, drafted) for text, drafted in tokens for each in text]
+    shown = "".join(each for each, _ in characters)
+    words = re.findall(r"[a-z]{3,}", re.sub(r"\(https.*?\)|```python|&amp;|-->", "", MARKDOWN.lower()))
+    for word in dict.fromkeys(words):
+        place, source = shown.lower().find(word), MARKDOWN.lower().find(word)
+        if shown.lower().count(word) != 1 or MARKDOWN.lower().count(word) != 1:
+            continue
+        authors = [drafted for _, drafted in characters[place : place + len(word)]]
+        assert authors == [at // size % 2 == 1 for at in range(source, source + len(word))], word
+    assert sum(shown.lower().count(word) == 1 and MARKDOWN.lower().count(word) == 1 for word in set(words)) > 30
+    assert {"title", "eight", "thirteen", "sixteen", "twentyone", "twentyfive", "thirtytwo"} <= set(words)
+
+
+def test_markdown_becomes_elements(sent, server):
+    html, _ = sent(server).run(RENDER, MARKDOWN, 10_000, True)
+    bare = re.sub(r"</?(span|div)[^>]*>", "", html)
+    for element in (
+        "<h2>Title one</h2>", "<strong>bold two</strong>", "<em>slanted three</em>", "<code>code four</code>",
+        "<del>gone five</del> &amp; <a", ">link six</a> end*.",
+        "def eight(nine):\n    return 'ten' # eleven</code></pre>",
+        "<th>twelve</th>", '<th class="center">thirteen|bar</th>', "<td><code>fourteen</code></td>",
+        "fifteen <strong>sixteen</strong>", '<ol start="1"><li>', "<blockquote><p>quoted twentythree</p><blockquote>",
+        "<pre tabindex=\"0\"><code>indented twentysix</code></pre>", "twentyseven line<br>break twentyeight &lt;b&gt;",
+        ">https://example.org/thirty</a>", "<h3>Under thirtyone</h3>", ">picture thirtytwo</a>",
+    ):  # fmt: skip
+        assert element in bare, (element, bare)
+
+
+def test_markdown_runs_nothing_and_loads_nothing(sent, model, artifact):
+    text = (
+        "**x** <img src=x onerror='window.hit=1'> ![a](https://example.org/a.png) ![b](javascript:window.hit=1)\n\n"
+        "[c](javascript:window.hit=1) [d](JaVaScRiPt&colon;window.hit=1) [e](data:text/html,f) [f](/v1/models)\n\n"
+        "<script>window.hit=1</script>\n\n<iframe src='https://example.org'></iframe>\n\n[g](https://example.org/g)\n"
+    )
+    with served([model], artifact, **saying(text)) as server:
+        page = sent(server)
+        page.log()
+        sent(server, "x")
+        assert page.run("return document.querySelector('.words').classList.contains('markdown')")
+        made = page.run("return [...new Set([...document.querySelectorAll('.words *')].map((each) => each.localName))]")
+        assert set(made) <= {"p", "span", "a", "strong"}
+        links = page.run("return [...document.querySelectorAll('.words a')].map((each) => [each.href, each.rel])")
+        assert links == [[f"https://example.org/{name}", "noopener noreferrer"] for name in ("a.png", "g")]
+        assert "<script>window.hit=1</script>" in page.text(".words") and page.run("return window.hit === undefined")
+        assert page.log() == []
+
+
+def test_markdown_of_an_answer_is_shown_and_can_be_left_as_written(sent, model, artifact):
+    with served([model], artifact, **saying(MARKDOWN)) as server:
+        page = sent(server, "x")
+        marks = "return [...document.querySelectorAll('.words .drafted')].map((each) => each.textContent).join('')"
+        assert page.run("return document.querySelectorAll('.words :is(h2, table, pre)').length") == 4
+        assert len(page.run(marks)) > 100
+        choose = "const box = document.getElementById('markdown'); box.value = arguments[0];"
+        page.run(choose + "box.dispatchEvent(new Event('change'))", "never")
+        assert page.text(".words") == MARKDOWN
+        page.run(choose + "box.dispatchEvent(new Event('change'))", "")
+        page.until("return document.querySelectorAll('.words :is(h2, table, pre)').length == 4")
+
+
+def test_a_reload_keeps_the_dialogue(sent, model, artifact, held):
+    with served([model], artifact, **saying(MARKDOWN)) as server:
+        page = sent(server, "one", "two")
+        page.run("document.getElementById('system').value = 'Be brief.'")
+        drawn = "return [document.getElementById('turns').innerHTML, document.getElementById('acceptance').textContent]"
+        before = page.run(drawn)
+        page.open(server.url.removesuffix("v1"))
+        page.until(ENDED, 2)
+        page.until("return document.querySelectorAll('.words h2').length == 2")
+        assert page.run(drawn) == before and page.run("return document.getElementById('system').value") == "Be brief."
+        assert page.run("return document.getElementById('welcome').hidden")
+        sent(server, "three", ended=False)
+        page.until("return document.querySelectorAll('.answer')[2]?.querySelectorAll('.token').length > 9")
+        held.clear()
+        page.open(server.url.removesuffix("v1"))
+        page.until(ENDED, 3)
+        held.set()
+        assert page.run(TOLD).endswith("the page was left before its end")
+        page.click("#fresh")
+        page.open(server.url.removesuffix("v1"))
+        page.until(READY)
+        assert page.run("return document.querySelectorAll('.answer').length") == 0
+
+
+def test_forced_colours_keep_who_wrote_what(sent, server):
+    page = sent(server, ASKED[0]["content"])
+    page.devtools("Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}])
+    style = "getComputedStyle(document.querySelector(arguments[0]))"
+    looks = f"return [{style}.backgroundColor, {style}.borderBottomColor]"
+    drafted, own = page.run(looks, ".words .drafted"), page.run(looks, ".words .token:not(.drafted)")
+    assert drafted[0] != own[0] and drafted[0] == drafted[1] != own[1]
+    bars = [page.run(looks, f".rounds {each}")[0] for each in ("b.accepted", "b.target", "b:not([class])", "i")]
+    assert len(set(bars)) == 4
+
+
+def test_the_options_leave_a_phone_its_reading_room(sent, server):
+    page = sent(server, ASKED[0]["content"], size="phone")
+    height = "return document.getElementById('composer').offsetHeight"
+    before = page.run(height)
+    page.click("#choose")
+    assert page.run("return document.getElementById('options').matches(':popover-open')")
+    assert page.run(height) == before < 844 / 5
+    box = (
+        "const box = document.getElementById('options').getBoundingClientRect(); return [box.left, box.top, box.right]"
+    )
+    left, top, right = page.run(box)
+    assert left >= 0 and top >= 0 and right <= 390
+    page.press(ESCAPE)
+    assert not page.run("return document.getElementById('options').matches(':popover-open')")
+    page.click("#choose")
+    page.run("document.getElementById('longest').value = 5")
+    sent(server, "again")
+    assert not page.run("return document.getElementById('options').matches(':popover-open')")
+    assert page.run("return document.documentElement.scrollWidth") <= 390
