@@ -160,7 +160,9 @@ def test_a_request_that_waits_for_another_says_so(sent, server, held):
     held.clear()
     other = threading.Thread(target=lambda: server.post("/chat/completions", {"messages": ASKED, "max_tokens": 40}))
     other.start()
-    page = sent(server, "hello", ended=False)
+    page = sent(server)
+    page.run("document.getElementById('longest').value = 5")
+    sent(server, "hello", ended=False)
     page.until(
         f"const told = {TOLD.removeprefix('return ')}; return told.startsWith('Waiting: the model is busy with')"
     )
