@@ -52,7 +52,7 @@ class Job:
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     result: Result | None = None
     left: bool = False
-    """Nobody waits for it any more: it ends within a round."""
+    """Nobody waits for it any more: it ends within a round, or a chunk of its prompt."""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield the delta of each round, as it comes. Raises GenerationError where the generation failed,
@@ -183,9 +183,11 @@ class Engine:
                 return
             if place.stream is None:
                 place.stream = place.model.stream(job.prompt, **job.options)
-            piece = next(place.stream, None)
+            piece = place.stream.advance()
             if piece is None:
                 self._end(place, job, None)
+                return
+            if not piece.token_ids and not piece.text:  # behind a chunk of the prompt
                 return
             if not job.times.first_token:
                 job.times.first_token = time.perf_counter()
