@@ -145,8 +145,8 @@ class Rounds:
         return said[1:, : 1 + wanted].contiguous()
 
     def _prefill(self, prompt: list[int], stats: GenerationStats) -> Generator[list[int], None, int]:
-        """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it. Yields []
-        between chunks, where it may be left."""
+        """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it.
+        Yields [] between chunks, where it may be left."""
         session, cached = self._session, self._cached
         seeds = self._chain.speculates and self._has_draft_cache
         reused = cached.reuse(prompt, session.metadata, draft=seeds)

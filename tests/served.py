@@ -19,6 +19,7 @@ from eagle3.runner.serve.metrics import Metrics
 from eagle3.runner.serve.service import Service
 from eagle3.targets import TARGETS
 
+JSON = {"Content-Type": "application/json"}
 ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
 
 
