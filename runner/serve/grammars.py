@@ -67,7 +67,10 @@ class GrammarCompiler:
     def _compiled(self, key: str, asked: Mapping[str, Any]) -> Constraint:
         try:
             grammars = self._model.grammars
-            if reason := self._tried(grammars.source(asked)):
+            reason = self._tried(grammars.source(asked))
+            if reason == grammar_trial.BUSY:
+                raise Busy(len(self._under_way), grammar_trial.WALL_SECONDS)
+            if reason:
                 raise GrammarRefused(grammars.refusal(asked, reason))
             return grammars.compile(asked)
         except ValueError as error:

@@ -3,12 +3,13 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from eagle3.runner import load
 from eagle3.runner.console.command import tell
@@ -104,16 +105,23 @@ def run(
 ) -> None:
     """Run uvicorn's loop to its end."""
     app = build_app(service, key, tell, hosts)
+    server = server_of(app, grace, service.engine.close)
+    handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:  # uvicorn has handlers of its own while it runs, and raises the signal again when it is done
+        asyncio.run(server.serve([listening]))
+    finally:
+        for each, handler in handled.items():
+            signal.signal(each, handler)
+
+
+def server_of(app: ASGIApp, grace: int, end: Callable[[], None]) -> Server:
+    """Return a server of ``app``; ``end`` is called where something still runs ``grace`` seconds after it was told to
+    end."""
     config = uvicorn.Config(
         app, http=Protocol, log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=grace + TELLING_SECONDS, lifespan="on",
     )  # fmt: skip
-    handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:  # uvicorn has handlers of its own while it runs, and raises the signal again when it is done
-        asyncio.run(Server(config, grace, service.engine.close).serve([listening]))
-    finally:
-        for each, handler in handled.items():
-            signal.signal(each, handler)
+    return Server(config, grace, end)
 
 
 def _ignore(*_: object) -> None:
