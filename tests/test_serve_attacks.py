@@ -119,7 +119,7 @@ def test_an_attack_is_refused_in_a_line_within_seconds_and_others_go_on(server, 
     error = answer.json()["error"]
     assert answer.status_code == 400, error
     assert error["param"] == param and len(error["message"]) <= LONGEST + 3 and "\n" not in error["message"]
-    assert seconds < 4, seconds  # a second of a processor, on a machine that does other things too
+    assert seconds < 10, seconds  # half a second of a processor, on a machine that does other things too
     assert max(waits.values()) < 1, waits
 
 

@@ -125,7 +125,8 @@ def test_a_queue_that_is_full(model, artifact, held):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_vanishes_frees_the_model_within_a_round(server, session, stream):
     body = json.dumps(LONG | {"stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"{head}\r\n\r\n".encode()
     port = int(re.search(r":(\d+)/", server.url)[1])
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(head + body)
@@ -141,7 +142,7 @@ def test_a_client_that_vanishes_from_the_queue(server, held):
     client, _lines = begun(server, LONG)
     held.clear()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/completions", json=SHORT, timeout=0.3)
+        httpx.post(f"{server.url}/completions", json=SHORT, timeout=1)
     client.close()
     held.set()
     until(lambda: server.engine.running == server.engine.waiting == 0)
