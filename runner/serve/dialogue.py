@@ -26,7 +26,8 @@ from eagle3.runner.serve.markup import (
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
-"""What rendering takes for itself: a template of a client's own would be a program that runs here (CVE-2025-61620)."""
+"""The names that rendering takes for itself. A template of a client's own would be a program that runs here
+(CVE-2025-61620)."""
 
 
 @dataclass(frozen=True)

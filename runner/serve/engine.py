@@ -54,7 +54,7 @@ class Job:
     loop: asyncio.AbstractEventLoop
     times: Times
     constraint: Constraint | None = None
-    """What its ``structured_outputs`` compiled to."""
+    """The grammar of its ``structured_outputs``, compiled."""
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     result: Result | None = None
     left: bool = False

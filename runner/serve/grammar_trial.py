@@ -11,6 +11,10 @@ import select
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 SECONDS = 0.5
 """Processor time of one grammar."""
@@ -32,7 +36,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def tried(tokenizer: object, grammar: str) -> str:
+def tried(tokenizer: "LLTokenizer", grammar: str) -> str:
     """Return the reason why a grammar is refused, "" for none, BUSY where that could not be told."""
     receiving, sending = os.pipe()
     child = os.fork()
@@ -59,7 +63,7 @@ def tried(tokenizer: object, grammar: str) -> str:
     return f"it takes more than {BYTES >> 20} MiB to compile, which is the limit"
 
 
-def _try(tokenizer: object, grammar: str, sending: int) -> None:
+def _try(tokenizer: "LLTokenizer", grammar: str, sending: int) -> None:
     """Compile, and compute what may come first, in the forked process; ends it."""
     try:
         from llguidance import LLMatcher, LLParserLimits
