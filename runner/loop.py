@@ -36,6 +36,7 @@ def generate(
     cached: CachedTokens | None = None,
     stats: GenerationStats | None = None,
     lookup: LookupChoice | None = None,
+    by_chunk: bool = False,
 ) -> Generator[list[int], None, Generation]:
     """A generator of new token ids as they are accepted; its return value is the ``Generation``.
 
@@ -51,6 +52,7 @@ def generate(
         cached: what the session's caches hold, kept up to date; default: nothing
         stats: counts and seconds are added to it as they come; it becomes the ``Generation``'s
         lookup: proposes from the text itself; default: the draft alone proposes
+        by_chunk: yield [] behind each chunk of the prompt but the last, so that the caller may leave or turn to others
 
     Raises:
         ValueError: an empty or too long prompt, an id outside the vocabulary, a chain length or budget out of bounds
@@ -64,7 +66,8 @@ def generate(
     rounds = Rounds(session, chain, choice or Greedy(), CachedTokens() if cached is None else cached, lookup)
     budget = min(max_new_tokens, metadata.max_seq_len - len(prompt))
     stops = frozenset(metadata.eos_ids if stop_ids is None else stop_ids)
-    return _emit(session, rounds, list(prompt), budget, stops, GenerationStats() if stats is None else stats)
+    stats = GenerationStats() if stats is None else stats
+    return _emit(session, rounds, list(prompt), budget, stops, stats, by_chunk)
 
 
 def _emit(
@@ -74,6 +77,7 @@ def _emit(
     budget: int,
     stop_ids: frozenset[int],
     stats: GenerationStats,
+    by_chunk: bool,
 ) -> Generator[list[int], None, Generation]:
     """Pass on what ``rounds`` accept until a stop token or the budget ends it. Neither time that the caller takes
     between two tokens nor the loading of methods counts."""
@@ -91,7 +95,8 @@ def _emit(
             stats.prefill_seconds += seconds
         tokens += fresh
         stats.generation_tokens += len(fresh)
-        yield fresh
+        if fresh or by_chunk:
+            yield fresh
         if finish_reason:
             rounds.finish()
             return Generation(tokens, finish_reason, stats)

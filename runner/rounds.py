@@ -50,13 +50,13 @@ class Rounds:
         self._has_draft_cache = session.metadata.has_draft_cache
 
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
-        """The first token, then what each round accepts, without end: at the context's last position it must not be
-        asked for more."""
+        """Nothing behind each chunk of the prompt but the last, the first token, then what each round accepts, without
+        end: at the context's last position it must not be asked for more."""
         self._chain.begin()
         if self._lookup is not None:
             self._lookup.begin(prompt)
         try:
-            anchor = self._prefill(prompt, stats)
+            anchor = yield from self._prefill(prompt, stats)
             yield [anchor]
             window, drafting = timed(self._propose, write_slots=True)  # the next turn of a dialogue reuses the prompt
             while window is not None:
@@ -144,8 +144,9 @@ class Rounds:
         self._seed = Seed(self._anchor_pos)
         return said[1:, : 1 + wanted].contiguous()
 
-    def _prefill(self, prompt: list[int], stats: GenerationStats) -> int:
-        """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it."""
+    def _prefill(self, prompt: list[int], stats: GenerationStats) -> Generator[list[int], None, int]:
+        """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it.
+        Yields [] between chunks, where it may be left."""
         session, cached = self._session, self._cached
         seeds = self._chain.speculates and self._has_draft_cache
         reused = cached.reuse(prompt, session.metadata, draft=seeds)
@@ -166,6 +167,7 @@ class Rounds:
                 feature = step.own_feature()
                 session.draft_decode(tokens[:, start + 1 : end + 1], feature, session.positions[start:end])
                 cached.draft_slots = end
+            yield []
         last = Step(step.ids[:, -1:], step.feature, None if step.logits is None else step.logits[:, -1:])
         anchor = self._choice.target(last, [])
         cached.tokens = list(prompt)

@@ -74,7 +74,8 @@ class Stream(Iterator[Piece]):
     once. ``result`` keeps what there is.
     """
 
-    def __init__(self, model: "Model", prompt: list[int], options: Options):
+    def __init__(self, model: "Model", prompt: list[int], options: Options, constraint: Constraint | None = None):
+        """``constraint``: what ``options.structured_outputs`` compile to; None: it is compiled here."""
         metadata = model.metadata
         chain_len = options.chain_len if isinstance(options.chain_len, int) else None
         check_request(metadata, prompt, options.max_new_tokens, chain_len)
@@ -86,11 +87,17 @@ class Stream(Iterator[Piece]):
             decoder = TextStream(model.text, options.stop, options.skip_special_tokens, options.stop_ids(metadata))
         if options.stop and decoder is None:
             raise ValueError("stop strings need a tokenizer, and the artifact has none: give stop_token_ids")
-        self._answer = Answer(prompt, options, decoder, model.constraint(options))
+        self._answer = Answer(prompt, options, decoder, constraint or model.constraint(options))
         self._pieces = _pieces(model, self._answer, weakref.ref(self))
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        while not (piece := next(self._pieces)).token_ids and not piece.text:
+            pass
+        return piece
+
+    def advance(self) -> Piece | None:
+        """Compute one call's worth and return its piece, an empty one behind a chunk of the prompt; None at the end."""
+        return next(self._pieces, None)
 
     def close(self) -> None:
         """End it where it is."""
@@ -212,6 +219,7 @@ def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Genera
         model.cached,
         answer.stats,
         model.lookup_for(options),
+        by_chunk=True,
     )
 
 

@@ -16,15 +16,22 @@ from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.dialogue import Dialogue
 from eagle3.runner.serve.engine import Delta, Engine, Job, Times
 from eagle3.runner.serve.metrics import Metrics
+from eagle3.runner.serve.server import server_of
 from eagle3.runner.serve.service import Service
 from eagle3.targets import TARGETS
 
+JSON = {"Content-Type": "application/json"}
 ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
 
 
 class Served:
-    def __init__(self, service: Service, url: str, lines: list[str]):
+    def __init__(self, service: Service, server: uvicorn.Server, url: str, lines: list[str]):
         self.service, self.engine, self.url, self.lines = service, service.engine, url, lines
+        self._server = server
+
+    def stop(self) -> None:
+        """Do as at SIGTERM."""
+        self._server.should_exit = True
 
     def post(self, path: str, given: dict, **more) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=given, timeout=60, **more)
@@ -86,15 +93,16 @@ def serviced(models: list[Model], folder):
 
 
 @contextmanager
-def served(models: list[Model], folder, max_queue: int = 64, key: str | None = None, **defaults):
+def served(
+    models: list[Model], folder, max_queue: int = 64, key: str | None = None, hosts=None, grace: int = 30, **defaults
+):
     service, lines = service_of(models, folder, max_queue, **defaults), []
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(service, key, lines.append), log_config=None, lifespan="on")
-    server = uvicorn.Server(config)
+    server = server_of(build_app(service, key, lines.append, hosts), grace, service.engine.close)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     try:
-        yield Served(service, f"http://127.0.0.1:{listening.getsockname()[1]}/v1", lines)
+        yield Served(service, server, f"http://127.0.0.1:{listening.getsockname()[1]}/v1", lines)
     finally:
         server.should_exit = True
         thread.join()

@@ -14,7 +14,7 @@ import openai
 import pytest
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from pydantic import BaseModel, create_model
-from served import ASKED, served
+from served import ASKED, JSON, served
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.answer import Answer
@@ -388,7 +388,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_no_request(server, given, status, words, stream):
     body = json.dumps({"messages": ASKED, "stream": stream} | given)
-    answer = httpx.post(f"{server.url}/chat/completions", content=body)
+    answer = httpx.post(f"{server.url}/chat/completions", content=body, headers=JSON)
     error = answer.json()["error"]
     assert answer.status_code == status and error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
@@ -398,7 +398,7 @@ def test_what_is_no_request(server, given, status, words, stream):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"messages": NaN}'])
 def test_what_is_no_json(server, body):
-    answer = httpx.post(f"{server.url}/chat/completions", content=body)
+    answer = httpx.post(f"{server.url}/chat/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 

@@ -19,7 +19,7 @@ import click
 import httpx
 import pytest
 from commands import fail_command
-from served import served
+from served import JSON, served
 
 from eagle3.runner import load
 from eagle3.runner.model import Model
@@ -27,7 +27,8 @@ from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.cli import bind, main
 from eagle3.runner.serve.engine import Engine
 from eagle3.runner.serve.errors import Unavailable
-from eagle3.runner.serve.gate import MOST_BODY, Gate
+from eagle3.runner.serve.gate import Gate
+from eagle3.runner.serve.limits import MOST_BODY
 from eagle3.runner.serve.tunnel import Sent, answered
 
 LONG = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
@@ -116,14 +117,16 @@ def test_a_queue_that_is_full(model, artifact, held):
             client.close()
             held.set()
             assert waits.result().status_code == 200
-        assert server.post("/completions", SHORT | {"n": 3}).status_code == 429
+        refused = server.post("/completions", SHORT | {"n": 3})  # no later try would do
+        assert refused.status_code == 400 and "at most 2 can run and wait here" in refused.json()["error"]["message"]
         assert server.post("/completions", SHORT | {"n": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_vanishes_frees_the_model_within_a_round(server, session, stream):
     body = json.dumps(LONG | {"stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"{head}\r\n\r\n".encode()
     port = int(re.search(r":(\d+)/", server.url)[1])
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(head + body)
@@ -139,7 +142,7 @@ def test_a_client_that_vanishes_from_the_queue(server, held):
     client, _lines = begun(server, LONG)
     held.clear()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/completions", json=SHORT, timeout=0.3)
+        httpx.post(f"{server.url}/completions", json=SHORT, timeout=1)
     client.close()
     held.set()
     until(lambda: server.engine.running == server.engine.waiting == 0)
@@ -174,10 +177,10 @@ def test_a_generation_that_fails_is_its_requests_alone(server, session, monkeypa
 
 
 def test_a_body_that_is_too_large(server):
-    answer = httpx.post(f"{server.url}/completions", content=b" " * (MOST_BODY + 1), timeout=60)
-    assert answer.status_code == 413 and "16 MiB" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{server.url}/completions", content=b" " * (MOST_BODY + 1), timeout=60, headers=JSON)
+    assert answer.status_code == 413 and f"{MOST_BODY >> 20} MiB" in answer.json()["error"]["message"]
     chunks = (b" " * (1 << 20) for _ in range(20))  # of a size that is not told
-    answer = httpx.post(f"{server.url}/completions", content=chunks, timeout=60)
+    answer = httpx.post(f"{server.url}/completions", content=chunks, timeout=60, headers=JSON)
     assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
     assert server.post("/completions", SHORT).status_code == 200
 
@@ -374,6 +377,7 @@ def test_an_address_that_is_none():
         (("--default", "temperature=hot"), 1, "temperature: Input should be a valid number, found 'hot'"),
         (("--api-key-file", "EMPTY"), 2, "has no key"),
         (("--chain-len", "x"), 2, "neither a number of draft tokens nor auto"),
+        (("--chain-len", "44"), 1, "verifies at most 3 draft tokens a round"),
     ],
 )
 def test_flags_that_make_no_sense(artifact, tmp_path, flags, code, words):

@@ -10,6 +10,8 @@ from eagle3.runner.model import Model
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.tunnel import Sent, answered, prompt_text
 
+HEADERS = [(b"content-type", b"application/json")]
+
 
 @pytest.fixture
 def service(session, artifact):
@@ -18,7 +20,7 @@ def service(session, artifact):
 
 
 def sent(body: dict | None = None, path: str = "/v1/completions", method: str = "POST") -> Sent:
-    scope = {"method": method, "path": "/tiny" + path, "root_path": "/tiny", "query_string": b"", "headers": []}
+    scope = {"method": method, "path": "/tiny" + path, "root_path": "/tiny", "query_string": b"", "headers": HEADERS}
     return Sent.of(scope, b"" if body is None else json.dumps(body).encode())
 
 

@@ -18,15 +18,18 @@ from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.sampling.constraint import Constraint
 
+LONGEST_REASON = 400
+"""Characters of llguidance's reasons."""
 BEFORE, REASONING, GRAMMAR, OVER = "before", "reasoning", "grammar", "over"
 """The state of a generation: it may still open its reasoning; within that; in the constrained text; behind its end."""
 
 
-class Guide:
-    """One generation in its grammar: which tokens may come next.
+class GrammarFailed(RuntimeError):
+    """A grammar turned out to be too complex for llguidance's limits, or to allow no text."""
 
-    Raises RuntimeError, in llguidance's words, where a grammar turns out to be too complex for llguidance's limits.
-    """
+
+class Guide:
+    """One generation in its grammar: which tokens may come next. Raises GrammarFailed, in llguidance's words."""
 
     def __init__(self, constraint: Constraint):
         self._constraint, self._matcher = constraint, constraint.matcher.deep_copy()
@@ -125,9 +128,8 @@ class Guide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(
-                f"the grammar of structured_outputs failed: {' '.join(self._matcher.get_error().split())}"
-            )
+            reason = " ".join(self._matcher.get_error().split())
+            raise GrammarFailed(f"the grammar of structured_outputs failed: {reason[:LONGEST_REASON]}")
 
 
 class Constrained:

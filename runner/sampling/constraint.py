@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 REASONING = ("reasoning_begin", "reasoning_end")
-KEPT = 32
-"""Compiled grammars that are kept: a large schema takes tenths of a second."""
+KEPT_BYTES = 64 << 20
+"""Memory of compiled grammars that are kept: a large schema takes tenths of a second."""
+BYTES_OF_GRAMMAR, BYTES_A_CHARACTER = 1 << 16, 128
+"""The memory that a compiled grammar takes: of enums, properties and choices from 44 to 172 bytes a character of
+llguidance's form were measured."""
+LONGEST_REASON = 400
+"""Characters of llguidance's reasons: those may have a grammar of a megabyte in them."""
 SEPARATORS: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as Python's ``json`` writes it; a schema's own ``x-guidance`` may say otherwise. Where whitespace is free, a
 comma forces nothing behind it, and a small model may write spaces to the end of its budget."""
@@ -87,7 +92,8 @@ class Grammars:
         except ImportError:
             raise ValueError("structured_outputs needs llguidance: type pip install 'eagle3-export[serve]'") from None
         self._metadata, self._lock = metadata, threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
+        self._bytes = 0
         text = tokenizer_file.read_text(encoding="utf-8")
         self._ids = {token["content"]: token["id"] for token in json.loads(text).get("added_tokens", [])}
         try:
@@ -99,30 +105,55 @@ class Grammars:
     def compile(self, asked: Mapping[str, Any]) -> Constraint:
         """Raises ValueError, one line in llguidance's words, for a grammar or a schema that it does not take: the
         keyword, the pattern or the place."""
-        check_constraint(asked)
-        begin, end = (self._token(name, asked[name]) if name in asked else None for name in REASONING)
-        key = json.dumps({name: value for name, value in asked.items() if name in KINDS}, default=dict)
+        if (kept := self.kept(asked)) is not None:
+            return kept
+        grammar = self.source(asked)
+        matcher = self._matcher(asked, grammar)  # with no lock: it may take a second
+        size = BYTES_OF_GRAMMAR + BYTES_A_CHARACTER * len(grammar)
         with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = self._matcher(asked)
+            if _key(asked) not in self._compiled:
+                self._compiled[_key(asked)] = matcher, size
+                self._bytes += size
+            while self._bytes > KEPT_BYTES and len(self._compiled) > 1:
+                _, (_, size) = self._compiled.popitem(last=False)
+                self._bytes -= size
+        return self._constraint(matcher, asked)
+
+    def kept(self, asked: Mapping[str, Any]) -> Constraint | None:
+        """Return what is compiled already. Raises as ``check_constraint``."""
+        check_constraint(asked)
+        with self._lock:
+            if (key := _key(asked)) not in self._compiled:
+                return None
             self._compiled.move_to_end(key)
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-            matcher = self._compiled[key]
-        return Constraint(matcher, tuple(self._metadata.eos_ids), self._metadata.vocab_size, begin, end)
+            matcher, _ = self._compiled[key]
+        return self._constraint(matcher, asked)
 
-    def _matcher(self, asked: Mapping[str, Any]) -> "LLMatcher":
-        from llguidance import LLMatcher
-
+    def source(self, asked: Mapping[str, Any]) -> str:
+        """Return llguidance's own form of what is asked. Raises ValueError for what is no JSON schema."""
+        check_constraint(asked)
         kind = next(kind for kind in KINDS if kind in asked)
         try:
-            grammar = _grammar(kind, asked[kind])
-        except (ValueError, TypeError) as error:
+            return _grammar(kind, asked[kind])
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{kind} of structured_outputs is no JSON schema: {_line(error)}") from error
-        reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if reason or matcher.is_error():
-            raise ValueError(f"{kind} of structured_outputs is not taken: {_line(reason or matcher.get_error())}")
+
+    def refusal(self, asked: Mapping[str, Any], reason: object) -> str:
+        """Return the line that refuses a grammar for llguidance's ``reason``."""
+        return f"{next(kind for kind in KINDS if kind in asked)} of structured_outputs is not taken: {_line(reason)}"
+
+    def _constraint(self, matcher: "LLMatcher", asked: Mapping[str, Any]) -> Constraint:
+        begin, end = (self._token(name, asked[name]) if name in asked else None for name in REASONING)
+        return Constraint(matcher, tuple(self._metadata.eos_ids), self._metadata.vocab_size, begin, end)
+
+    def _matcher(self, asked: Mapping[str, Any], grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        first = matcher.deep_copy()
+        first.compute_bitmask()  # one that allows no text fails here
+        if matcher.is_error() or first.is_error():
+            raise ValueError(self.refusal(asked, matcher.get_error() or first.get_error()))
         return matcher
 
     def _token(self, name: str, text: str) -> int:
@@ -139,6 +170,11 @@ def _grammar(kind: str, value: object) -> str:
         kind, value = "json", {"type": "object"}
     if kind == "json":
         schema = value if isinstance(value, str) else json.dumps(value, default=dict)
+        whole = json.loads(schema)
+        if whole is False:
+            raise ValueError("false allows no text")
+        if whole is True:  # llguidance takes objects alone
+            schema = "{}"
         return LLMatcher.grammar_from_json_schema(schema, defaults=SEPARATORS)
     if kind == "choice":
         assert isinstance(value, Sequence)  # by check_constraint
@@ -147,5 +183,10 @@ def _grammar(kind: str, value: object) -> str:
     return LLMatcher.grammar_from_regex(value) if kind == "regex" else LLMatcher.grammar_from_lark(value)
 
 
+def _key(asked: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in asked.items() if name in KINDS}, default=dict)
+
+
 def _line(reason: object) -> str:
-    return " ".join(str(reason).split())
+    line = " ".join(str(reason).split())
+    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}..."

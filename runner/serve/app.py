@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -15,39 +15,51 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from eagle3.runner.serve import chat, completions, responses
-from eagle3.runner.serve.errors import APIError, Refused, as_response, body, on_api_error
-from eagle3.runner.serve.gate import Gate
+from eagle3.runner.serve.errors import APIError, Refused, as_response, body, line, on_api_error
+from eagle3.runner.serve.gate import Gate, check_type
+from eagle3.runner.serve.limits import check_sizes
 from eagle3.runner.serve.page import add_page
 from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
 from eagle3.runner.serve.service import Service
 
 DONE = "data: [DONE]\n\n"
+BODY_SECONDS = 60.0
+"""The time that a client has to send a body."""
+READ = ["GET", "HEAD"]
 
 T = TypeVar("T")
 Endpoint = Callable[[Service, Any, Request], Any]
 
 
-def build_app(service: Service, key: str | None = None, log: Callable[[str], None] | None = None) -> FastAPI:
+def build_app(
+    service: Service,
+    key: str | None = None,
+    log: Callable[[str], None] | None = None,
+    hosts: Collection[str] | None = None,
+) -> FastAPI:
     """Return the application over a loaded model; ``key``: what requests have to bear; ``log`` takes a line a
-    request."""
+    request; ``hosts``: the names by which it may be asked (``Gate``)."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(service.engine.close)
 
-    app = FastAPI(title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, key=key, log=log or (lambda _line: None))
+    app = FastAPI(
+        title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False
+    )  # a redirect would go to the host that the client named
+    app.add_middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)
     app.add_exception_handler(APIError, on_api_error)
+    app.add_exception_handler(ClientDisconnect, _on_hang_up)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
     started = int(time.time())
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         return JSONResponse({"status": "ok"}) if service.engine.alive else JSONResponse({"status": "unavailable"}, 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -55,11 +67,11 @@ def build_app(service: Service, key: str | None = None, log: Callable[[str], Non
         made = ModelCard(id=service.model_id, created=started, owned_by="eagle3-export")
         return made.model_dump() | {"max_model_len": service.model.metadata.max_seq_len}
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         return JSONResponse(ModelList(data=[]).model_dump() | {"data": [card()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(card())
@@ -86,7 +98,13 @@ def _endpoint(
     service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[str], str]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        asked = parse(kind, await _json(request), service.defaults)
+        check_type(request.headers.get("content-type", ""))
+        try:
+            given = await asyncio.wait_for(request.body(), BODY_SECONDS)
+        except TimeoutError:
+            raise Refused(f"the body took more than {BODY_SECONDS:g} s to come", status=408) from None
+        asked = await asyncio.to_thread(_parsed, service, kind, given)
+        service.engine.check_room(asked.generations)  # before anything is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
             return Response(made.model_dump_json(exclude_unset=True), media_type="application/json")
@@ -113,12 +131,13 @@ async def _sent(
         yield done
 
 
-async def _json(request: Request) -> object:
-    given = await request.body()
+def _parsed(service: Service, kind: type[Asked], given: bytes) -> Asked:
     try:
-        return json.loads(given)
+        read = json.loads(given)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is no JSON: {error}") from None
+    check_sizes(read, service.model.metadata.max_seq_len)
+    return parse(kind, read, service.defaults)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -147,6 +166,9 @@ async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
     return as_response(Refused(str(error.detail), status=error.status_code))
 
 
+async def _on_hang_up(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
 async def _on_failure(_request: Request, error: Exception) -> JSONResponse:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return as_response(APIError(500, f"the server failed: {reason}", "server_error"))
+    return as_response(APIError(500, f"the server failed: {line(error) or type(error).__name__}", "server_error"))

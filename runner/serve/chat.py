@@ -1,5 +1,6 @@
 """``POST /v1/chat/completions``"""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,8 +20,9 @@ from eagle3.runner.serve.authors import Authors
 from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.engine import Delta, Job
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.markup import CONTENT, FIELDS, REASONING, Part
-from eagle3.runner.serve.requests import MOST_LOGPROBS, ChatBody, length
+from eagle3.runner.serve.requests import ChatBody, length
 from eagle3.runner.serve.service import Service
 
 
@@ -53,9 +55,9 @@ def asked(service: Service, body: ChatBody) -> Turn:
 
 async def complete(service: Service, body: ChatBody, request: Request) -> ChatCompletion:
     """Return the whole answer."""
-    turn = asked(service, body)
+    turn = await asyncio.to_thread(asked, service, body)
     choices = []
-    async with service.jobs(request, turn.prompt, turn.options, body.choices) as jobs:
+    async with service.jobs(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             answer, logprobs = Answer(turn), list[TokenLogprobs]()
             async with aclosing(answer.read(job, service.dialogue)) as rounds:
@@ -95,10 +97,10 @@ def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogpro
 
 async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[str, None]:
     """Yield the answer as JSON chunks. What is refused is raised before the first of them."""
-    turn = asked(service, body)
+    turn = await asyncio.to_thread(asked, service, body)
     chunks = Chunks(service, body, turn)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    async with service.jobs(request, turn.prompt, turn.options, body.choices) as jobs:
+    async with service.jobs(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             async with aclosing(chunks.of(index, job)) as of_job:
                 async for chunk in of_job:

@@ -60,6 +60,12 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     show_default=True,
     help="Port to listen at; 0 takes a free one.",
 )
+@click.option(
+    "--allowed-hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name, beside localhost and any address, by which this server may be asked; * for any; repeatable.",
+)
 @click.option("--model-id", metavar="NAME", help="The model's name in requests. Default: the target's.")
 @click.option(
     "--api-key-file",
@@ -103,6 +109,7 @@ def main(
     artifact: Path,
     host: str,
     port: int,
+    allowed_hosts: tuple[str, ...],
     model_id: str | None,
     api_key_file: Path | None,
     parallel: int,
@@ -140,6 +147,7 @@ def main(
     try:
         serve(
             artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len, ngram,
+            hosts=("localhost", host, *allowed_hosts),
             runtime=runtime, cuda_graph=cuda_graph, packed_weights=packed_weights, verify=verify,
         )  # fmt: skip
     finally:

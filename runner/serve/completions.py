@@ -1,5 +1,6 @@
 """``POST /v1/completions``: text that goes on, without a chat template."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
@@ -12,7 +13,8 @@ from starlette.requests import Request
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import new_id, token_text, usage
 from eagle3.runner.serve.errors import Refused
-from eagle3.runner.serve.requests import MOST_LOGPROBS, CompletionBody, check_length, length
+from eagle3.runner.serve.limits import MOST_LOGPROBS
+from eagle3.runner.serve.requests import CompletionBody, check_length, length
 from eagle3.runner.serve.service import Service
 
 
@@ -57,7 +59,8 @@ def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
 
 async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
     """Yield a chunk a round; the last one has the usage and no choices. What is refused is raised before the first."""
-    asked, common = prompts(service, body), options(service, body)
+    common = options(service, body)
+    asked = await asyncio.to_thread(prompts, service, body)
     sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
     made: dict[str, Any] = {
         "id": new_id("cmpl"),

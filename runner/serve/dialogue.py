@@ -4,11 +4,13 @@ ExecuTorch's server renders."""
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from executorch.examples.llm_server.python.chat_template import ChatTemplate
 from executorch.examples.llm_server.python.protocol import ChatMessage
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.runner.console.text_input import check_unicode, shown
 from eagle3.runner.model import Model
@@ -23,6 +25,9 @@ from eagle3.runner.serve.markup import (
 )
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
+TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+"""The names that rendering takes for itself. A template of a client's own would be a program that runs here
+(CVE-2025-61620)."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Turn:
     """The prompt has opened it."""
     tool_marks: tuple[str, ...]
     specials: tuple[str, ...]
+    form: str = "structured_outputs"
+    """The field of the request that the answer's grammar is of."""
 
     def splitter(self) -> Splitter:
         return Splitter(self.marks, self.reasoning, self.tool_marks, self.specials)
@@ -132,8 +139,12 @@ class Dialogue:
             raise Refused(
                 f"this model has no chat template that works, use /v1/completions: {self._reason}", "messages"
             )
+        for name in template_kwargs or {}:
+            if name in TAKEN_BY_NAME:
+                raise Refused(f"chat_template_kwargs may not have {name}: leave it out", "chat_template_kwargs")
         tools = read_tools(given_tools, tool_choice, parallel)
         rendered = self._render(messages, given_tools if tools.choice != NONE else None, template_kwargs)
+        self._check_length(rendered)
         prompt = self._encode(rendered)
         marks = self._marks
         opened = marks is not None and rendered.rstrip().endswith(marks.begin.rstrip())
@@ -148,7 +159,8 @@ class Dialogue:
         if self._marks or tool_marks:
             options["skip_special_tokens"] = False
         specials = self._specials if self._marks or tool_marks else ()
-        return Turn(prompt, options, tools, self._marks, opened, tool_marks, specials)
+        form = "tools" if tools.forced else "response_format" if response_format else "structured_outputs"
+        return Turn(prompt, options, tools, self._marks, opened, tool_marks, specials, form)
 
     def _free_reasoning(self, opened: bool) -> dict[str, str]:
         """Return the options that let reasoning stand before constrained text, where its marks are tokens."""
@@ -213,7 +225,7 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
     if isinstance(choice, dict):
         named = choice.get("function", choice)
         name = named.get("name") if isinstance(named, dict) else None
-        if name not in schemas:
+        if not isinstance(name, str) or name not in schemas:
             raise Refused(f"tool_choice names {shown(name)}, which is none of the tools", "tool_choice")
         return Tools(name, schemas, parallel is not False)
     if choice not in (None, AUTO, NONE, REQUIRED):

@@ -14,8 +14,12 @@ from typing import Any
 
 from eagle3.runner.cache import common_prefix
 from eagle3.runner.model import Model, Result, Stream
+from eagle3.runner.options import Options
+from eagle3.runner.sampling.constrained import GrammarFailed
+from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import TokenLogprobs
-from eagle3.runner.serve.errors import Busy, GenerationError, Unavailable
+from eagle3.runner.serve.errors import Busy, GenerationError, Refused, Unavailable, line
+from eagle3.runner.serve.grammars import GrammarCompiler
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,24 @@ class Job:
     options: dict[str, Any]
     loop: asyncio.AbstractEventLoop
     times: Times
+    constraint: Constraint | None = None
+    """The grammar of its ``structured_outputs``, compiled."""
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     result: Result | None = None
     left: bool = False
-    """Nobody waits for it any more: it ends within a round."""
+    """Nobody waits for it any more: it ends within a round, or a chunk of its prompt."""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield the delta of each round, as it comes. Raises GenerationError where the generation failed,
-        ``Unavailable`` where the engine ended."""
+        ``Refused`` where its grammar did, ``Unavailable`` where the engine ended."""
         while isinstance(event := await self.events.get(), Delta):
             yield event
         if isinstance(event, Unavailable):
             raise event
+        if isinstance(event, GrammarFailed):
+            raise Refused(str(event), "structured_outputs") from event
         if isinstance(event, Exception):
-            raise GenerationError(" ".join(str(event).split()) or type(event).__name__) from event
+            raise GenerationError(line(event) or type(event).__name__) from event
 
     def tell(self, event: Delta | Exception | None) -> None:
         """Hand an event to the request's event loop, from the engine's thread; None is the end."""
@@ -95,6 +103,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._changed, self._closing = threading.Condition(), False
         self._seconds = 1.0  # what a request took of late
+        self._grammars = GrammarCompiler(self.model)
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         for model in models[1:]:  # one tokenizer and one set of compiled grammars
             model.__dict__["text"] = self.model.text
@@ -118,19 +127,31 @@ class Engine:
         Raises ValueError for what the model does not take, before anything waits, ``Busy`` where too many wait,
         and ``Unavailable`` once the engine has ended.
         """
-        for options in each[:1]:
-            await asyncio.to_thread(self.model.stream, prompt, **(self._common | options))
+        self.check_room(len(each))
         loop, now = asyncio.get_running_loop(), time.perf_counter()
-        jobs = [Job(prompt, self._common | options, loop, Times(now)) for options in each]
+        checked = await asyncio.to_thread(Options.of, **(self._common | each[0]))
+        asked = checked.structured_outputs
+        constraint = None if asked is None else await self._grammars.compile(asked)
+        await asyncio.to_thread(Stream, self.model, prompt, checked, constraint)
+        jobs = [Job(prompt, self._common | options, loop, Times(now), constraint) for options in each]
         with self._changed:
-            if not self.alive:
-                raise Unavailable
-            free = sum(place.job is None for place in self._places)
-            if len(self._waiting) + len(jobs) > self._most_waiting + free:
-                raise Busy(len(self._waiting), self._seconds * (1 + len(self._waiting)) / len(self._places))
+            self.check_room(len(each))
             self._waiting += jobs
             self._changed.notify()
         return jobs
+
+    def check_room(self, count: int) -> None:
+        """Raises ``Refused`` where so many generations never fit, ``Busy`` where they do not now, ``Unavailable`` once
+        the engine has ended."""
+        if not self.alive:
+            raise Unavailable
+        most = self._most_waiting + len(self._places)
+        if count > most:
+            raise Refused(
+                f"{count} choices are asked for, but at most {most} can run and wait here: ask for fewer", "n"
+            )
+        if count > most - len(self._waiting) - self.running:
+            raise Busy(len(self._waiting), self._seconds * (1 + len(self._waiting)) / len(self._places))
 
     def close(self) -> None:
         """End: what runs or waits is left where it is."""
@@ -138,6 +159,7 @@ class Engine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._grammars.close()
 
     def _run(self) -> None:
         try:
@@ -182,10 +204,12 @@ class Engine:
                 self._end(place, job, None)
                 return
             if place.stream is None:
-                place.stream = place.model.stream(job.prompt, **job.options)
-            piece = next(place.stream, None)
+                place.stream = Stream(place.model, job.prompt, Options.of(**job.options), job.constraint)
+            piece = place.stream.advance()
             if piece is None:
                 self._end(place, job, None)
+                return
+            if not piece.token_ids and not piece.text:  # behind a chunk of the prompt
                 return
             if not job.times.first_token:
                 job.times.first_token = time.perf_counter()

@@ -12,13 +12,15 @@ from starlette.responses import JSONResponse
 __all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "ModelNotFound", "Refused", "Unavailable"]
 
 INVALID = "invalid_request_error"
+LONGEST = 1000
+"""Characters of a message: a library's may have all of what it was given in it."""
 
 
 class Refused(APIError):
     """A request that cannot be answered: 400 unless said. ``param``: the field that it is about."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
-        super().__init__(status, " ".join(message.split()), INVALID, code)
+        super().__init__(status, line(message), INVALID, code)
         self.param = param
 
 
@@ -27,8 +29,7 @@ class Busy(APIError):
 
     def __init__(self, waiting: int, seconds: float):
         super().__init__(
-            429, f"{waiting} requests are waiting already, which is as many as may: try again", "rate_limit_error",
-            "queue_full",
+            429, f"{waiting} requests are waiting already: try again", "rate_limit_error", "queue_full",
         )  # fmt: skip
         self.seconds = max(1, math.ceil(seconds))
 
@@ -38,6 +39,12 @@ class Unavailable(APIError):
 
     def __init__(self) -> None:
         super().__init__(503, "the server is shutting down", "server_error")
+
+
+def line(message: object) -> str:
+    """Return a message as one line, cut where it is long."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def body(error: APIError) -> dict:

@@ -1,18 +1,24 @@
-"""The checks that every request passes: the key, the limit on its body; and the line that is logged of it."""
+"""The checks that every request passes: the host that it names, the key, the kind and size of its body; and the line
+that is logged of it."""
 
 import hmac
+import ipaddress
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eagle3.runner.console.text_input import shown
 from eagle3.runner.serve.errors import APIError, Refused, as_response
+from eagle3.runner.serve.limits import MOST_BODY
 from eagle3.runner.serve.page import FILES
 from eagle3.runner.statistics import GenerationStats
 
-MOST_BODY = 16 << 20
+MOST_PATH = 200
+"""Characters of a path that are logged."""
 MOST_DISCARDED = 1 << 28
 """The bytes of a too large body that are read and thrown away, so that its sender gets to read the response."""
 
@@ -28,8 +34,12 @@ def route(scope: Scope) -> str:
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, key: str | None, log: Callable[[str], None]):
+    """``hosts``: names that the header Host may have, "*" for any; addresses are taken always, since a page whose name
+    was made to mean this machine (DNS rebinding) sends that name. None: the header is not looked at."""
+
+    def __init__(self, app: ASGIApp, key: str | None, log: Callable[[str], None], hosts: Collection[str] | None = None):
         self._app, self._key, self._log = app, key, log
+        self._hosts = None if hosts is None or "*" in hosts else frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,6 +62,8 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
+            if self._hosts is not None:
+                self._check_host(headers.get("host", ""))
             if self._key is not None and route(scope) not in OPEN:
                 self._check_key(headers.get("authorization", ""))
             size = headers.get("content-length", "")
@@ -65,8 +77,30 @@ class Gate:
 
     def _check_key(self, given: str) -> None:
         """Raises ``Refused`` for another key; in a time that does not depend on it."""
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._key}".encode()):
+        scheme, _, key = given.partition(" ")
+        known = hmac.compare_digest(key.strip().encode(), str(self._key).encode())
+        if not known or scheme.lower() != "bearer":
             raise Refused("the API key is missing or wrong", code="invalid_api_key", status=401)
+
+    def _check_host(self, given: str) -> None:
+        """Raises ``Refused`` for a name that is not allowed; in lower case, without the port."""
+        try:
+            host = urlsplit(f"//{given}").hostname or ""
+            if host in (self._hosts or ()) or ipaddress.ip_address(host):
+                return
+        except ValueError:
+            pass
+        raise Refused(
+            f"the host {shown(given)} is not one by which this server may be asked: name it with --allowed-hosts",
+            status=403,
+        )
+
+
+def check_type(given: str) -> None:
+    """Raises ``Refused`` for what is not said to be JSON: any other kind a web page may send here unasked."""
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(f"the content type is {shown(kind)}, but must be application/json", status=415)
 
 
 def _too_large() -> APIError:
@@ -99,7 +133,8 @@ def _limited(receive: Receive) -> Receive:
 
 def line(scope: Scope, status: int, seconds: float) -> str:
     """Return the line to log, which has nothing of the request's text, nor of the answer's."""
-    told = [f"{scope['method']} {scope['path']} {status} {seconds:.3f} s"]
+    path = quote(scope["path"], safe="/:@!$&'()*+,;=~")[:MOST_PATH]
+    told = [f"{scope['method']} {path} {status} {seconds:.3f} s"]
     results = [job.result for job in scope.get("jobs", ()) if job.result is not None]
     if results:
         stats = GenerationStats()

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
+from eagle3.runner.serve.limits import MOST_CHOICES
 
 IGNORED = frozenset(
     (
@@ -30,8 +31,6 @@ REFUSED = {
     "conversation": "this server keeps no conversations: give the whole input",
     "prompt_template": "this server keeps no prompts",
 }
-MOST_CHOICES, MOST_LOGPROBS = 128, 20
-
 Body = TypeVar("Body", bound="Asked")
 
 
@@ -60,6 +59,11 @@ class Asked(BaseModel):
     @property
     def choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def generations(self) -> int:
+        """The number of generations that are asked for."""
+        return self.choices
 
     def sampling(self, model: Model) -> dict[str, Any]:
         """Return options of a generation, without those of its length. OpenAI's defaults: temperature 1 where the
@@ -106,6 +110,11 @@ class CompletionBody(Asked):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+
+    @property
+    def generations(self) -> int:
+        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
+        return self.choices * (len(self.prompt) if several else 1)
 
 
 class ResponseBody(Asked):

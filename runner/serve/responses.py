@@ -1,5 +1,6 @@
 """``POST /v1/responses``: the same answers under OpenAI's newer API. Nothing is stored."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -125,8 +126,9 @@ async def stream(service: Service, body: ResponseBody, request: Request) -> Asyn
 
 async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[Any, None]:
     """Yield OpenAI's events, the last of which has the whole response. What is refused is raised before the first."""
-    turn = asked(service, body)
-    async with service.jobs(request, turn.prompt, turn.options, 1) as jobs:
+    turn = await asyncio.to_thread(asked, service, body)
+    form = "text" if turn.form == "response_format" else turn.form
+    async with service.jobs(request, turn.prompt, turn.options, 1, form) as jobs:
         log = Events(service, body, turn)
         yield log.event(ResponseCreatedEvent, "response.created", response=log.response("in_progress"))
         yield log.event(ResponseInProgressEvent, "response.in_progress", response=log.response("in_progress"))

@@ -3,17 +3,20 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from eagle3.runner import load
 from eagle3.runner.console.command import tell
 from eagle3.runner.contract import MODEL_FILE
+from eagle3.runner.loop import check_request
 from eagle3.runner.serve.app import build_app
+from eagle3.runner.serve.connections import TELLING_SECONDS, Protocol, Server
 from eagle3.runner.serve.dialogue import Dialogue
 from eagle3.runner.serve.engine import Engine
 from eagle3.runner.serve.errors import Refused
@@ -34,6 +37,7 @@ def serve(
     tool_parser: str,
     chain_len: int | str | None,
     ngram: bool | None = None,
+    hosts: Collection[str] = ("localhost",),
     **loading: Any,
 ) -> None:
     """Load and serve until SIGTERM or SIGINT; what runs then has ``grace`` seconds. Raises as ``opened``."""
@@ -41,7 +45,7 @@ def serve(
     with opening as service:
         host, port = listening.getsockname()[:2]
         tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-        run(service, key, listening, grace)
+        run(service, key, listening, grace, hosts)
 
 
 @contextmanager
@@ -65,6 +69,7 @@ def opened(
     with ExitStack() as stack:
         models = [stack.enter_context(load(artifact, **loading)) for _ in range(parallel)]
         folder = artifact.parent if artifact.name == MODEL_FILE else artifact
+        check_request(models[0].metadata, [0], 1, chain_len if isinstance(chain_len, int) else None)
         if not models[0].has_text:
             raise FileNotFoundError(f"{folder} has no tokenizer.json, which a server needs: copy or export it again")
         name = model_id or str(models[0].metadata.manifest.get("target") or folder.name)
@@ -95,18 +100,28 @@ def check_defaults(given: dict[str, Any]) -> None:
             raise ValueError(f"--default {error}") from None
 
 
-def run(service: Service, key: str | None, listening: socket.socket, grace: int) -> None:
+def run(
+    service: Service, key: str | None, listening: socket.socket, grace: int, hosts: Collection[str] | None = None
+) -> None:
     """Run uvicorn's loop to its end."""
-    app = build_app(service, key, tell)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace, lifespan="on"
-    )
+    app = build_app(service, key, tell, hosts)
+    server = server_of(app, grace, service.engine.close)
     handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
     try:  # uvicorn has handlers of its own while it runs, and raises the signal again when it is done
-        asyncio.run(uvicorn.Server(config).serve([listening]))
+        asyncio.run(server.serve([listening]))
     finally:
         for each, handler in handled.items():
             signal.signal(each, handler)
+
+
+def server_of(app: ASGIApp, grace: int, end: Callable[[], None]) -> Server:
+    """Return a server of ``app``; ``end`` is called where something still runs ``grace`` seconds after it was told to
+    end."""
+    config = uvicorn.Config(
+        app, http=Protocol, log_config=None, access_log=False, server_header=False,
+        timeout_graceful_shutdown=grace + TELLING_SECONDS, lifespan="on",
+    )  # fmt: skip
+    return Server(config, grace, end)
 
 
 def _ignore(*_: object) -> None:

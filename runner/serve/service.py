@@ -11,6 +11,7 @@ from eagle3.runner.model import Model
 from eagle3.runner.serve.dialogue import Dialogue, Turn
 from eagle3.runner.serve.engine import Engine, Job
 from eagle3.runner.serve.errors import ModelNotFound, Refused
+from eagle3.runner.serve.grammars import GrammarRefused
 from eagle3.runner.serve.metrics import Metrics
 from eagle3.runner.serve.requests import with_own_seeds
 
@@ -37,14 +38,17 @@ class Service:
 
     @asynccontextmanager
     async def jobs(
-        self, request: Request, prompt: list[int], options: dict[str, Any], count: int
+        self, request: Request, prompt: list[int], options: dict[str, Any], count: int, form: str = "structured_outputs"
     ) -> AsyncIterator[list[Job]]:
-        """``count`` generations of a prompt. Left before they end, they end within a round.
+        """``count`` generations of a prompt. Left before they end, they end within a round. ``form``: the field that
+        the grammar is of.
 
         Raises ``Refused`` for options that the model does not take, ``Busy`` where too many wait.
         """
         try:
             jobs = await self.engine.submit(prompt, with_own_seeds(options, count))
+        except GrammarRefused as error:
+            raise Refused(str(error), form) from None
         except (ValueError, FileNotFoundError) as error:
             raise Refused(str(error)) from None
         request.scope.setdefault("jobs", []).extend(jobs)

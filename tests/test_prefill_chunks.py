@@ -1,0 +1,99 @@
+"""A long prompt is computed chunk by chunk: between them a generation may be left, or stand back for another one."""
+
+import asyncio
+
+import pytest
+
+from eagle3.runner import load
+from eagle3.runner.model import Model
+from eagle3.runner.serve.engine import Engine
+
+LONG = [(7 * index) % 900 + 5 for index in range(900)]
+
+
+@pytest.fixture
+def model(session, artifact):
+    return Model(session.metadata, lambda: session, artifact)
+
+
+def test_a_stream_stands_between_the_chunks_of_its_prompt(model):
+    said = model.generate(LONG, max_new_tokens=20)
+    model.forget()
+    with model.stream(LONG, max_new_tokens=20) as stream:
+        pieces = []
+        while (piece := stream.advance()) is not None:
+            pieces.append(piece)
+    chunks = [piece for piece in pieces if not piece.token_ids]
+    assert len(chunks) >= 900 // model.metadata.max_prefill - 1 > 3
+    assert stream.result.token_ids == said.token_ids and stream.result.stats.prompt_tokens == 900
+    model.forget()
+    assert all(piece.token_ids or piece.text for piece in model.stream(LONG, max_new_tokens=20))
+
+
+def test_what_was_computed_of_a_prompt_that_was_left_is_kept(model):
+    said = model.generate(LONG, max_new_tokens=20)
+    model.forget()
+    with model.stream(LONG, max_new_tokens=20) as stream:
+        for _ in range(3):
+            assert not stream.advance().token_ids
+    again = model.generate(LONG, max_new_tokens=20)
+    assert again.token_ids == said.token_ids
+    assert again.stats.reused_prompt_tokens >= 3 * model.metadata.max_prefill - 1
+
+
+def test_a_client_that_leaves_during_a_long_prompt_frees_the_model(model, monkeypatch):
+    session, calls = model.session, []
+    prefill = session.prefill
+
+    async def left() -> int:
+        engine = Engine([model], 4, lambda job: None, {})
+        try:
+            monkeypatch.setattr(session, "prefill", lambda *given: calls.append(1) or leave() or prefill(*given))
+            [job] = await engine.submit(LONG, [{"max_new_tokens": 9}])
+
+            def leave() -> None:
+                job.left = True
+
+            async for _ in job.deltas():
+                pass
+            return len(job.result.token_ids)
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    assert asyncio.run(left()) == 0
+    assert 1 <= len(calls) <= 2  # the prompt has fifteen chunks
+
+
+def test_a_neighbour_gets_its_turns_between_the_chunks_of_a_long_prompt(artifact):
+    with load(artifact) as one, load(artifact) as other:
+        order = []
+
+        def noted(session, name):
+            prefill = session.prefill
+
+            def called(*given):
+                order.append(name)
+                return prefill(*given)
+
+            session.prefill = called
+
+        noted(one.session, "prefill")
+        noted(other.session, "prefill")
+
+        async def both() -> list[str]:
+            engine = Engine([one, other], 4, lambda job: None, {})
+            try:
+                [first] = await engine.submit(one.encode("def main("), [{"max_new_tokens": 200, "ignore_eos": True}])
+                events = first.deltas()
+                await anext(events)
+                [second] = await engine.submit(LONG, [{"max_new_tokens": 2}])
+                async for _ in events:
+                    order.append("round")
+                async for _ in second.deltas():
+                    pass
+            finally:
+                await asyncio.to_thread(engine.close)
+
+        asyncio.run(both())
+    between = "".join("p" if each == "prefill" else "r" for each in order[1:])
+    assert "ppp" not in between.rstrip("p"), between

@@ -1,0 +1,317 @@
+"""Requests that would stop a server for others: each is refused or bounded, and the event loop and the generation of
+others go on meanwhile."""
+
+import http.client
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from served import ASKED, JSON, served
+
+from eagle3.runner.model import Model
+from eagle3.runner.sampling import constraint
+from eagle3.runner.serve import app, connections
+from eagle3.runner.serve.errors import LONGEST
+
+PLAIN = {"messages": ASKED, "max_tokens": 4}
+LOOPS = "{% for i in range(15000) %}{% for j in range(15000) %}{% endfor %}{% endfor %}x"
+SLOW = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 5000}}}"} for i in range(60)]}
+"""A schema that llguidance compiles for minutes."""
+PATTERNS = {f"^[a-z]{{{i % 9 + 1},{i % 50 + 9}}}x{i}$": {"type": "string"} for i in range(399)}
+
+
+@pytest.fixture(scope="module")
+def server(session, artifact):
+    with served([Model(session.metadata, lambda: session, artifact)], artifact, max_queue=24) as running:
+        yield running
+
+
+@contextmanager
+def others(server):
+    """Ask for /health, and for an answer of the model, all the while; gives the longest wait in seconds, once over."""
+    over, waits = threading.Event(), {"health": 0.0, "answer": 0.0}
+
+    def ask(name: str, path: str, given: dict | None) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not over.is_set():
+                start = time.perf_counter()
+                answer = client.get(path) if given is None else client.post(path, json=given)
+                assert answer.status_code == 200, answer.text
+                waits[name] = max(waits[name], time.perf_counter() - start)
+
+    health = server.url.removesuffix("/v1") + "/health"
+    threads = [
+        threading.Thread(target=ask, args=("health", health, None)),
+        threading.Thread(target=ask, args=("answer", f"{server.url}/completions", {"prompt": "a", "max_tokens": 2})),
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    try:
+        yield waits
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def formatted(schema: object) -> dict:
+    return PLAIN | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+ATTACKS = {
+    "a template of its own": (PLAIN | {"chat_template_kwargs": {"chat_template": LOOPS}}, "chat_template_kwargs"),
+    "a large template": (
+        PLAIN | {"chat_template_kwargs": {"chat_template": "{{ ('a' * 1500000000)|length }}"}},
+        "chat_template_kwargs",
+    ),
+    "tokenize": (PLAIN | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    "choices": (
+        PLAIN | {"structured_outputs": {"choice": [f"choice {i}" for i in range(40_000)]}},
+        "structured_outputs",
+    ),
+    "patterns": (formatted({"type": "object", "patternProperties": PATTERNS}), "response_format"),
+    "a slow schema": (formatted(SLOW), "response_format"),
+    "a schema of a tool": (
+        PLAIN
+        | {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SLOW}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    "a long const": (formatted({"const": "x " * 250_000}), "response_format"),
+    "a schema that allows no text": (formatted({"$ref": "#"}), "response_format"),
+    "false": (formatted(False), "response_format"),
+    "stop strings": (PLAIN | {"stop": [f"{i:0500}" for i in range(999)]}, "stop"),
+    "a long stop string": (PLAIN | {"stop": "x" * 5000}, "stop"),
+    "biases": (PLAIN | {"logit_bias": {str(i): 1 for i in range(150_000)}}, "logit_bias"),
+    "messages": (PLAIN | {"messages": ASKED * 5000}, "messages"),
+    "a deep schema": (formatted(json.loads('{"items":' * 300 + "{}" + "}" * 300)), "response_format"),
+    "too many choices": (PLAIN | {"n": 100}, "n"),
+    "a surrogate in a role": (PLAIN | {"messages": [{"role": "us\ud800er", "content": "x"}]}, "messages.0.role"),
+    "a name that is none": (
+        PLAIN
+        | {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": {}}},
+        },
+        "tool_choice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused_in_a_line_within_seconds_and_others_go_on(server, name):
+    given, param = ATTACKS[name]
+    with others(server) as waits:
+        start = time.perf_counter()
+        answer = httpx.post(
+            f"{server.url}/chat/completions", content=json.dumps(given).encode(), headers=JSON, timeout=60
+        )
+        seconds = time.perf_counter() - start
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["param"] == param and len(error["message"]) <= LONGEST + 3 and "\n" not in error["message"]
+    assert seconds < 10, seconds  # half a second of a processor, on a machine that does other things too
+    assert max(waits.values()) < 1, waits
+
+
+def test_a_million_prompts_are_refused_before_they_are_tokenized(server, monkeypatch):
+    monkeypatch.setattr(server.service.model, "encode", None)
+    given = {"prompt": ["x"] * 1_000_000, "max_tokens": 1}
+    with others_of_health(server) as waits:
+        answer = httpx.post(f"{server.url}/completions", json=given, timeout=60)
+    assert answer.status_code in (400, 413) and waits["health"] < 1
+    answer = server.post("/completions", {"prompt": ["x"] * 100, "max_tokens": 1})
+    assert answer.status_code == 400 and "at most 25" in answer.json()["error"]["message"]
+    answer = server.post("/completions", {"prompt": [5] * 500_000, "max_tokens": 1})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@contextmanager
+def others_of_health(server):
+    over, waits = threading.Event(), {"health": 0.0}
+
+    def ask() -> None:
+        with httpx.Client(timeout=60) as client:
+            while not over.is_set():
+                start = time.perf_counter()
+                client.get(server.url.removesuffix("/v1") + "/health")
+                waits["health"] = max(waits["health"], time.perf_counter() - start)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield waits
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_schema_that_was_refused_is_not_compiled_again(server):
+    given = formatted({"allOf": SLOW["allOf"][::-1]})
+    first = server.post("/chat/completions", given)
+    start = time.perf_counter()
+    again = server.post("/chat/completions", given)
+    assert again.json() == first.json() and first.status_code == 400 and time.perf_counter() - start < 0.5
+    assert "more than 0.5 s to compile, which is the limit" in first.json()["error"]["message"]
+
+
+def test_a_schema_is_compiled_while_others_generate_and_once_for_all_who_ask(server, monkeypatch):
+    compiled = []
+    matcher = constraint.Grammars._matcher
+    monkeypatch.setattr(constraint.Grammars, "_matcher", lambda *given: compiled.append(1) or matcher(*given))
+    given = formatted({"enum": [f"value {i}" for i in range(900)]})
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(server.post("/chat/completions", given))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 8 and len(compiled) == 1
+
+
+def test_schemas_true_and_an_object_are_taken(server):
+    assert server.post("/chat/completions", formatted(True)).status_code == 200
+    assert server.post("/chat/completions", formatted({"type": "boolean"})).status_code == 200
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(session, artifact, monkeypatch):
+    grammars = Model(session.metadata, lambda: session, artifact).grammars
+    monkeypatch.setattr(constraint, "KEPT_BYTES", 4 * constraint.BYTES_OF_GRAMMAR)
+    asked = [{"choice": [f"{number}", "b"]} for number in range(9)]
+    for each in asked:
+        grammars.compile(each)
+    kept = [each for each in asked if grammars.kept(each) is not None]
+    assert kept == asked[-3:]
+    grammars.compile({"choice": [f"a long choice {number}" for number in range(900)]})
+    assert not any(grammars.kept(each) for each in asked)
+
+
+def get(server, path: str = "/health", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[2].split("/")[0]), timeout=10)
+    connection.request(method, path, headers=headers)
+    return connection.getresponse()
+
+
+def test_a_host_that_is_not_allowed_is_refused(session, artifact):
+    model = Model(session.metadata, lambda: session, artifact)
+    with served([model], artifact, hosts=["localhost", "gpu.lan"]) as server:
+        for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:80", "10.0.0.7", "gpu.lan:8000"):
+            assert get(server, Host=host).status == 200, host
+        for host in ("evil.example", "localhost.evil.example", "evil.example:8000", "", "127.0.0.1.evil.example"):
+            answer = get(server, Host=host)
+            assert answer.status == 403 and b"--allowed-hosts" in answer.read(), host
+    with served([model], artifact, hosts=["*"]) as server:
+        assert get(server, Host="evil.example").status == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "text/plain;application/json"])
+def test_what_a_web_page_may_send_unasked_is_refused(server, kind):
+    body = json.dumps(PLAIN).encode()
+    answer = httpx.post(f"{server.url}/chat/completions", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert httpx.post(f"{server.url}/chat/completions", content=body, headers=headers, timeout=60).status_code == 200
+
+
+def test_a_path_forges_no_line_of_the_log(server):
+    get(server, "/v1/x%0aPOST%20/v1/completions%20200%1b[31m" + "y" * 5000).read()
+    get(server).read()
+    [line] = [line for line in server.lines if "/v1/x" in line]
+    assert line.isprintable() and len(line) < 300 and "%0A" in line
+
+
+def test_no_redirect_goes_to_a_host_that_the_client_named(server):
+    for path in ("/health/", "/v1/models/", "/v1/chat/completions/"):
+        answer = get(server, path, Host="evil.example")
+        assert answer.status == 404 and answer.getheader("location") is None
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/"])
+def test_head_is_get_without_a_body(server, path):
+    answer = get(server, path, "HEAD")
+    assert answer.status == 200 and answer.read() == b""
+
+
+def test_the_scheme_of_a_key_may_be_in_any_case(session, artifact):
+    with served([Model(session.metadata, lambda: session, artifact)], artifact, key="secret") as server:
+        for scheme in ("bearer", "BEARER", "Bearer "):
+            assert get(server, "/v1/models", Authorization=f"{scheme} secret").status == 200
+        for given in ("Basic secret", "secret", "bearer", "bearer secrets"):
+            assert get(server, "/v1/models", Authorization=given).status == 401
+
+
+def test_slow_headers_do_not_hold_a_connection(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
+    address = "127.0.0.1", int(server.url.split(":")[2].split("/")[0])
+    for begun in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: 1\r\n"):
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(begun)
+            start = time.monotonic()
+            assert slow.recv(100) == b"" and 0.3 < time.monotonic() - start < 5
+    with socket.create_connection(address, timeout=10) as again:  # behind an answer, too
+        again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert again.recv(1000).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET /hea")
+        while again.recv(1000):
+            pass
+
+
+def test_a_body_that_does_not_come_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    address = "127.0.0.1", int(server.url.split(":")[2].split("/")[0])
+    with socket.create_connection(address, timeout=10) as slow:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+        )
+        slow.sendall(head + b'{"pro')
+        assert slow.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_a_hang_up_logs_a_line_and_no_traceback(server, caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(httpx.ReadTimeout):
+        given = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
+        httpx.post(f"{server.url}/completions", json=given, timeout=0.3)
+    end = time.monotonic() + 10
+    while server.engine.running or not any(" 499 " in line for line in server.lines):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not caplog.records
+
+
+def test_when_the_grace_has_ended_what_waits_and_what_streams_is_told(session, artifact, held):
+    model = Model(session.metadata, lambda: session, artifact)
+    given = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
+    with served([model], artifact, grace=1) as server:
+        answers = []
+        streamed = httpx.Client(timeout=60)
+        stream = streamed.send(
+            streamed.build_request("POST", f"{server.url}/completions", json=given | {"stream": True}), stream=True
+        )
+        lines = stream.iter_lines()
+        first = next(lines)
+        held.clear()
+        threads = [threading.Thread(target=lambda: answers.append(server.post("/completions", given)))]
+        threads[0].start()
+        while not server.engine.waiting:
+            time.sleep(0.01)
+        server.stop()
+        time.sleep(1.5)
+        held.set()
+        rest = [first, *lines]
+        threads[0].join()
+    [answer] = answers
+    assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
+    told = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+    assert told[-1]["error"]["message"] == "the server is shutting down" and rest[-2] == "data: [DONE]"
+    assert re.search("shutting down", answer.text)
