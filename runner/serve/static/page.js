@@ -31,7 +31,8 @@ function show() {
   const drafts = sum("proposing");
   at("acceptance").textContent = drafts ? (1 + sum("accepted") / drafts).toFixed(2) : "–";
   at("share").textContent = sum("tokens") ? `${Math.round((100 * sum("drafted")) / sum("tokens"))}%` : "–";
-  at("rate").textContent = sum("seconds") > 0 ? Math.round(sum("tokens") / sum("seconds")) : "–";
+  const seconds = sum("seconds"); // an answer that comes as one burst of the network has no rate
+  at("rate").textContent = seconds >= 0.05 ? Math.round(sum("tokens") / seconds) : "–";
 }
 
 function item(className, text) {
