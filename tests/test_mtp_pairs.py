@@ -277,7 +277,12 @@ def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):
 
 
 def test_flags_of_eagle_heads_are_refused(glm, qwen):
-    for flags in ({"draft_dialect": "sglang"}, {"norm_before_residual": True}, {"draft_window": 8}):
+    for flags in (
+        {"draft_dialect": "sglang"},
+        {"norm_before_residual": True},
+        {"draft_window": 8},
+        {"draft_rope_theta": 1e4},
+    ):
         own = ExportConfig(checkpoint=glm, draft=Path("mtp"), cuda_arch="sm_90", dry_run=True, **flags)
         assert "is for EAGLE heads" in refusal(prepare, own)
         assert "is for EAGLE heads" in refusal(plan_of, qwen, GOLDEN / "qwen3", **flags)

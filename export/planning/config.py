@@ -17,6 +17,8 @@ XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 GROUPED = "8da4w"  # whose inputs share scales in groups; 8da8w has a scale a row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
+LONGEST_CHAIN = 15
+"""The most draft tokens a round; a verify window has one row more."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ExportConfig:
     draft_dialect: str | None = None
     norm_before_residual: bool | None = None
     draft_window: int | None = None
+    draft_rope_theta: float | str | None = None
+    draft_partial_rotary: float | str | None = None
     with_decode: bool = False
     with_forward: bool = False
     speculate: bool | None = None
