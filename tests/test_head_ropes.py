@@ -5,10 +5,16 @@ import json
 
 import pytest
 import torch
+from commands import fail_command
 from dialect_files import HIDDEN, LLAMA3, PEAGLE, norms, random_eagle, random_head, random_peagle, write
+from random_checkpoints import random_model
 
+from eagle3.export.cli import main
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.rope_reading import FILE, RopeFlags
+from eagle3.export.hub.names import HubName
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
 
 
@@ -78,6 +84,37 @@ def test_a_base_that_the_file_cannot_tell_is_said_with_the_flag_that_decides(dia
         assert base(draft) == taken and not any("rope_theta" in line for line in draft.warnings)
     plain = read_draft(write(tmp_path / "plain", dialect, rope_theta=1e4, **keys))
     assert not any("rope_theta" in line for line in plain.warnings)
+
+
+def test_a_head_that_angelslim_published_under_specforges_name_has_angelslims_base(tmp_path):
+    folder = write(tmp_path / "head", "specforge", rope_theta=1e6)
+    draft = read_draft(folder, rope=RopeFlags(publisher="AngelSlim"))
+    (line,) = [line for line in draft.warnings if "rope_theta" in line]
+    assert base(draft) == 1e4 and "which AngelSlim's code takes no notice of" in line
+    assert base(read_draft(folder, rope=RopeFlags(publisher="Tengyunw"))) == 1e6
+    assert base(read_draft(folder, rope=RopeFlags(FILE, publisher="AngelSlim"))) == 1e6
+    mrope = write(tmp_path / "mrope", "specforge", rope_theta=1e6, rope_scaling=MROPE)
+    assert base(read_draft(mrope, rope=RopeFlags(publisher="AngelSlim"))) == 1e6
+
+
+def test_who_published_a_head_is_the_owner_of_its_repository():
+    named = {"draft": HubName("AngelSlim/Qwen3-4B_eagle3", "0" * 40)}
+    assert ExportConfig("qwen3-4B", repositories=named).publisher == "AngelSlim"
+    assert ExportConfig("qwen3-4B").publisher is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--draft-rope-theta", "0"], "0.0 is not in the range x>0"),
+        (["--draft-rope-theta", "nan"], "nan is no finite number"),
+        (["--draft-rope-theta", "fil"], "'fil' is not a valid"),
+        (["--draft-partial-rotary", "1.5"], "1.5 is not in the range 0<x<=1"),
+    ],
+)
+def test_a_value_that_no_rope_has_is_a_usage_error(flags, says):
+    code, line = fail_command(main, "--target-model", "gemma4-tiny", "--dry-run", *flags)
+    assert code == 2 and says in line
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "nemo", "modelopt", "deepspec", "speculators"])
@@ -206,6 +243,19 @@ def test_an_epsilon_that_is_no_small_number_is_refused(dialect, value, tmp_path)
     (config["transformer_layer_config"] if dialect == "speculators" else config)["rms_norm_eps"] = float(value)
     (folder / "config.json").write_text(json.dumps(config))
     assert "rms_norm_eps is" in refusal(folder)
+
+
+def test_the_flags_go_through_the_plan_into_its_record(tmp_path):
+    random_model("llama3.1-8B", num_hidden_layers=12).save_pretrained(tmp_path / "target")
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    head = write(tmp_path / "head", "sglang", rope_theta=None, rope_parameters=rope)
+    given = {"checkpoint": tmp_path / "target", "draft": head, "backend": "xnnpack"}
+    plain = make_plan(ExportConfig("llama3.1-8B", **given)).draft.layer.rope_parameters
+    flags = {"draft_rope_theta": 1e4, "draft_partial_rotary": 1.0}
+    plan = make_plan(ExportConfig("llama3.1-8B", **given, **flags))
+    assert (plain["rope_theta"], plain["partial_rotary_factor"]) == (1e6, 0.5)
+    assert plan.draft.layer.rope_parameters == plain | {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    assert plan.config.as_json().items() >= flags.items() and check_draft(plan.draft, 3)["logits"] < 1e-4
 
 
 def test_the_base_changes_what_a_head_computes(tmp_path):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.draft.dialects.dialect import IGNORED_BASE, Dialect
+from eagle3.export.draft.dialects import Dialect, angelslim
+from eagle3.export.draft.dialects.dialect import IGNORED_BASE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,6 +26,8 @@ class RopeFlags:
 
     theta: float | str | None = None
     part: float | str | None = None
+    publisher: str | None = None
+    """Who published the head on the hub, which may tell its trainer where the file does not; no flag's value."""
 
     @property
     def decided(self) -> tuple[str, ...]:
@@ -46,7 +49,7 @@ def trained_rope(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the RoPE parameters that a head of ``kind`` was trained with, and lines on what differs from its file or
     cannot be told from it. ``layer`` has the file's parameters, ``fields`` are the file's keys."""
-    base, of_base = _base(file, layer.rope_parameters, fields, dialect, kind, flags.theta)
+    base, of_base = _base(file, layer.rope_parameters, fields, dialect, kind, flags)
     part, of_part = _part(file, layer.rope_parameters, dialect, flags.part)
     changes = {"rope_theta": base} | ({} if part is None else {"partial_rotary_factor": part})
     return layer.rope_parameters | changes, [*of_base, *of_part]
@@ -58,17 +61,19 @@ def _base(
     fields: Mapping[str, Any],
     dialect: Dialect,
     kind: str,
-    given: float | str | None,
+    flags: RopeFlags,
 ) -> tuple[float, list[str]]:
-    said = rope["rope_theta"]
+    said, given = rope["rope_theta"], flags.theta
     if given is not None:
         return (said if given == FILE else float(given)), []
-    heeds = dialect.heeds_base(kind, fields)
+    heeds, trainer = dialect.heeds_base(kind, fields), dialect.trainer
+    if heeds is None and flags.publisher == angelslim.DIALECT.trainer:  # it publishes under other systems' names too
+        heeds, trainer = angelslim.heeds_base(kind, {**fields, "modal_type": "LLM"}), flags.publisher
     if heeds is True or said == IGNORED_BASE:
         return said, []
     if heeds is False:
         return IGNORED_BASE, [
-            f"{file}: rope_theta is {said:.10g}, which {dialect.trainer}'s code takes no notice of: the head's RoPE "
+            f"{file}: rope_theta is {said:.10g}, which {trainer}'s code takes no notice of: the head's RoPE "
             f"has base {IGNORED_BASE:.10g}, as in training; type --draft-rope-theta {FILE} if another system trained it"
         ]
     return said, [

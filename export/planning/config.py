@@ -66,6 +66,12 @@ class ExportConfig:
         return not (self.dry_run or self.random_weights)
 
     @property
+    def publisher(self) -> str | None:
+        """Who published the draft head on the hub; None for a folder of one's own."""
+        named = self.repositories.get("draft")
+        return named.repository.partition("/")[0] if named else None
+
+    @property
     def int8_caches(self) -> bool:
         """True where the target's layers of full attention keep keys and values in 8 bits."""
         return self.kv_cache == "int8"

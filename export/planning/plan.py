@@ -156,7 +156,7 @@ def make_plan(config: ExportConfig) -> Plan:
     if has_draft and uses_own_layer(config):
         draft: DraftDescription = read_own_layer(target_source, target_config, checkpoint)
     elif has_draft:
-        rope = RopeFlags(config.draft_rope_theta, config.draft_partial_rotary)
+        rope = RopeFlags(config.draft_rope_theta, config.draft_partial_rotary, config.publisher)
         draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual, rope)
     else:
         draft = no_head(checkpoint, whole_config)

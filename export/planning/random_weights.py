@@ -41,7 +41,7 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
         else:
             taps = config.aux_layers
             if draft is not None and not taps:
-                rope = RopeFlags(config.draft_rope_theta, config.draft_partial_rotary)
+                rope = RopeFlags(config.draft_rope_theta, config.draft_partial_rotary, config.publisher)
                 taps = spread_taps(read_draft(draft, config.draft_dialect, rope=rope), config.layers)
             _save_fewer_layers(checkpoint, config, target, own)
         yield replace(config, checkpoint=target, draft=head, aux_layers=taps)
