@@ -74,8 +74,8 @@ class HeadConfig:
     target: str
     fields: Json
     """``config.json``, without the sizes."""
-    form: str = "eagle3"
-    """Which tensors it has: a key of ``FORMS`` in ``survey_heads.py``."""
+    form: str = "layers.0"
+    """The tensors that it has, as ``shapes_of`` of ``survey_heads.py`` names them."""
     base: float = PLAIN
     """The base of RoPE that the trainer's code computes with."""
     window: int = 0
