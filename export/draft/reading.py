@@ -52,7 +52,7 @@ def read_draft(
     texts(config, "architectures", file)
     for name, kind in KINDS.items():
         if kind.recognizes(config):
-            flags = {"--draft-dialect": dialect, "--norm-before-residual": norm_before_residual}
+            flags: dict[str, Any] = {"--draft-dialect": dialect, "--norm-before-residual": norm_before_residual}
             flags |= {"--draft-rope-theta": rope.theta, "--draft-partial-rotary": rope.part}
             if flag := next((flag for flag, value in flags.items() if value is not None), None):
                 raise ValueError(f"{flag} is for EAGLE heads, {folder} is a head of the kind {name}: leave it out")
