@@ -1,6 +1,7 @@
 """``eagle3-export``. Nothing heavy is imported before an export is really wanted: ``--help`` answers at once."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import click
 from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.kinds import EAGLE3, KINDS
-from eagle3.export.planning.config import EMBEDDING_RECIPES, KV_CACHES, ExportConfig
+from eagle3.export.draft.rope_reading import FILE
+from eagle3.export.planning.config import EMBEDDING_RECIPES, KV_CACHES, LONGEST_CHAIN, ExportConfig
 from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
@@ -65,6 +67,18 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
         return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of layer ids such as 2,30,57") from None
+
+
+class NumberOrFile(click.FloatRange):
+    """A number, or ``file`` for what the draft's config.json says."""
+
+    name = "number or file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        if value == FILE:
+            return value
+        number = super().convert(value, param, ctx)
+        return number if isfinite(number) else self.fail(f"{value} is no finite number", param, ctx)
 
 
 HEADINGS = {
@@ -123,7 +137,9 @@ HEADINGS = {
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
 @click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
-@click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the draft suggests.")
+@click.option(
+    "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: what the draft suggests."
+)
 @click.option(
     "--verify-rows",
     type=click.IntRange(2, 16),
@@ -191,6 +207,20 @@ HEADINGS = {
     help="The system whose files the draft head has. Default: the first that recognizes them.",
 )
 @click.option("--norm-before-residual", type=bool, help="Override norm_before_residual of the draft's config.json.")
+@click.option(
+    "--draft-rope-theta",
+    type=NumberOrFile(0, min_open=True),
+    metavar="BASE|file",
+    help="The base of an EAGLE head's RoPE; file takes rope_theta of its config.json. Default: what its trainer's code "
+    "had.",
+)
+@click.option(
+    "--draft-partial-rotary",
+    type=NumberOrFile(0, 1, min_open=True),
+    metavar="PART|file",
+    help="The part of each head of an EAGLE head's attention that RoPE applies to; file takes partial_rotary_factor of "
+    "its config.json. Default: what its trainer's code had.",
+)
 @click.option(
     "--logits/--no-logits",
     default=True,

@@ -15,6 +15,7 @@ from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
 from eagle3.export.draft.kinds import DFLASH
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.rope_reading import RopeFlags
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +178,29 @@ def test_a_longer_chain_than_a_block_is_refused(folder):
     assert plan_of(folder, "causal").chain_len == 5 and plan_of(folder, "full", chain_len=2).proposals == 2
 
 
+def test_a_block_of_sixteen_proposals_has_a_chain_of_fifteen_and_says_so(folder, target, tmp_path):
+    shutil.copytree(folder / "target", tmp_path / "target")
+    save_random_dflash(tmp_path / "head", target.config, (0, 2, 3), block=16, sample_from_anchor=True)
+    plan = plan_of(tmp_path, "head", max_prefill=32)
+    assert (plan.draft.chain_len, plan.draft.longest_chain) == (16, 16)
+    assert (plan.chain_len, plan.verify_rows) == (15, 16)
+    assert "the head's files suggest 16 draft tokens a round, 15 are the most: the chain length is 15" in plan.warnings
+    assert not any(
+        "draft tokens a round" in line for line in plan_of(tmp_path, "head", chain_len=7, max_prefill=32).warnings
+    )
+
+
+BY_TYPE = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5e4, "rope_type": "default"}}
+
+
+def test_a_rope_for_each_type_of_layer_is_speculators_of_sliding_layers_and_refused_elsewhere(folder, tmp_path):
+    rope = {"rope_parameters": BY_TYPE}
+    head = changed(folder / "full", tmp_path / "head", layer=rope)
+    assert read_draft(head).layer.rope_parameters["rope_theta"] == 5e4
+    line = refusal(read_draft, z_lab(tmp_path / "z-lab", **rope))
+    assert "rope_parameters has a RoPE for each type of layer (full_attention: rope_theta 1000000.0;" in line
+
+
 def test_a_block_of_more_rows_than_kernels_take_is_refused(folder, target, tmp_path):
     shutil.copytree(folder / "target", tmp_path / "target")
     save_random_dflash(tmp_path / "head", target.config, (0, 2, 3), block=17)
@@ -257,6 +281,7 @@ def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, 
 
         assert says in refusal(whole)
     assert "--draft-dialect is for EAGLE heads" in refusal(read_draft, folder / "full", "sglang")
+    assert "--draft-rope-theta is for EAGLE heads" in refusal(read_draft, folder / "full", rope=RopeFlags(theta=1e4))
 
 
 def test_it_is_listed_and_the_dry_run_says_what_it_takes(folder):

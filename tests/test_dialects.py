@@ -19,6 +19,7 @@ from dialect_files import (
     YARN,
     biases,
     norms,
+    random_eagle,
     random_head,
     without,
     write,
@@ -31,7 +32,7 @@ from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checks.pairing import check_pair, check_trained_for
 from eagle3.export.checks.tensors import check_draft as check_tensors
-from eagle3.export.draft.description import EAGLE3
+from eagle3.export.draft.description import EAGLE, EAGLE3
 from eagle3.export.draft.eagle_kinds import head_kind
 from eagle3.export.draft.layer_config import layer_config
 from eagle3.export.draft.loading import load_draft
@@ -41,6 +42,7 @@ from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden"
+OF_TARGETS = ("mistral", "mixtral", "phi3", "gpt_oss", "cohere2")
 
 TARGET = LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=12)
 
@@ -334,23 +336,37 @@ def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json_is(diale
     assert "second.safetensors is missing" in refusal(read_draft, tmp_path / "40")
 
 
-@pytest.mark.parametrize("dialect", ["safeailab", "sglang"])
-def test_mistral_names_a_llama_layer_of_eagle3_heads(dialect, tmp_path):
-    llama, mistral = (run(write(tmp_path / name, dialect, model_type=name)) for name in ("llama", "mistral"))
-    assert torch.equal(llama[2], mistral[2]) and read_draft(tmp_path / "mistral").window == 0
+@pytest.mark.parametrize("dialect", ["safeailab", "sglang", "specforge", "nemo", "modelopt", "angelslim"])
+def test_a_targets_model_type_over_llamas_tensors_is_a_llama_layer(dialect, tmp_path):
+    llama, *others = (run(write(tmp_path / name, dialect, model_type=name)) for name in ("llama", *OF_TARGETS))
+    for name, other in zip(OF_TARGETS, others, strict=True):
+        draft = read_draft(tmp_path / name)
+        assert torch.equal(llama[2], other[2]) and draft.window == 0
+        (warning,) = [line for line in draft.warnings if "model_type is" in line] or [""]
+        assert (f"model_type is {name}; the layer is read as Llama's" in warning) == (name != "mistral")
     sliding = {"model_type": "mistral", "layer_types": ["sliding_attention"]}
     assert "sliding_window None" in refusal(read_draft, write(tmp_path / "sliding", "sglang", **sliding))
-    for name in ("mixtral", "mistral4", "phi3", "cohere2", "minicpm"):
-        line = refusal(read_draft, write(tmp_path / name, dialect, model_type=name))
-        assert f"of type '{name}', but llama, qwen2, qwen3, mistral are" in line
 
 
-def test_mistral_names_no_layer_of_other_heads(tmp_path):
-    tensors = random_head() | {"fc.weight": torch.ones(HIDDEN, 2 * HIDDEN)}
-    attention = (f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
-    tensors |= {name: tensors[name][:, :HIDDEN].contiguous() for name in attention}
-    eagle = write(tmp_path / "eagle", "safeailab", tensors, model_type="mistral")
-    assert "'mistral' in a head of the kind EAGLE: in others than EAGLE-3, llama" in refusal(read_draft, eagle)
+def test_a_type_whose_defaults_or_factors_may_be_another_layers_is_asked_about(tmp_path):
+    for key in ("rms_norm_eps", "num_attention_heads"):
+        folder = write(tmp_path / key, "specforge", model_type="phi3", **{key: None})
+        assert f"has no {key}, and its model_type is phi3" in refusal(read_draft, folder)
+    scaled = write(tmp_path / "scaled", "safeailab", model_type="minicpm", scale_emb=12)
+    assert "scale_emb is 12 and model_type minicpm, but the layer is read as Llama's" in refusal(read_draft, scaled)
+
+
+def test_speculators_and_deepspec_choose_their_layer_by_its_type(tmp_path):
+    nested = write(tmp_path / "nested", "speculators", transformer_layer_config={"model_type": "gemma2"})
+    assert "of type 'gemma2', but llama, qwen2, qwen3 are" in refusal(read_draft, nested)
+    assert "of type 'phi3'" in refusal(read_draft, write(tmp_path / "deepspec", "deepspec", model_type="phi3"))
+
+
+def test_a_targets_model_type_names_an_eagles_layer_too(tmp_path):
+    draft = read_draft(
+        write(tmp_path / "eagle", "safeailab", random_eagle(), model_type="mixtral", draft_vocab_size=None)
+    )
+    assert draft.kind == EAGLE and check_draft(draft, 0)["logits"] < 1e-4
 
 
 def test_angelslims_own_ids_are_outputs(tmp_path):
@@ -402,7 +418,6 @@ def refusal(call, *args) -> str:
         ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code takes no notice of"),
         ("specforge", random_head(), {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
         ("angelslim", random_head(), {"logit_scale": 0}, "logit_scale is 0"),
-        ("angelslim", random_head(), {"model_type": "gemma2"}, "'gemma2'"),
         ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),
     ],
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dialect_files import HIDDEN, VOCAB, random_peagle, write
+from dialect_files import HIDDEN, VOCAB, norms, random_eagle, random_peagle, without, write
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
@@ -123,6 +123,11 @@ def test_a_head_of_one_kind_that_says_another_is_refused_by_its_tensors(folder, 
         ({"architectures": ["Qwen3MTPModel"]}, [], "MTP"),
         ({}, ["eh_proj.weight"], "MTP"),
         ({"speculators_model_type": "domino"}, [], "domino"),
+        ({"architectures": ["EagleLlama4ForCausalLM"]}, [], "an EAGLE head with Llama 4's layers"),
+        ({"architectures": ["EagleMiniCPMForCausalLM"]}, [], "an EAGLE head with MiniCPM's layers"),
+        ({"architectures": ["EagleMistralLarge3ForCausalLM"]}, [], "Mistral Large 3's layers"),
+        ({"architectures": ["EagleDeepSeekMTPModel"]}, [], "an EAGLE head with MLA attention"),
+        ({"model_type": "eagle", "model": {"model_type": "llama"}}, [], "an EAGLE head in vLLM's own form"),
     ],
 )
 def test_heads_of_other_kinds_are_refused_by_name(changes, names, what, tmp_path):
@@ -178,3 +183,69 @@ def test_a_lora_of_the_target_beside_a_head_is_told(tmp_path):
     (copy / "adapter_model.safetensors").write_bytes(b"")
     (warning,) = read_draft(copy).warnings
     assert "LoRA" in warning
+
+
+# --- NeMo's EAGLE 1
+
+OF_NEMO = {"architectures": ["LlamaEagleDraftModel"], "draft_vocab_size": None, "draft_num_hidden_layers": 1}
+OF_NEMO |= {"eagle_config": None, "num_hidden_layers": 12}  # its target's depth
+
+
+def nemos(folder: Path, tensors=None, **keys) -> Path:
+    """An EAGLE 1 as NeMo saves it, without a prefix and with a norm before and behind its layer."""
+    tensors = tensors or without(random_eagle(), "fc.bias") | norms("norm", "layers.0.input_layernorm")
+    write(folder, "nemo", tensors, **OF_NEMO | keys)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3"])
+def test_nemos_eagle_feeds_and_scores_the_normed_state(model_type, tmp_path):
+    folder = nemos(tmp_path / "head", model_type=model_type)
+    draft = read_draft(folder)
+    assert (draft.kind, draft.dialect, draft.takes_final_state) == (EAGLE, "nemo", True)
+    check_pair(draft, TARGET, ())
+    assert check_draft(draft, 0)["logits"] < 1e-4
+    shared = verifier()
+    head = load_draft(draft, 32, torch.float32, EagerAttention, shared)
+    tokens, states = torch.randint(0, 96, (1, 8)), torch.randn(1, 8, 64)
+    with torch.no_grad():
+        logits, following = head(tokens, states, torch.arange(8))
+        torch.testing.assert_close(shared.lm_head(following), logits)  # the same state, after the norm
+        torch.testing.assert_close(
+            following[0], _nemos_states(load_file(folder / "model.safetensors"), shared, tokens, states)
+        )
+
+
+def _nemos_states(weights, shared, tokens, states):
+    """Compute the states as ``LlamaEagleDraftModel`` does, from its formulas: 4 heads, 2 of keys, of 16."""
+
+    def normed(x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
+
+    def heads(name):
+        return (x @ weights[f"layers.0.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 16)).transpose(0, 1)
+
+    joined = torch.cat((shared.embed_tokens(tokens[0]), states[0]), -1) @ weights["fc.weight"].T
+    x = normed(joined, "layers.0.input_layernorm")
+    angles = torch.arange(8)[:, None] * 10000 ** (-torch.arange(0, 16, 2) / 16)
+    cos, sin = (torch.cat((each, each), -1) for each in (angles.cos(), angles.sin()))
+    query, key = (
+        each * cos + torch.cat((-each[..., 8:], each[..., :8]), -1) * sin for each in (heads("q"), heads("k"))
+    )
+    key, value = (each.repeat_interleave(2, dim=0) for each in (key, heads("v")))
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)
+    x = joined + attended @ weights["layers.0.self_attn.o_proj.weight"].T
+    inner = normed(x, "layers.0.post_attention_layernorm")
+    gate, up, down = (weights[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return normed(x + (nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T, "norm")
+
+
+def test_nemos_eagle_without_a_norm_or_of_another_depth_is_refused(tmp_path):
+    whole = without(random_eagle(), "fc.bias") | norms("norm", "layers.0.input_layernorm")
+    for name in ("norm.weight", "layers.0.input_layernorm.weight"):
+        assert f"lacks {name}, which every EAGLE head of NeMo has" in refusal(
+            nemos(tmp_path / name, without(whole, name))
+        )
+    line = refusal(nemos(tmp_path / "two", draft_num_hidden_layers=2))
+    assert "draft_num_hidden_layers is 2 in config.json, but there are tensors of 1 layers" in line

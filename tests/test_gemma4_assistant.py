@@ -265,6 +265,14 @@ def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, 
     assert "--draft-dialect is for EAGLE heads" in refusal(read_draft, folder / "tied", "sglang")
 
 
+def test_an_epsilon_that_is_no_number_is_refused(folder, tmp_path):
+    head = Path(shutil.copytree(folder / "tied", tmp_path / "head"))
+    config = json.loads((head / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] = float("inf")
+    (head / "config.json").write_text(json.dumps(config))
+    assert "rms_norm_eps is Infinity, but must be a number above 0" in refusal(read_draft, head)
+
+
 def test_a_config_that_transformers_does_not_read_is_one_line(folder, tmp_path):
     head = changed(folder / "tied", tmp_path / "head", {"hidden_size_per_layer_input": 32})
     assert "transformers reads no assistant of it" in refusal(read_draft, head)

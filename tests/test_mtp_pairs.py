@@ -213,6 +213,7 @@ def test_kinds_are_listed_with_published_heads():
         ({"hidden_size": 96}, {}, "for a target with hidden_size 96, but the target has 64"),
         ({"num_hidden_layers": 3, "layer_types": None}, {}, "with num_hidden_layers 3, but the target has 4"),
         ({"vocab_size": 128}, {}, "vocabulary of 128, the target has 96"),
+        ({"rms_norm_eps": float("inf")}, {}, "rms_norm_eps is Infinity, but must be a number above 0"),
         ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 8, "use_sliding_window": True}, {}, "sliding"),
         ({"num_attention_heads": 8}, {}, "is [128, 64], but config.json implies [256, 64]"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "dynamic"),
@@ -277,7 +278,12 @@ def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):
 
 
 def test_flags_of_eagle_heads_are_refused(glm, qwen):
-    for flags in ({"draft_dialect": "sglang"}, {"norm_before_residual": True}, {"draft_window": 8}):
+    for flags in (
+        {"draft_dialect": "sglang"},
+        {"norm_before_residual": True},
+        {"draft_window": 8},
+        {"draft_rope_theta": 1e4},
+    ):
         own = ExportConfig(checkpoint=glm, draft=Path("mtp"), cuda_arch="sm_90", dry_run=True, **flags)
         assert "is for EAGLE heads" in refusal(prepare, own)
         assert "is for EAGLE heads" in refusal(plan_of, qwen, GOLDEN / "qwen3", **flags)

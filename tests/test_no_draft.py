@@ -69,6 +69,8 @@ def test_a_window_longer_than_the_chain_moves_prefill_and_nothing_else():
         ({"speculate": True}, "--speculate is for a draft head"),
         ({"aux_layers": (1, 2, 3)}, "--aux-layers is for a draft head"),
         ({"norm_before_residual": False}, "--norm-before-residual is for a draft head"),
+        ({"draft_rope_theta": "file"}, "--draft-rope-theta is for a draft head"),
+        ({"draft_partial_rotary": 0.5}, "--draft-partial-rotary is for a draft head"),
         ({"draft": None, "verify_rows": 3}, "--verify-rows 3 is too short .* 4 rows: type --verify-rows 4"),
         ({"draft": None, "verify_rows": 4, "chain_len": 6}, "--verify-rows 4 is too short for --chain-len 6"),
     ],

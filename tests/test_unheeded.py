@@ -72,7 +72,6 @@ def test_what_safeailabs_code_takes_no_notice_of_is_asked_about(tensors, keys, s
         ("specforge", WINDOW, "layer_types is"),
         ("specforge", {"rope_scaling": {"rope_type": "proportional"}}, 'has the type "proportional"'),
         ("nemo", {"norm_before_residual": True}, "norm_before_residual is true, which NeMo's"),
-        ("nemo", {"layer_types": ["sliding_attention"] * 12, "sliding_window": 6}, "layer_types is"),
         ("modelopt", {"norm_before_residual": True}, "norm_before_residual is true, which ModelOpt's"),
         ("modelopt", {"eagle_config": {"norm_output": True}}, "norm_output is true, which ModelOpt's"),
         ("modelopt", {"fc_norm": True}, "fc_norm is true, which ModelOpt's"),

@@ -20,7 +20,7 @@ two. PARD itself, an independent model, has the second."""
 _DECLARED = {
     r"P[Ee]agle|^peagle$": P_EAGLE,
     r"Eagle3|^eagle3$": EAGLE3,
-    r"Eagle(Speculator|Llama|ForCausalLM|Model)|Eagle$|^eagle$": EAGLE,
+    r"Eagle(Speculator|Llama|ForCausalLM|Model|DraftModel)|Eagle$|^eagle$": EAGLE,
 }
 
 

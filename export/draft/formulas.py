@@ -10,8 +10,8 @@ names, so that a mistake in reading them shows as well. EAGLE-3 (taps a, embedde
 
 A later layer takes its norm of g instead of cat[e, h]. DeepSpec's for Gemma 4 has E * sqrt(H), another layer
 (``_gemma4_layer``) and a softcap of its logits. EAGLE 1 and 2: f is the target's final state, and the layer runs
-on x = fc(cat[E, f]). P-EAGLE: step j is a row of its own after the last one, with the mask token and the feature
-fc(mask_hidden).
+on x = fc(cat[E, f]); NeMo's feeds norm(g). P-EAGLE: step j is a row of its own after the last one, with the mask token
+and the feature fc(mask_hidden).
 
 Source: the papers (EAGLE 2401.15077, EAGLE-3 2503.01840) and the code of SafeAILab, speculators and SGLang. The sliding
 window moves with the chain as in vLLM; in speculators' training it stays where the first step of a slot had it.
@@ -86,6 +86,7 @@ class Drafter:
         said, specforge = self._said("norm_output"), self.dialect == "specforge"
         out = g if specforge and said is False else normed
         feeds = not specforge and (said or self._said("return_hidden_post_norm"))
+        feeds = feeds or (self.dialect == "nemo" and self._joins_in_fc)
         logits = F.linear(out, self._vocabulary(), self._find("lm_head.bias"))
         if self._of_gemma4 and (cap := self._said("final_logit_softcapping")):
             logits = torch.tanh(logits / cap) * cap
@@ -164,6 +165,8 @@ class Drafter:
         one."""
         distance = torch.arange(rows)[:, None] - torch.arange(rows)[None, :]
         visible = distance >= 0
+        if self.dialect == "nemo" and self._find("mask_hidden") is None:
+            return visible  # the layer types are its target's
         written = self.config.get("transformer_layer_config", self.config)
         kinds = written.get("layer_types") or self.layer.layer_types or ["full_attention"] * (index + 1)
         return visible & (distance < self.layer.sliding_window) if kinds[index] == "sliding_attention" else visible

@@ -2,7 +2,7 @@
 does."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Prefixes of model types with Llama's layers. Biases and norms of queries and keys are read from the tensors."""
-MISTRAL = "mistral"
-"""Another such type, of EAGLE-3 heads alone: SafeAILab's, SGLang's and vLLM's code builds Llama's layers for them,
-whatever the type is."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
 )
+_OF_A_CLASS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+"""Sizes whose defaults differ from class to class."""
+_SCALES = ("scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
+"""Factors of layers that are not Llama's."""
 _READ: tuple[str, ...] = (
     *_SIZES,
     "hidden_act",
@@ -36,9 +37,10 @@ _READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_
 
 
 def layer_config(
-    file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader], also: Collection[str] = ()
+    file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader], any_type: bool = False
 ) -> "LlamaConfig":
-    """Return transformers' configuration of the decoder layers. ``also`` are model types to take beside ``FAMILIES``.
+    """Return transformers' configuration of the decoder layers. With ``any_type``, ``model_type`` may be another than
+    ``FAMILIES``: the layers are Llama's all the same.
 
     The attention heads' size comes from ``headers`` (by ``DraftHead``'s names), because SafeAILab ignores ``head_dim``
     and uses hidden_size / heads. Raises ValueError, which names the key, if transformers cannot build such a layer.
@@ -47,12 +49,22 @@ def layer_config(
     from transformers.activations import ACT2FN
 
     model_type = fields.get("model_type", "llama")
-    if not isinstance(model_type, str) or not (model_type.startswith(FAMILIES) or model_type in also):
-        supported = ", ".join((*FAMILIES, *also))
-        raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {supported} are supported")
+    if not isinstance(model_type, str) or not (model_type.startswith(FAMILIES) or any_type):
+        raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {', '.join(FAMILIES)} are supported")
+    for key in () if model_type.startswith(FAMILIES) else _OF_A_CLASS:
+        if fields.get(key) is None:
+            raise ValueError(
+                f"{file} has no {key}, and its model_type is {model_type}, whose default may not be the head's: add it"
+            )
+    for key in () if model_type.startswith(FAMILIES) else _SCALES:
+        if fields.get(key) not in (None, 1):
+            raise ValueError(
+                f"{file}: {key} is {json.dumps(fields[key])} and model_type {model_type}, but the layer is read as "
+                f"Llama's, which scales nothing: take {key} out if the head was trained without it"
+            )
     for key in _SIZES:
         count(fields, key, None, file)
-    number(fields, "rms_norm_eps", None, file)
+    number(fields, "rms_norm_eps", None, file, most=1)
     number(fields, "partial_rotary_factor", None, file, most=1)
     activation = fields.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:

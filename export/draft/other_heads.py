@@ -11,6 +11,11 @@ from eagle3.export.draft.own_layer import MODEL_TYPES, has_target_layers, mtp_te
 
 _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_NAME = {
+    r"EagleLlama4": "an EAGLE head with Llama 4's layers",
+    r"EagleMiniCPM": "an EAGLE head with MiniCPM's layers",
+    r"MistralLarge3": "an EAGLE head with Mistral Large 3's layers (MLA)",
+    r"EagleDeep[Ss]eek": "an EAGLE head with MLA attention",
+    r"Vispec|MultimodalEagle": "an EAGLE head that takes images (ViSpec, MSD)",
     r"DSpark": "a DSpark head of a class of its own",
     r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head in a form other than SpecForge's and speculators'",
@@ -26,6 +31,7 @@ _BY_KEY = {
     "medusa_num_heads": "a Medusa head",
     "hydra_num_heads": "a Hydra head",
 }
+_VLLMS_EAGLE = "an EAGLE head in vLLM's own form (model_type eagle, the layer's keys under model)"
 _BY_TENSOR = {
     r".*kv_a_proj_with_mqa\..*|.*kv_b_proj\..*": "an EAGLE-3 head with MLA attention",
     r".*medusa.*|parallel_draft_heads\..*": "a head with Medusa's parallel layers",
@@ -74,6 +80,7 @@ def _named(config: dict[str, Any]) -> list[str]:
         *([f"a speculator of the kind {kind}"] if isinstance(kind, str) and kind not in _SPECULATORS else []),
         *(what for pattern, what in _BY_NAME.items() if re.search(pattern, names)),
         *(what for key, what in _BY_KEY.items() if key in config),
+        *([_VLLMS_EAGLE] if config.get("model_type") == "eagle" and isinstance(config.get("model"), dict) else []),
     ]
 
 

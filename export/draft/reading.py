@@ -8,31 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number, read_object, texts
+from eagle3.export.checkpoints.json_fields import boolean, count, nested, number, read_object, texts
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE, DraftDescription, EagleDescription
 from eagle3.export.draft.dialects import DIALECTS, Dialect
 from eagle3.export.draft.eagle_kinds import MASK_TOKENS, PARD, head_kind
 from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.layer_config import FAMILIES, MISTRAL, layer_config, windows
+from eagle3.export.draft.layer_config import FAMILIES, layer_config, windows
+from eagle3.export.draft.named_taps import named_taps
 from eagle3.export.draft.other_heads import refuse_named_heads, refuse_other_forms, refuse_other_heads
+from eagle3.export.draft.presence import check_gemma4, check_normed, check_presence
+from eagle3.export.draft.rope_reading import NO_FLAGS, RopeFlags, one_rope, trained_rope, without_decided
 from eagle3.export.draft.tensor_names import MASK, SELECTOR, check_named_once, has_midlayer, layer_count, own_name
-from eagle3.export.draft.unheeded import doubts_of_taps, refuse_unheeded_variants
+from eagle3.export.draft.unheeded import WINDOWS, doubts_of_taps, refuse_unheeded_variants
 
-AUX_OUTPUTS = "aux_hidden_states_layer_ids"
-"""AngelSlim's own key of the taps, with ids of layer outputs; for vLLM it adds the usual one, with each id one
-higher."""
 _MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight", "embed_tokens.weight")
 Headers = Mapping[str, TensorHeader]
 
 
-def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: bool | None = None) -> DraftDescription:
+def read_draft(
+    folder: Path,
+    dialect: str | None = None,
+    norm_before_residual: bool | None = None,
+    rope: RopeFlags = NO_FLAGS,
+) -> DraftDescription:
     """Describe the draft head in ``folder``.
 
     Args:
         dialect: a name of ``DIALECTS``; None for the first that recognizes the checkpoint
-        norm_before_residual: None for the checkpoint's value. Both are of EAGLE heads alone
+        norm_before_residual: None for the checkpoint's value
+        rope: what the flags say of the head's RoPE. All three are of EAGLE heads alone
 
     Raises:
         FileNotFoundError: the folder lacks a file
@@ -46,15 +52,16 @@ def read_draft(folder: Path, dialect: str | None = None, norm_before_residual: b
     texts(config, "architectures", file)
     for name, kind in KINDS.items():
         if kind.recognizes(config):
-            if dialect is not None or norm_before_residual is not None:
-                flag = "--draft-dialect" if dialect is not None else "--norm-before-residual"
+            flags: dict[str, Any] = {"--draft-dialect": dialect, "--norm-before-residual": norm_before_residual}
+            flags |= {"--draft-rope-theta": rope.theta, "--draft-partial-rotary": rope.part}
+            if flag := next((flag for flag, value in flags.items() if value is not None), None):
                 raise ValueError(f"{flag} is for EAGLE heads, {folder} is a head of the kind {name}: leave it out")
             return kind.load().read(folder, config, source)
     refuse_named_heads(file, config)
     headers = source.headers()
     refuse_other_heads(file, config, headers)
     chosen = DIALECTS[dialect] if dialect else _recognize(file, config, headers)
-    return _describe(source, file, config, headers, chosen, norm_before_residual)
+    return _describe(source, file, config, headers, chosen, norm_before_residual, rope)
 
 
 def _recognize(file: Path, config: dict[str, Any], headers: Headers) -> Dialect:
@@ -84,6 +91,7 @@ def _describe(
     headers: Headers,
     dialect: Dialect,
     norm_before_residual: bool | None,
+    rope: RopeFlags,
 ) -> EagleDescription:
     folder, warnings = source.path, []
     names, own = _own_tensors(folder, headers)
@@ -94,28 +102,39 @@ def _describe(
     fields = full_attention_fields(config, file) if gemma4 else dialect.layer_fields(config)
     if fields is config and "transformer_layer_config" in config:
         raise ValueError(f"{file} is of speculators (transformer_layer_config): type --draft-dialect speculators")
-    dialect.refuse(config, file)
+    dialect.refuse(without_decided(config, rope.decided), file)
+    fields = one_rope(fields, dialect.takes_rope_of, file)
     variants = config | nested(config, "eagle_config", file)
     _refuse_variants(file, variants)
     if "layers.0.self_attn.q_proj.weight" not in own:
         raise ValueError(f"{folder} has no q_proj of a first layer (layers.0, midlayer): this is no EAGLE head")
-    layer, layers = layer_config(file, fields, own, also=(MISTRAL,)), layer_count(own)
+    layer, layers = layer_config(file, fields, own, any_type=dialect.any_model_type), layer_count(own)
     kind = head_kind(file, config, layer.hidden_size, own)
-    if kind != EAGLE3 and fields.get("model_type") == MISTRAL:
-        raise ValueError(
-            f"{file}: a draft layer of type {MISTRAL!r} in a head of the kind {kind}: in others than EAGLE-3, "
-            f"{', '.join(FAMILIES)} are supported"
+    if not str(fields.get("model_type", "llama")).startswith((*FAMILIES, "mistral")):
+        warnings.append(
+            f"{file}: model_type is {fields['model_type']}; the layer is read as Llama's, as its tensors are"
         )
-    _check_depth(folder, kind, dialect, layer.num_hidden_layers, names)
+    layer.rope_parameters, lines = trained_rope(file, layer, fields, dialect, kind, rope)
+    warnings += lines
+    if kind != P_EAGLE and dialect.depth_is_targets and any(windows(file, layer, layers)):
+        layer.layer_types = None
+        warnings.append(
+            f"{file}: the sliding layers are its target's, as {dialect.trainer} writes them: the head attends to "
+            "everything, as in training; type --draft-window for a window"
+        )
+        variants = {key: value for key, value in variants.items() if key != WINDOWS}
+    _check_depth(file, config, kind, dialect, layer.num_hidden_layers, names)
     final = kind == EAGLE or not boolean(variants, "use_aux_hidden_state", True, file)
     if kind == EAGLE3 and final and "fc.weight" in own:
         warnings.append(f"{file}: use_aux_hidden_state is false, so its fc.weight is not read")
-    decided = () if norm_before_residual is None else ("norm_before_residual",)
-    refuse_unheeded_variants(dialect, kind, file, variants, own, decided)
-    _check_presence(folder, kind, variants, own, final, warnings)
-    _check_gemma4(folder, gemma4, own)
+    decided = rope.decided + (() if norm_before_residual is None else ("norm_before_residual",))
+    of_layers = windows(file, layer, layers)
+    refuse_unheeded_variants(dialect, kind, file, variants, own, decided, of_layers)
+    check_presence(folder, kind, variants, own, final, warnings)
+    check_normed(folder, dialect, kind, own)
+    check_gemma4(folder, gemma4, own)
     later = _later_norm(folder, own, layers, dialect)
-    normed, feeds = _output_norm(file, variants, own, dialect, warnings)
+    normed, feeds = _output_norm(file, variants, own, dialect, kind, warnings)
     unused = {"fc.weight", "fc.bias"} if kind != EAGLE and final else set()
     unused |= set() if normed else {"norm.weight"}
     unused |= {MASK} if kind != P_EAGLE else set()
@@ -145,8 +164,8 @@ def _describe(
             f"{folder} has a LoRA of its target beside the head (adapter_model): merge it into the target, or less is "
             "accepted"
         )
-    ids, ids_are = _aux_layers(file, variants, dialect)
-    warnings += [] if final else doubts_of_taps(dialect, file, ids, ids_are)
+    ids, ids_are, lines = (None, dialect.ids_are, []) if final else named_taps(config, file, dialect)
+    warnings += [*lines, *doubts_of_taps(dialect, file, ids, ids_are)]
     proposal = dialect.proposal(config, file)
     return EagleDescription(
         kind=kind,
@@ -157,7 +176,7 @@ def _describe(
         tensor_names=names,
         headers=own,
         target_vocab_size=vocabulary,
-        aux_layers=None if final else ids,
+        aux_layers=ids,
         aux_convention=ids_are,
         takes_final_state=final,
         norm_before_residual=norm_before_residual,
@@ -168,7 +187,7 @@ def _describe(
         ties_lm_head=ties,
         mask_token_id=_mask_token(file, variants, own) if kind == P_EAGLE else None,
         selector=selector,
-        windows=windows(file, layer, layers),
+        windows=of_layers,
         chain_len=proposal.chain_len,
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,
@@ -191,16 +210,21 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
     return names, own
 
 
-def _check_depth(folder: Path, kind: str, dialect: Dialect, said: int, names: Mapping[str, str]) -> None:
-    """Check that there are tensors of as many layers as ``config.json`` says, ``said``, where that is the head's own
-    depth. ``names`` maps the checkpoint's names to ``DraftHead``'s."""
-    layers = layer_count(names.values())
+def _check_depth(
+    file: Path, config: Mapping[str, Any], kind: str, dialect: Dialect, said: int, names: Mapping[str, str]
+) -> None:
+    """Check that there are tensors of as many layers as ``config.json`` says, where that is the head's own depth.
+    ``said`` is its ``num_hidden_layers``. ``names`` maps the checkpoint's names to ``DraftHead``'s."""
+    layers, key = layer_count(names.values()), "num_hidden_layers"
+    if kind == EAGLE and dialect.depth_of_eagle:
+        key = dialect.depth_of_eagle
+        said = count(config, key, layers, file)
     alone = layers == 1 and dialect.builds_midlayer and has_midlayer(names)
-    targets = kind == EAGLE or (kind == EAGLE3 and (dialect.depth_is_targets or alone))
+    targets = (kind == EAGLE and key == "num_hidden_layers") or (kind == EAGLE3 and (dialect.depth_is_targets or alone))
     if not targets and layers != said:
         raise ValueError(
-            f"{folder}: num_hidden_layers is {said} in config.json, but there are tensors of {layers} layers: is a "
-            "shard missing?"
+            f"{file.parent}: {key} is {said} in config.json, but there are tensors of {layers} layers: is a shard "
+            "missing?"
         )
 
 
@@ -234,7 +258,7 @@ def _later_norm(folder: Path, own: Headers, layers: int, dialect: Dialect) -> st
 
 
 def _output_norm(
-    file: Path, variants: Mapping[str, Any], own: Headers, dialect: Dialect, warnings: list[str]
+    file: Path, variants: Mapping[str, Any], own: Headers, dialect: Dialect, kind: str, warnings: list[str]
 ) -> tuple[bool, bool]:
     """Return two flags: lm_head takes the normed state; the next step takes the normed state."""
     said = boolean(variants, "norm_output", False, file)
@@ -247,7 +271,7 @@ def _output_norm(
         )
     if not dialect.norm_output_feeds:
         return boolean(variants, "norm_output", True, file) and "norm.weight" in own, False
-    feeds = said or boolean(variants, "return_hidden_post_norm", False, file)
+    feeds = said or boolean(variants, "return_hidden_post_norm", False, file) or dialect.feeds_normed(kind)
     return "norm.weight" in own, feeds
 
 
@@ -273,12 +297,6 @@ def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: 
     return True, False
 
 
-def _aux_layers(file: Path, variants: Mapping[str, Any], dialect: Dialect) -> tuple[tuple[int, ...] | None, str]:
-    """Return the ids of the taps, and "input" or "output" for their meaning."""
-    ids, outputs = layer_ids(variants, dialect.ids_key, file), layer_ids(variants, AUX_OUTPUTS, file)
-    return (outputs, "output") if outputs and not ids else (ids, dialect.ids_are)
-
-
 def _mask_token(file: Path, variants: Mapping[str, Any], own: Headers) -> int:
     given = (count(variants, key, None, file, least=0) for key in MASK_TOKENS)
     found = [token for token in given if token is not None]
@@ -290,58 +308,3 @@ def _mask_token(file: Path, variants: Mapping[str, Any], own: Headers) -> int:
             "rows: correct it"
         )
     return found[0]
-
-
-def _check_gemma4(folder: Path, gemma4: bool, own: Headers) -> None:
-    """Check that the head has what Gemma 4's layers have beside Llama's, or that it has none of it."""
-    for name in ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight", "layer_scalar"):
-        if gemma4 != (f"layers.0.{name}" in own):
-            raise ValueError(
-                f"{folder} {'lacks' if gemma4 else 'has'} layers.0.{name}: EAGLE-3 heads with Gemma 4's layers are "
-                "read as DeepSpec saves them (Gemma4Eagle3Model)"
-            )
-
-
-def _check_presence(
-    folder: Path,
-    kind: str,
-    variants: Mapping[str, Any],
-    own: Headers,
-    final: bool,
-    warnings: list[str],
-) -> None:
-    """Check that the tensors include the norms and biases that the configuration implies, and none that it excludes."""
-    file = folder / "config.json"
-    layers = range(layer_count(own))
-    implied = {f"layers.{index}.post_attention_layernorm.weight": True for index in layers}
-    implied |= {"input_norm.weight": boolean(variants, "norm_before_fc", False, file) and not final}
-    implied |= {"embed_norm.weight": False} if kind != EAGLE else {}
-    if kind != EAGLE:
-        implied |= {
-            "layers.0.input_layernorm.weight": boolean(variants, "use_input_layernorm_in_first_layer", True, file),
-            "norm.weight": boolean(variants, "use_last_layernorm", True, file),
-        }
-        implied |= {} if final else {"layers.0.hidden_norm.weight": True}
-        if final and "layers.0.hidden_norm.weight" not in own:
-            warnings.append(f"{folder} has no hidden_norm: the target's final state is taken as it is")
-    for name, wanted in implied.items():
-        if wanted != (name in own):
-            raise ValueError(
-                f"{folder} {'lacks' if wanted else 'has'} {name}, which its config.json "
-                f"{'implies' if wanted else 'has no place for'}"
-            )
-    fc_norm = any(name.startswith("fc_norm.") for name in own)
-    said = boolean(variants, "fc_norm", None, file)
-    if not said:  # SGLang's older name of it
-        said = boolean(variants, "use_aux_norm", fc_norm and said is None, file)
-    if said != fc_norm:
-        raise ValueError(f"{folder}: fc_norm is {said} in config.json, but the tensors differ")
-    normed = sum(own[name].shape[0] for name in own if name.startswith("fc_norm."))
-    fused = own["fc.weight"].shape[1] if said and not final else normed
-    if normed != fused:
-        raise ValueError(
-            f"{folder}: fc_norm has norms of {normed} features together, but fc takes {fused}: is a shard missing?"
-        )
-    for key, name in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.gate_proj")):
-        if boolean(variants, key, False, file) and f"layers.0.{name}.bias" not in own:
-            raise ValueError(f"{folder} lacks layers.0.{name}.bias, which its config.json implies ({key} is true)")

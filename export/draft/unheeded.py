@@ -7,11 +7,12 @@ and the kinds of RoPE (``dialects/dialect.py``). For any other setting the user 
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle3.export.draft.dialects import Dialect
+from eagle3.export.draft.dialects.dialect import rotary_part
 
 SILENT: dict[str, tuple[Any, ...]] = {
     "norm_before_residual": (False,),
@@ -23,11 +24,14 @@ SILENT: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
     "use_last_layernorm": (True,),
     "use_input_layernorm_in_first_layer": (True,),
-    "partial_rotary_factor": (1,),
 }
 """The keys of the variants that ``DraftHead`` supports, each with the values that have no effect."""
+PART = "partial_rotary_factor"
+"""Another such key, at the top or within the RoPE."""
 WINDOWS = "layer_types"
 """Another such key; it has an effect if it names a layer other than ``full_attention``."""
+DERIVED = "use_sliding_window"
+"""Another such key; it has an effect if the class of ``model_type`` derives sliding layers from it."""
 
 
 def refuse_unheeded_variants(
@@ -37,6 +41,7 @@ def refuse_unheeded_variants(
     variants: Mapping[str, Any],
     tensors: Collection[str],
     overridden: Collection[str] = (),
+    windows: Sequence[int] = (),
 ) -> None:
     """Raise ValueError for the first key or tensor that the trainer of ``dialect`` ignores in a head of ``kind``.
 
@@ -44,9 +49,10 @@ def refuse_unheeded_variants(
         variants: the keys of the configuration, including those of ``eagle_config`` and of the layers
         tensors: names of ``DraftHead``
         overridden: keys that a flag of the export overrides
+        windows: the sliding window of each layer by the configuration, 0 for none
     """
     heeds, trainer = dialect.heeds(kind), dialect.trainer
-    for key, value in said(variants).items():
+    for key, value in said(variants, windows).items():
         if heeds is not None and key not in heeds and key not in overridden:
             raise ValueError(_asked(f"{file}: {key} is {_shown(value)}", trainer, "take it out"))
     ropes = dialect.ropes(kind)
@@ -70,12 +76,16 @@ def doubts_of_taps(dialect: Dialect, file: Path, ids: tuple[int, ...] | None, id
     ]
 
 
-def said(variants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``variants`` that change the head, with their values."""
+def said(variants: Mapping[str, Any], windows: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the keys of ``variants`` that change the head, with their values. ``windows`` are those of its layers."""
     found = {key: variants[key] for key, silent in SILENT.items() if variants.get(key) not in (None, *silent)}
     kinds = variants.get(WINDOWS)
     if isinstance(kinds, list) and set(map(str, kinds)) != {"full_attention"} and kinds:
         found[WINDOWS] = kinds
+    elif any(windows):
+        found[DERIVED] = variants.get(DERIVED)
+    if (part := rotary_part(variants)) is not None:
+        found[PART] = part
     return found
 
 

@@ -17,6 +17,8 @@ XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 GROUPED = "8da4w"  # whose inputs share scales in groups; 8da8w has a scale a row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
+LONGEST_CHAIN = 15
+"""The most draft tokens a round; a verify window has one row more."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ExportConfig:
     draft_dialect: str | None = None
     norm_before_residual: bool | None = None
     draft_window: int | None = None
+    draft_rope_theta: float | str | None = None
+    draft_partial_rotary: float | str | None = None
     with_decode: bool = False
     with_forward: bool = False
     speculate: bool | None = None
@@ -60,6 +64,12 @@ class ExportConfig:
     def reads_weights(self) -> bool:
         """False where configurations and headers suffice."""
         return not (self.dry_run or self.random_weights)
+
+    @property
+    def publisher(self) -> str | None:
+        """Who published the draft head on the hub; None for a folder of one's own."""
+        named = self.repositories.get("draft")
+        return named.repository.partition("/")[0] if named else None
 
     @property
     def int8_caches(self) -> bool:

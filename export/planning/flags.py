@@ -7,9 +7,9 @@ from eagle3.export.planning.config import GROUPED, NO_HEAD, OWN_LAYER, ExportCon
 
 HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
-    "draft_window",
+    "draft_window", "draft_rope_theta", "draft_partial_rotary",
 )  # fmt: skip
-EAGLE_FLAGS = ("draft_dialect", "norm_before_residual", "draft_window")
+EAGLE_FLAGS = ("draft_dialect", "norm_before_residual", "draft_window", "draft_rope_theta", "draft_partial_rotary")
 
 
 def check_flags(config: ExportConfig) -> None:

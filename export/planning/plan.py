@@ -20,8 +20,9 @@ from eagle3.export.draft.description import DraftDescription, EagleDescription
 from eagle3.export.draft.no_head import no_head
 from eagle3.export.draft.own_layer import read_own_layer
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.rope_reading import RopeFlags
 from eagle3.export.draft.windowed import windowed
-from eagle3.export.planning.config import NO_HEAD, ExportConfig
+from eagle3.export.planning.config import LONGEST_CHAIN, NO_HEAD, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, cache_bytes, draft_caches, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
@@ -155,7 +156,8 @@ def make_plan(config: ExportConfig) -> Plan:
     if has_draft and uses_own_layer(config):
         draft: DraftDescription = read_own_layer(target_source, target_config, checkpoint)
     elif has_draft:
-        draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual)
+        rope = RopeFlags(config.draft_rope_theta, config.draft_partial_rotary, config.publisher)
+        draft = read_draft(draft_folder(config), config.draft_dialect, config.norm_before_residual, rope)
     else:
         draft = no_head(checkpoint, whole_config)
     if config.draft_window is not None:
@@ -165,7 +167,7 @@ def make_plan(config: ExportConfig) -> Plan:
         check_trained_for(draft, checkpoint)
         check_pair(draft, whole_config, taps.layers)
     draft = within_vocabulary(draft, target_config.vocab_size)
-    chain_len = config.chain_len or draft.chain_len
+    chain_len = config.chain_len or min(draft.chain_len, LONGEST_CHAIN)
     if draft.longest_chain and chain_len > draft.longest_chain:
         raise ValueError(
             f"--chain-len {chain_len}: the draft, a {draft.kind}, can propose {draft.longest_chain} tokens a round: "
@@ -200,6 +202,7 @@ def make_plan(config: ExportConfig) -> Plan:
             *draft.warnings,
             *(template_note(target_source, checkpoint) if isinstance(target_source, GGUFFile) else ()),
             *_length_warnings(draft, max_seq_len),
+            *_chain_notes(config, draft),
             *_recipe_notes(config, target_headers),
             *left_out,
             *([taps.doubt] if taps.doubt else []),
@@ -226,6 +229,15 @@ def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Ite
         yield (
             f"the target keeps float32, {4 * elements / 1e9:.1f} GB of weights that each step reads: type --qlinear "
             f"{backend.small_recipe} for {elements / 1e9:.1f} GB, or --qlinear none to keep float32"
+        )
+
+
+def _chain_notes(config: ExportConfig, draft: DraftDescription) -> Iterator[str]:
+    """Say so where the head proposes more tokens a round than a verify window of 16 rows holds."""
+    if config.chain_len is None and draft.chain_len > LONGEST_CHAIN:
+        yield (
+            f"the head's files suggest {draft.chain_len} draft tokens a round, {LONGEST_CHAIN} are the most: the chain "
+            f"length is {LONGEST_CHAIN}"
         )
 
 

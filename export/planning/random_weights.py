@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from eagle3.export.checkpoints.random_folder import random_folder
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.rope_reading import RopeFlags
 from eagle3.export.hub.sources import named_as_typed
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
@@ -40,7 +41,8 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
         else:
             taps = config.aux_layers
             if draft is not None and not taps:
-                taps = spread_taps(read_draft(draft, config.draft_dialect), config.layers)
+                rope = RopeFlags(config.draft_rope_theta, config.draft_partial_rotary, config.publisher)
+                taps = spread_taps(read_draft(draft, config.draft_dialect, rope=rope), config.layers)
             _save_fewer_layers(checkpoint, config, target, own)
         yield replace(config, checkpoint=target, draft=head, aux_layers=taps)
 

@@ -23,6 +23,7 @@ from eagle3.export.draft.formulas import Drafter
 from eagle3.export.draft.gemma4_fields import with_sizes_of
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.rope_reading import FILE, RopeFlags
 from eagle3.export.draft.tensor_names import own_name
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.lengths import prompt_length
@@ -45,7 +46,7 @@ def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, 
         tensors = _random_tensors(draft, small, taps, width, generator)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
-        twin = read_draft(folder, draft.dialect, overridden)
+        twin = read_draft(folder, draft.dialect, overridden, RopeFlags(FILE, FILE))
         length = max(
             prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
         )  # a head may know fewer positions than a chunk has

@@ -44,4 +44,5 @@ DIALECT = Dialect(
     refuse=refuse,
     trainer="DeepSpec",
     heeds=lambda _kind: (),
+    any_model_type=False,
 )

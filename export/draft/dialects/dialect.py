@@ -1,6 +1,6 @@
 """The differences between the draft checkpoints of different systems."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,22 @@ def silent(_config: dict[str, Any], _file: Path) -> Proposal:
 
 def nothing(config: dict[str, Any], file: Path) -> None:
     """Refuse nothing: the ``refuse`` of most dialects."""
+
+
+IGNORED_BASE = 10000.0
+"""The base of RoPE in code that ignores ``rope_theta``."""
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of ``rope_scaling`` and ``rope_parameters`` together."""
+    given = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    return {key: value for rope in given if isinstance(rope, dict) for key, value in rope.items()}
+
+
+def rotary_part(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of whatever type the JSON has
+    """Return ``partial_rotary_factor``, at the top or within the RoPE; None where it is absent or 1."""
+    part = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return None if part == 1 else part
 
 
 def refuse_unheeded(trainer: str, said: dict[str, Any], file: Path) -> None:
@@ -63,6 +79,8 @@ class Dialect:
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
     depth_is_targets: bool = False
     """``num_hidden_layers`` of an EAGLE-3 head is its target's; the number of its layers follows from its tensors."""
+    depth_of_eagle: str | None = None
+    """The key of the depth of an EAGLE head; None if its files hold none that can be relied on."""
     builds_midlayer: bool = False
     """The trainer's code builds one layer of an EAGLE-3 head, ``midlayer``, whatever ``num_hidden_layers`` is: often
     its target's."""
@@ -73,6 +91,17 @@ class Dialect:
     is not known."""
     ropes: Callable[[str], Collection[str] | None] = lambda _kind: None
     """Returns the types of RoPE that the trainer's code supports for a kind of head; None if that is not known."""
+    heeds_base: Callable[[str, Mapping[str, Any]], bool | None] = lambda _kind, _fields: True
+    """Returns True if the trainer's code uses ``rope_theta`` for a kind of head with these keys of its layers, False if
+    the base is ``IGNORED_BASE`` whatever the file says, None if that depends on what the file does not say."""
+    base_doubt: str = ""
+    """Why a file cannot tell the base, for a dialect whose ``heeds_base`` returns None."""
+    takes_rope_of: str | None = None
+    """The type of layer whose RoPE the trainer's code takes, of a file with one for each type."""
+    feeds_normed: Callable[[str], bool] = lambda _kind: False
+    """Returns True if the next step's feature of a kind of head is the normed state, whatever the file says."""
+    any_model_type: bool = True
+    """The trainer's code builds Llama's layers whatever ``model_type`` is: often its target's."""
     places: Callable[[str], str | None] = lambda _kind: None
     """Returns a pattern of the tensors that the trainer's code uses, by ``DraftHead``'s names; None if that is not
     known."""

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, Dialect, refuse_unheeded
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, Dialect, refuse_unheeded, rotary_part
 
 _LINEARS = r"self_attn\.[qkvo]_proj\.weight|mlp\.(gate|up|down)_proj\.weight"
 PLACES = {
@@ -27,10 +27,10 @@ def recognizes(_config: dict[str, Any], tensors: Collection[str]) -> bool:
 def refuse(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for a RoPE that SafeAILab's code computes differently: a scaled one has the base 10000 whatever
     ``rope_theta`` is, and it always applies to all dimensions of a head."""
-    scaling, base, part = (config.get(key) for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"))
+    scaling, base = (config.get(key) for key in ("rope_scaling", "rope_theta"))
     scaled = isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) == "linear"
     said = {"rope_theta beside a linear rope_scaling": base if scaled and base != 10000 else None}
-    refuse_unheeded("SafeAILab", said | {"partial_rotary_factor": None if part == 1 else part}, file)
+    refuse_unheeded("SafeAILab", said | {"partial_rotary_factor": rotary_part(config)}, file)
 
 
 DIALECT = Dialect(
@@ -40,6 +40,9 @@ DIALECT = Dialect(
     trainer="SafeAILab",
     heeds=lambda kind: () if kind == EAGLE3 else None,
     ropes=lambda _kind: ("default", "linear", "dynamic"),
+    heeds_base=lambda kind, _fields: None if kind == EAGLE3 else True,
+    base_doubt="SafeAILab's code reads it where it runs a head (eagle/model/cnets.py) and not where it trains one "
+    "(eagle/traineagle3), with base 10000",
     places=PLACES.get,
     names_taps=False,
     builds_midlayer=True,

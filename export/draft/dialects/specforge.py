@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.dialects.dialect import P_EAGLE, Dialect, refuse_unheeded
+from eagle3.export.draft.dialects.dialect import EAGLE3, P_EAGLE, Dialect, refuse_unheeded, rope_of, rotary_part
 
 
 def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
@@ -23,13 +23,10 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 def refuse(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for RoPE settings that SpecForge's code ignores. A YaRN configuration without ``mscale`` is not
     from SpecForge, whose code fails on it."""
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope |= config[key] if isinstance(config.get(key), dict) else {}
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rope = rope_of(config)
     yarn = rope if "mscale" in rope else {}
-    said = {"partial_rotary_factor": None if part == 1 else part}
-    said |= {
+    said = {
+        "partial_rotary_factor": rotary_part(config),
         "truncate": False if yarn.get("truncate") is False else None,
         "attention_factor": yarn.get("attention_factor"),
     }
@@ -43,6 +40,9 @@ DIALECT = Dialect(
     trainer="SpecForge",
     heeds=lambda kind: ("norm_before_residual",) if kind == P_EAGLE else ("fc_norm", "use_aux_norm", "norm_output"),
     ropes=lambda kind: ("default",) if kind == P_EAGLE else ("default", "linear", "dynamic", "llama3", "mrope", "yarn"),
+    heeds_base=lambda kind, _fields: None if kind == EAGLE3 else True,
+    base_doubt="SpecForge's code reads it since 2025-10-30 and had base 10000 before, as AngelSlim's has, which "
+    "published heads under this name",
     ids_are="output",
     norm_output_feeds=False,
     later_norm="hidden_norm",

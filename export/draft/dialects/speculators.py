@@ -47,4 +47,12 @@ def proposal(config: dict[str, Any], file: Path) -> Proposal:
     )
 
 
-DIALECT = Dialect("speculators", recognizes, layer_fields, proposal=proposal, warns_of_residual=True)
+DIALECT = Dialect(
+    "speculators",
+    recognizes,
+    layer_fields,
+    proposal=proposal,
+    takes_rope_of="sliding_attention",  # its flatten_rope_parameters
+    any_model_type=False,
+    warns_of_residual=True,
+)

@@ -49,6 +49,7 @@ from eagle3.export.draft.kinds.dflash.keys import (
     kind_of,
 )
 from eagle3.export.draft.layer_config import layer_config, windows
+from eagle3.export.draft.rope_reading import one_rope
 from eagle3.export.draft.tensor_names import SELECTOR, check_named_once
 from eagle3.targets.attention import Block
 
@@ -76,7 +77,8 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
     unbiased = named == DSPARK and not speculators and not count(said, "markov_rank", None, file, least=0)
     kind = DFLASH if unbiased else named
     gemma4 = form == DEEPSPEC and names_gemma4(config)
-    fields = _layer_fields(config, form, gemma4, file)
+    takes = DIALECTS[SPECULATORS].takes_rope_of if speculators else None
+    fields = one_rope(_layer_fields(config, form, gemma4, file), takes, file)
     check_neutral(config, form, fields, file)
     names = {name: own for name in headers if (own := own_name(name)) is not None}
     check_named_once(folder, names)

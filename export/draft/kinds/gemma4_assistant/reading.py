@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.checkpoints.json_fields import count, read_object
+from eagle3.export.checkpoints.json_fields import count, number, read_object
 from eagle3.export.checkpoints.source import Source
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ORDERING = "masked_embedding.token_ordering"
-LONGEST_CHAIN = 15  # tokens, of --chain-len
 _NAMES = {r"model\.(layers\..*|norm\.weight)": r"\1", r"masked_embedding\.(.*)": r"\1"}
 _UNREAD = r".*rotary_emb\..*inv_freq"
 
@@ -43,6 +42,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> AssistantDescr
     ``config.json``, or a tensor is there twice."""
     whole = _configuration(folder)
     text, headers = whole.get_text_config(), source.headers()
+    number(vars(text), "rms_norm_eps", None, folder / "config.json", most=1)
     vocabulary = "embed_tokens.weight" if whole.use_ordered_embeddings else LM_HEAD
     given = EMBEDDING if whole.tie_word_embeddings and EMBEDDING in headers else LM_HEAD
     left_out = {EMBEDDING, LM_HEAD} - {given}  # a tied copy, or an embedding that is not used
@@ -92,4 +92,4 @@ def _chain_len(folder: Path, config: dict[str, Any]) -> int:
     """Return the draft tokens a round that the folder suggests, 3 where it suggests none."""
     file = folder / "generation_config.json"
     given = read_object(file) if file.is_file() else config
-    return min(count(given, "num_assistant_tokens", 3, file), LONGEST_CHAIN)
+    return count(given, "num_assistant_tokens", 3, file)

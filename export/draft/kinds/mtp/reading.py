@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.checkpoints.json_fields import count, nested
+from eagle3.export.checkpoints.json_fields import count, nested, number
 from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import Source
 from eagle3.export.draft.description import DraftDescription
@@ -14,6 +14,7 @@ from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
 from eagle3.export.draft.own_layer import inverse, own_naming, renamed
+from eagle3.export.draft.rope_reading import one_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -58,6 +59,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription
         raise ValueError(
             f"{folder} is an MTP head of a {model_type} model, which has {reason}: qwen3 is what is read of speculators"
         )
+    fields = one_rope(fields, DIALECTS[SPECULATORS].takes_rope_of, file)
     layer, proposal = _layer(file, fields), DIALECTS[SPECULATORS].proposal(config, file)
     if (layer.layer_types or ["full_attention"])[0] != "full_attention":
         raise ValueError(
@@ -143,6 +145,7 @@ def _check_count(config: Mapping[str, Any], file: Path) -> None:
 def _layer(file: Path, fields: dict[str, Any]) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
+    number(fields, "rms_norm_eps", None, file, most=1)
     try:
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # transformers validates field by field, with errors of its own kinds
