@@ -15,6 +15,7 @@ from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.checks.tensors import check_target
+from eagle3.export.checks.tokenizer import check_tokenizer
 from eagle3.export.draft.copies import TABLES, without_copies
 from eagle3.export.draft.description import DraftDescription, EagleDescription
 from eagle3.export.draft.no_head import no_head
@@ -140,6 +141,7 @@ def make_plan(config: ExportConfig) -> Plan:
     target_config = read_target_config(checkpoint, config.target_model)
     spec = spec_for(config.target_model, target_config.model_type)
     target_source = open_source(weights)
+    check_tokenizer(checkpoint)
     bos_id, eos_ids = special_ids(checkpoint, target_config)
     if isinstance(target_source, GGUFFile):
         check_metadata(target_source, target_config, checkpoint, eos_ids)
