@@ -59,7 +59,8 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     _tie_as_the_whole(read, text_config)
-    text_config.__dict__.pop("quantization_config", None)  # how the weights are stored: a source reads it
+    for stored in ("quantization_config", "compression_config"):  # how the weights are stored: a source reads it
+        text_config.__dict__.pop(stored, None)
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]

@@ -11,6 +11,7 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints import Source, open_source
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.gguf_metadata import check_metadata, rows_of_embedding, template_note
+from eagle3.export.checkpoints.safetensors_folder import unread_index
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
@@ -152,7 +153,7 @@ def make_plan(config: ExportConfig) -> Plan:
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     check_context(spec, target_config, max_seq_len)
     skeleton = spec.module().skeleton(target_config, max_seq_len)
-    target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
+    target_headers = check_target(target_source, target_headers, skeleton, target_config, checkpoint)
     has_draft = config.draft != Path(NO_HEAD)
     if has_draft and uses_own_layer(config):
         draft: DraftDescription = read_own_layer(target_source, target_config, checkpoint)
@@ -200,6 +201,7 @@ def make_plan(config: ExportConfig) -> Plan:
         eos_ids=eos_ids,
         warnings=(
             *draft.warnings,
+            *(line for folder in dict.fromkeys((weights, draft.folder)) for line in unread_index(folder)),
             *(template_note(target_source, checkpoint) if isinstance(target_source, GGUFFile) else ()),
             *_length_warnings(draft, max_seq_len),
             *_recipe_notes(config, target_headers),
