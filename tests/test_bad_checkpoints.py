@@ -303,6 +303,19 @@ def test_a_stop_token_that_is_no_id_is_refused_by_name(file, value, target):
     assert str(target / file) in line and "eos_token_id" in line
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [2048, [1, 5000]])
+def test_a_stop_token_behind_the_vocabulary_is_refused_with_both_numbers(file, value, target):
+    config = read(target)
+    (target / "generation_config.json").unlink()
+    (target / file).write_text(json.dumps({"eos_token_id": value}))
+    line = refusal(special_ids, target, config)
+    assert f"{target / file}: eos_token_id has {value if isinstance(value, int) else 5000}" in line
+    assert f"has {config.vocab_size} tokens" in line
+    (target / file).write_text(json.dumps({"eos_token_id": config.vocab_size - 1}))
+    assert special_ids(target, config)[1] == (config.vocab_size - 1,)
+
+
 @pytest.mark.parametrize("content", ["[]", "null", "{", "7"])
 def test_a_generation_config_that_is_none(content, target):
     (target / "generation_config.json").write_text(content)
