@@ -83,6 +83,19 @@ class Text:
         written = self.tokenizer.id_to_token(token)
         return None if skip_special and written in self._special else written
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token that is part of a character, as byte fallback (``<0xE2>``) or a byte-level
+        vocabulary writes them; None for a token of another kind."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        written, octets = (
+            self.tokenizer.id_to_token(token) or "",
+            {char: byte for byte, char in bytes_to_unicode().items()},
+        )
+        if BYTE_TOKEN.fullmatch(written):
+            return bytes.fromhex(written[3:5])
+        return bytes(octets[char] for char in written) if written and octets.keys() >= set(written) else None
+
 
 class TextStream:
     """Ids in, text out as soon as it is certain; it ends before the first of the ``stop`` strings to complete.
