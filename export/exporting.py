@@ -126,7 +126,7 @@ def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: T
 
     plan = make_plan(config)
     if twin is None:
-        for warning in plan.warnings:
+        for warning in (*plan.warnings, *sources.without_tokenizer(plan.checkpoint)):
             progress.say(f"Warning: {warning}")
         twin = preflight(plan, progress)
     return Prepared(plan, twin, sources)

@@ -68,9 +68,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             progress.say(f"not for {arch}, which has too little for a block: {lack}")
         with progress.stage("write"):
             digests = write_program(program, folder)
-            copied = copy_tokenizer(plan.checkpoint, folder)
-        if "tokenizer.json" not in copied:
-            progress.say("the checkpoint has no tokenizer.json: eagle3-run will take --prompt-tokens alone")
+            copy_tokenizer(plan.checkpoint, folder)
         checked = check(folder, plan, speculator, progress)
         record = {
             "flags": plan.config.as_json(),

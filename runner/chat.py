@@ -42,6 +42,12 @@ class ChatTemplate:
             raise ValueError(f"the tokenizer in {folder} has no chat template: give a plain prompt, without --chat")
         self._folder = folder
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The token that ends a turn: the tokenizer's own end token, which ``config.json`` may not name."""
+        end = self._tokenizer.eos_token_id
+        return () if end is None else (end,)
+
     def encode(self, messages: list[Message]) -> list[int]:
         """Return the token ids up to the beginning of the assistant's next turn.
 

@@ -55,6 +55,7 @@ ngram_option = click.option(
 )
 _TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),
+    click.option("--min-tokens", type=int, help="No end token and no stop text ends the text before it has so many."),
     click.option("--temperature", type=float, help="0, the default, is greedy decoding."),
     click.option("--top-k", type=int, help="Sample among the K most likely tokens."),
     click.option("--top-p", type=float, help="Sample among the most likely tokens with this total probability."),

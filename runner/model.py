@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -117,7 +118,8 @@ class Model:
         """Generate, a ``Piece`` a round; everything is checked before this returns.
 
         Args:
-            prompt: text, token ids or messages; what the caches hold of its beginning is not computed again
+            prompt: text, token ids or messages; what the caches hold of its beginning is not computed again. An answer
+                to messages ends at the tokenizer's own end token too, as a turn does
             options: the fields of ``Options``, such as temperature=0.7, max_new_tokens=200, stop=["\\n\\n"]
 
         Raises:
@@ -128,7 +130,12 @@ class Model:
         A loop ``for piece in model.stream(...)`` that is left by ``break`` or an exception ends its generation. One
         that a variable holds goes on where it was, so that the model is busy until it is closed or let go of.
         """
-        return Stream(self, self.encode(prompt), Options.of(**options))
+        asked = Options.of(**options)
+        ids = self.encode(prompt)
+        if isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping) and not asked.ignore_eos:
+            ends = [end for end in self.text.turn_end_ids if end < self.metadata.vocab_size]
+            asked = replace(asked, stop_token_ids=(*asked.stop_token_ids, *ends))
+        return Stream(self, ids, asked)
 
     def replay(self, result: Result) -> Replay:
         """Hold a result against the same generation without speculation. Raises BusyError during another one."""

@@ -18,6 +18,8 @@ class Options(Sampling):
     """The choice of tokens (``Sampling``), and the end of a generation. Raises ValueError for values out of bounds."""
 
     max_new_tokens: int = 128
+    min_tokens: int = 0
+    """The text has at least so many tokens before an end token or a stop string ends it (vLLM's name)."""
     stop: str | Sequence[str] = ()
     """The text ends before the first of these strings to appear."""
     stop_token_ids: Sequence[int] = ()
@@ -51,12 +53,16 @@ class Options(Sampling):
             if not isinstance(value, Sequence) or isinstance(value, str | bytes):
                 raise ValueError(f"{name} is {shown(value)}, but must be {items}; leave it out for none")
             object.__setattr__(self, name, tuple(value))
-        for name, least in (("max_new_tokens", 1), ("logprobs", 0), ("chain_len", 0)):
+        for name, least in (("max_new_tokens", 1), ("min_tokens", 0), ("logprobs", 0), ("chain_len", 0)):
             value = getattr(self, name)
-            if (value is None and name != "max_new_tokens") or (name == "chain_len" and value == AUTO):
+            if (value is None and name in ("logprobs", "chain_len")) or (name == "chain_len" and value == AUTO):
                 continue
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {shown(value)}, but must be a whole number, {least} or more")
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, but max_new_tokens {self.max_new_tokens}: lower the first"
+            )
         if not all(isinstance(string, str) and string for string in self.stop):
             raise ValueError(f"stop is {shown(self.stop)}, but stop strings must be text of a character or more")
         StopStrings(self.stop)
@@ -69,6 +75,8 @@ class Options(Sampling):
                 raise ValueError(f"{name} is {shown(getattr(self, name))}, but must be true or false")
         if self.ignore_eos and self.structured_outputs is not None:
             raise ValueError("structured_outputs end by an end token: leave ignore_eos out")
+        if self.min_tokens and self.structured_outputs is not None:
+            raise ValueError("structured_outputs end where their form does: leave min_tokens out")
 
     @classmethod
     def of(cls, **given: Any) -> "Options":  # not typed: names come from files and requests, too
@@ -81,6 +89,8 @@ class Options(Sampling):
 
     def check(self, metadata: Metadata) -> None:
         super().check(metadata)
+        if self.min_tokens and self.stop_ids(metadata):
+            check_logits(metadata, "min_tokens")
         if self.logprobs is not None:
             check_logits(metadata, "logprobs")
             if self.logprobs > metadata.vocab_size:
@@ -111,6 +121,7 @@ class OptionFields(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int | None
     max_new_tokens: int
+    min_tokens: int
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     skip_special_tokens: bool

@@ -26,6 +26,7 @@ IDS = ("id", "question_id", "task_id")
 
 OPTIONS = (
     "max_new_tokens",
+    "min_tokens",
     "temperature",
     "top_k",
     "top_p",

@@ -15,6 +15,7 @@ from eagle3.runner.options import AUTO, Options
 from eagle3.runner.sampling.constrained import Constrained, Guide
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
+from eagle3.runner.sampling.min_tokens import MinTokens
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.statistics import GenerationStats
 from eagle3.runner.text import TextStream
@@ -84,7 +85,8 @@ class Stream(Iterator[Piece]):
             options = replace(options, seed=secrets.randbits(63))
         decoder = None
         if model.has_text:
-            decoder = TextStream(model.text, options.stop, options.skip_special_tokens, options.stop_ids(metadata))
+            ends = options.stop_ids(metadata)
+            decoder = TextStream(model.text, options.stop, options.skip_special_tokens, ends, options.min_tokens)
         if options.stop and decoder is None:
             raise ValueError("stop strings need a tokenizer, and the artifact has none: give stop_token_ids")
         self._answer = Answer(prompt, options, decoder, constraint or model.constraint(options))
@@ -225,5 +227,7 @@ def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Genera
 
 def choose(options: Options, metadata: Metadata, constraint: Constraint | None, tokens: Sequence[int]) -> Choice:
     """Return the choice of what follows ``tokens``; ``constraint`` is compiled from ``options.structured_outputs``."""
-    choice = Greedy() if options.plain else Sampler(options, metadata, tokens)
+    choice: Choice = Greedy() if options.plain else Sampler(options, metadata, tokens)
+    if options.min_tokens and (ends := options.stop_ids(metadata)):
+        choice = MinTokens(choice, options.min_tokens, ends)
     return choice if constraint is None else Constrained(choice, Guide(constraint), metadata)

@@ -66,6 +66,11 @@ class Text:
         the model has no template, for what is no conversation, and for what the template does not take."""
         return self._chat_template.encode(messages)
 
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a reply in the chat template. Raises as ``encode_messages``."""
+        return self._chat_template.end_ids
+
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.folder)
@@ -77,6 +82,19 @@ class Text:
         """Return a token as the vocabulary writes it; None for one that ``decode`` leaves out."""
         written = self.tokenizer.id_to_token(token)
         return None if skip_special and written in self._special else written
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token that is part of a character, as byte fallback (``<0xE2>``) or a byte-level
+        vocabulary writes them; None for a token of another kind."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        written, octets = (
+            self.tokenizer.id_to_token(token) or "",
+            {char: byte for byte, char in bytes_to_unicode().items()},
+        )
+        if BYTE_TOKEN.fullmatch(written):
+            return bytes.fromhex(written[3:5])
+        return bytes(octets[char] for char in written) if written and octets.keys() >= set(written) else None
 
 
 class TextStream:
@@ -95,11 +113,19 @@ class TextStream:
         stopped: the stop string that ended the text, or None
         kept: how many of all ids pushed belong to the text, the one that completed the stop string included
 
-    ``skip_special`` False: special tokens are shown, but for ``end_ids``. Raises ValueError as ``StopStrings``.
+    ``skip_special`` False: special tokens are shown, but for ``end_ids``. The first ``least`` ids complete no stop
+    string, and their certain text begins none. Raises ValueError as ``StopStrings``.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = (), skip_special: bool = True, end_ids: Collection[int] = ()):
-        self.text, self._skip, self._end_ids = text, skip_special, end_ids
+    def __init__(
+        self,
+        text: Text,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        end_ids: Collection[int] = (),
+        least: int = 0,
+    ):
+        self.text, self._skip, self._end_ids, self._least = text, skip_special, end_ids, least
         self.stopped: str | None = None
         self.kept = 0
         self._stop = StopStrings(stop)
@@ -127,7 +153,7 @@ class TextStream:
     def _add(self, token: int, is_byte: bool) -> str:
         self._ids.append(token)
         rest = self.text.decode(self._ids, self._skip)[self._certain :]
-        found = self._stop.first(self._held + rest)
+        found = None if self.kept <= self._least else self._stop.first(self._held + rest)
         if found:
             start, self.stopped = found
             fresh, self._held, self._uncertain = (self._held + rest)[:start], "", ""
@@ -142,6 +168,6 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         """Return all of ``text`` but what could still become a stop string, which is held."""
-        ready = len(text) - self._stop.unfinished(text)
+        ready = len(text) - (0 if self.kept <= self._least else self._stop.unfinished(text))
         self._held = text[ready:]
         return text[:ready]

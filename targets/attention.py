@@ -335,11 +335,13 @@ def _attend(
         (kept,) = module.kept
         return kept(query.transpose(1, 2), None, None, rows, scaling), None
     narrower = key.shape[-1] - value.shape[-1]  # multi-head latent attention: keys have an additional rotary part
-    value = F.pad(value, (0, narrower)) if narrower else value
+    value = F.pad(value, (0, narrower)) if narrower > 0 else value
+    if narrower < 0:  # zeros change no score
+        query, key = F.pad(query, (0, -narrower)), F.pad(key, (0, -narrower))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
     extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
     out = module.kv_attention(query, key, value, rows, scaling, **extras)
-    return out[..., :-narrower] if narrower else out, None
+    return out[..., :-narrower] if narrower > 0 else out, None
 
 
 def shares_keys(module: nn.Module) -> bool:

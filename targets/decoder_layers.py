@@ -66,7 +66,8 @@ class DecoderLayersTarget(nn.Module):
             ring = ring_window(window.tokens, max_seq_len)
             heads = own.num_attention_heads
             kv_heads = getattr(own, "num_key_value_heads", None) or heads
-            head_dim = getattr(attn, "qk_head_dim", None) or attn.head_dim
+            keys = getattr(attn, "qk_head_dim", None) or attn.head_dim
+            head_dim = max(keys, getattr(attn, "v_head_dim", None) or 0)  # the narrower of keys and values is padded
             sinks = has_sinks(attn)
             shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
             attn.kv_attention = attention(shape)

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -183,12 +183,15 @@ _WINDOW_FIELDS = {"full_attention": None, "sliding_attention": "sliding_window",
 def layer_windows(config: "PreTrainedConfig") -> list[Window]:
     """Return the window of each layer of a transformers text configuration.
 
-    Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2). Raises ValueError for a
-    layer that attends otherwise.
+    Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2), and nothing in a class
+    that has no such field (Llama, OLMo 2): transformers keeps the key of the file there and reads it nowhere. Raises
+    ValueError for a layer that attends otherwise.
     """
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        return [Window(getattr(config, "sliding_window", None) or 0)] * config.num_hidden_layers
+        heeds = any(field.name == "sliding_window" for field in fields(config))
+        tokens = getattr(config, "sliding_window", None) if heeds else None
+        return [Window(tokens or 0)] * config.num_hidden_layers
     for kind in kinds:
         if kind not in _WINDOW_FIELDS:
             raise ValueError(

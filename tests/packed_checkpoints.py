@@ -92,11 +92,30 @@ def awq_config(bits: int, group: int, symmetric: bool) -> dict:
     return {"quant_method": "awq", "bits": bits, "group_size": group, "zero_point": not symmetric, "version": "gemm"}
 
 
+def gptq_with_zero_biases(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
+    """Pack as AutoGPTQ does, which gives every linear a bias."""
+    return gptq(codes, scale, zero, bits) | {"bias": torch.zeros(codes.shape[0], dtype=torch.float16)}
+
+
+def without_g_idx(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
+    """Pack as AutoRound does."""
+    return {part: value for part, value in gptq(codes, scale, zero, bits).items() if part != "g_idx"}
+
+
+def auto_round_config(bits: int, group: int, symmetric: bool, packing: str = "auto_round:auto_gptq") -> dict:
+    stored = {"quant_method": "auto-round", "bits": bits, "group_size": group, "sym": symmetric, "data_type": "int"}
+    of_single = {"lm_head": {"bits": 16, "data_type": "float"}}
+    return stored | {"packing_format": packing, "iters": 200, "autoround_version": "0.9.2", "extra_config": of_single}
+
+
 FORMATS = {
     "compressed-tensors": (compressed_tensors, compressed_tensors_config),
     "gptq": (gptq, gptq_config),
     "gptq_v2": (partial(gptq, less=0), partial(gptq_config, kind="gptq_v2")),
     "awq": (awq, awq_config),
+    "gptq zero biases": (gptq_with_zero_biases, gptq_config),
+    "auto-round": (without_g_idx, auto_round_config),
+    "auto-round awq": (awq, partial(auto_round_config, packing="auto_round:auto_awq")),
     "gptq desc_act": (scattered_gptq, lambda *scheme: gptq_config(*scheme) | {"desc_act": True}),
 }
 

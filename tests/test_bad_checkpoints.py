@@ -12,6 +12,7 @@ import torch
 from commands import fail_command
 from random_checkpoints import save_random_draft
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers, shard_paths
 from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
@@ -102,12 +103,23 @@ def test_an_index_and_shards_that_do_not_belong_together(sharded):
     assert "puts t3 into part2.safetensors, but no file has it" in refusal(read_headers, sharded)
     index(sharded, {"weight_map": names | {"t3": "part3.safetensors"}})
     assert f"{sharded / 'part3.safetensors'} is missing" in refusal(read_headers, sharded)
-    index(sharded, {"weight_map": names})
-    shutil.copy(sharded / "part1.safetensors", sharded / "model.safetensors")
-    assert "two checkpoints" in refusal(read_headers, sharded)
     (sharded / INDEX).unlink()
-    (sharded / "model.safetensors").unlink()
     assert f"part1.safetensors, but no {INDEX}" in refusal(read_headers, sharded)
+
+
+@pytest.mark.parametrize(
+    "shards", [["part1.safetensors"], ["gone.safetensors"], ["model.safetensors", "gone.safetensors"]]
+)
+def test_a_whole_file_beside_a_stale_index_is_read_alone_as_transformers_reads_it(shards, target, tmp_path):
+    index(target, {"weight_map": {f"old.{number}": shard for number, shard in enumerate(shards)}})
+    save_file({"old.0": torch.zeros(1)}, target / "part1.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()
+    flags = ExportConfig("gemma4-tiny", tmp_path / "out", target, TINY.draft, backend="xnnpack")
+    plan = make_plan(flags)
+    assert [file.name for file in plan.target_source.files()] == ["model.safetensors"]
+    assert torch.equal(plan.target_source.tensor("model.norm.weight"), expected["model.norm.weight"])
+    [line] = [line for line in plan.warnings if INDEX in line]
+    assert f"{target}: model.safetensors is read and {INDEX} beside it is not" in line
 
 
 @pytest.mark.parametrize(
@@ -289,6 +301,19 @@ def test_a_stop_token_that_is_no_id_is_refused_by_name(file, value, target):
     (target / file).write_text(json.dumps({"eos_token_id": value}))
     line = refusal(special_ids, target, config)
     assert str(target / file) in line and "eos_token_id" in line
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [2048, [1, 5000]])
+def test_a_stop_token_behind_the_vocabulary_is_refused_with_both_numbers(file, value, target):
+    config = read(target)
+    (target / "generation_config.json").unlink()
+    (target / file).write_text(json.dumps({"eos_token_id": value}))
+    line = refusal(special_ids, target, config)
+    assert f"{target / file}: eos_token_id has {value if isinstance(value, int) else 5000}" in line
+    assert f"has {config.vocab_size} tokens" in line
+    (target / file).write_text(json.dumps({"eos_token_id": config.vocab_size - 1}))
+    assert special_ids(target, config)[1] == (config.vocab_size - 1,)
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "{", "7"])

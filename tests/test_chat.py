@@ -1,10 +1,13 @@
 """Conversations in a model's own template; what is no conversation, and what the template does not take, in a line."""
 
+import json
 import shutil
 
 import pytest
 
+from eagle3.runner.conversation import Conversation
 from eagle3.runner.loop import STOP, complete
+from eagle3.runner.model import Model
 from eagle3.runner.text import Text
 from eagle3.targets import TARGETS
 
@@ -109,3 +112,22 @@ def test_a_tokenizer_that_transformers_does_not_load(with_template):
     with pytest.raises(ValueError, match="does not load for its chat template") as failure:
         text.encode_messages([{"role": "user", "content": "x"}])
     assert "\n" not in str(failure.value)
+
+
+def test_an_answer_ends_at_the_tokenizers_own_end_token_which_config_json_does_not_name(
+    session, with_template, artifact
+):
+    asked = [TURNS[1]]
+    whole = Model(session.metadata, lambda: session, artifact).generate(asked, max_new_tokens=12).token_ids
+    text = with_template((artifact / "chat_template.jinja").read_text())
+    end = whole[5]
+    assert end not in (*session.metadata.eos_ids, *whole[:5])
+    file = text.folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"eos_token": text.tokenizer.id_to_token(end)}))
+    other = Model(session.metadata, lambda: session, text.folder)
+    result = other.generate(asked, max_new_tokens=12)
+    assert (result.token_ids, result.finish_reason, result.stop_reason) == (whole[:6], STOP, end)
+    assert Conversation(other, max_new_tokens=12).ask(TURNS[1]["content"]).token_ids == whole[:6]
+    assert other.generate(asked, max_new_tokens=12, ignore_eos=True).token_ids == whole
+    assert other.generate(result.prompt_token_ids, max_new_tokens=12).token_ids == whole

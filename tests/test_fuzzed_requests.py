@@ -39,6 +39,7 @@ sensible = {
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "logit_bias": st.dictionaries(st.integers(0, VOCABULARY - 1).map(str), st.floats(-9, 9), max_size=3),
+    "min_tokens": st.integers(0, 1),
     "stop": st.just([]),
     "stop_token_ids": st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
     "ignore_eos": st.booleans(),

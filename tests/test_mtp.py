@@ -114,6 +114,12 @@ def test_it_takes_the_last_layers_output_before_the_norm():
 # --- a target's own layer
 
 
+def test_latent_attention_with_values_wider_than_keys_is_computed(tmp_path):
+    draft = plan_of(save_target(tmp_path, "deepseek_v3", v_head_dim=32)).draft
+    compared = check_draft(draft, 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+
+
 @pytest.fixture(scope="module", params=OWN)
 def own(request, tmp_path_factory):
     folder = save_target(tmp_path_factory.mktemp(request.param), request.param)

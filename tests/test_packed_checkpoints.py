@@ -94,6 +94,10 @@ SCHEMES = [
     ("gptq_v2", 8, 32, False),
     ("awq", 4, 128, False),
     ("gptq desc_act", 4, 128, False),
+    ("gptq zero biases", 4, 128, True),
+    ("auto-round", 4, 128, True),
+    ("auto-round", 8, 64, False),
+    ("auto-round awq", 4, 128, False),
 ]
 
 
@@ -117,6 +121,19 @@ def test_on_the_cpu_tokens_are_transformers_with_the_dequantized_weights(name, b
         for _ in range(12):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert result == tokens[20:]
+
+
+def test_the_old_key_of_compressed_tensors_is_read_as_the_new_one(tmp_path):
+    model = save_packed(tmp_path / "target", "compressed-tensors", 4, 32, True, **WIDE)
+    expected = planned(tmp_path, model, "xnnpack").target_headers
+    file = tmp_path / "target" / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(
+        json.dumps(fields | {"compression_config": fields["quantization_config"], "quantization_config": None})
+    )
+    plan = planned(tmp_path, model, "xnnpack")
+    preflight(plan, Progress())
+    assert plan.target_headers == expected and len(plan.quantized_headers) == len(linears(model))
 
 
 def test_codes_by_compressed_tensors_stay_memory_mapped(tmp_path):

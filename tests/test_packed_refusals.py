@@ -7,6 +7,7 @@ import pytest
 import torch
 from packed_checkpoints import (
     WIDE,
+    auto_round_config,
     awq_config,
     change_config,
     compressed_tensors_config,
@@ -46,6 +47,31 @@ def refusal(packed, tmp_path, name="compressed-tensors", change=lambda tensors: 
         planned(tmp_path, model, "xnnpack")
     assert "\n" not in str(refused.value)
     return str(refused.value)
+
+
+MLX = {"group_size": 64, "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"quantization_config": MLX, "quantization": MLX},
+            'has quantization {"group_size": 64, "bits": 4}, MLX\'s packing',
+        ),
+        ({"quantization_config": None, "quantization": MLX | {"mode": "affine"}}, "MLX's packing, which is not read"),
+        (
+            {"quantization_config": None, "compression_config": {"quant_method": "compressed-tensors"}},
+            "compression_config has no config_groups",
+        ),
+        (
+            {"quantization_config": None, "compression_config": {"quant_method": "x"}},
+            "compression_config has quant_method x",
+        ),
+    ],
+)
+def test_a_packing_is_refused_by_the_key_that_describes_it(packed, tmp_path, fields, says):
+    assert is_in(says, refusal(packed, tmp_path, **fields))
 
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -91,6 +117,7 @@ def test_parts_that_do_not_go_together_are_named(packed, tmp_path, change, says)
         ("awq", with_part("qzeros", torch.zeros(8, 16).int()), "qzeros is I32 [8, 16], but .* implies I32 [8, 32]"),
         ("awq", with_part("qweight", torch.zeros(500, 32).int()), "qweight is 500 x 32, .* groups of 64"),
         ("awq", with_part("qweight", torch.zeros(()).int()), "qweight is [], but a matrix is what is packed"),
+        ("gptq", with_part("bias", torch.ones(256).half() / 8), "down_proj.bias, which is a bias that config.json"),
         ("gptq", with_part("g_idx", torch.zeros(0).int()), "of 256 x 0 with 4 bits"),
         ("gptq", with_part("g_idx", torch.full((512,), 2**30).int()), "puts 0 columns into group 0"),
     ],
@@ -152,13 +179,19 @@ def test_schemes_that_are_not_computed_are_refused_by_name(packed, tmp_path, sto
         (gptq_config(8, 64, False), "qweight is I32 [64, 256], but .* with 8 bits .* implies I32 [128, 256]"),
         (gptq_config(4, 64, False, "gptq_p"), "the format gptq_p, but gptq and gptq_v2"),
         (gptq_config(4, 64, False) | {"is_marlin_format": True}, "gptq and gptq_v2 are what is read"),
+        (auto_round_config(4, 64, False, "auto_round"), "packing_format auto_round, but auto_round:auto_gptq and"),
+        (auto_round_config(4, 64, False) | {"data_type": "mx_fp"}, "data_type mx_fp, but int"),
+        (auto_round_config(4, 128, False), "in groups of 128 (quantization_config) implies I32 [4, 32]"),
         (awq_config(8, 64, False), "bits 8, but must have 4"),
         (awq_config(4, 32, False), "qzeros is I32 .* in groups of 32"),
         (awq_config(4, 64, False) | {"version": "gemv_fast"}, "the version gemv_fast, but gemm"),
     ],
 )
 def test_schemes_of_gptq_and_awq_likewise(packed, tmp_path, stored, says):
-    assert is_in(says, refusal(packed, tmp_path, stored["quant_method"], quantization_config=stored))
+    assert is_in(
+        says,
+        refusal(packed, tmp_path, stored["quant_method"].replace("auto-round", "gptq"), quantization_config=stored),
+    )
 
 
 def test_linears_that_gptqmodel_stores_otherwise_are_what_their_parts_say(packed, tmp_path):

@@ -99,8 +99,8 @@ def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():
 
 
 def test_the_target_bounds_the_verify_window():
-    with pytest.raises(ValueError, match="--chain-len 3 or less"):
-        lengths(4, config=Gemma4TextConfig(sliding_window=4), max_seq_len=64)
+    with pytest.raises(ValueError, match="--chain-len 7 or less"):
+        lengths(8, config=Gemma4TextConfig(sliding_window=12), max_seq_len=64)
 
 
 def test_a_backend_says_what_windows_it_takes(monkeypatch):

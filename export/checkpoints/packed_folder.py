@@ -1,7 +1,8 @@
 """A folder of safetensors whose config.json says that a tool quantized it (``quantization_config``): the parts of each
 packed linear are joined into one weight, code for code."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -12,29 +13,63 @@ from torch import Tensor
 from eagle3.export.checkpoints.awq import Awq
 from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
 from eagle3.export.checkpoints.gptq import Gptq
-from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.json_fields import nested, read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
 from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.targets.input_order import INPUT_ORDER
 
-FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
+
+def auto_round(file: Path, config: dict[str, Any]) -> Format:
+    """Return the format in which AutoRound packed: ``packing_format`` names GPTQ's or AWQ's layout, the first unless
+    said (vLLM's ``INCConfig``). ``extra_config`` gives single linears other bits."""
+    where, packed_as = f"{file}: quantization_config", config.get("packing_format") or AUTO_GPTQ
+    if packed_as not in (AUTO_GPTQ, "auto_round:gptq", AUTO_AWQ):
+        raise ValueError(
+            f"{where} has packing_format {packed_as}, but {AUTO_GPTQ} and {AUTO_AWQ} are what is read: {ANOTHER}"
+        )
+    if config.get("data_type") not in (None, "int"):
+        raise ValueError(f"{where} has data_type {config['data_type']}, but int is what is read: {ANOTHER}")
+    if packed_as == AUTO_AWQ:
+        return Awq(file, {key: config.get(key) for key in ("bits", "group_size")})
+    single = nested(config, "extra_config", where).values()
+    packed = [each for each in single if isinstance(each, dict) and each.get("bits", 16) < 16]  # 16: not packed
+    return Gptq(file, config | {"dynamic": packed})
+
+
+AUTO_GPTQ, AUTO_AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
+FORMATS: dict[str, Callable[[Path, dict[str, Any]], Format]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": Gptq,
+    "awq": Awq,
+    "auto-round": auto_round,
+}
 """Maps ``quant_method``, in transformers' words (``QuantizationMethod``), to the format."""
+NEW_KEY, OLD_KEY = "quantization_config", "compression_config"
+"""The keys of config.json with what is said of packed weights. compressed-tensors wrote the second until it was part of
+transformers, and reads both."""
+MLX = "quantization"
+"""The key under which MLX describes its own packing. It writes ``quantization_config`` beside it, with no method."""
 
 
 class PackedFolder(SafetensorsFolder):
     def __init__(self, path: Path):
         super().__init__(path)
-        file, config = path / "config.json", quantization_config(path) or {}
+        file, (key, config) = path / "config.json", _described(path) or (NEW_KEY, {})
         method = config.get("quant_method")
+        if method is None and MLX in read_object(file):
+            raise ValueError(f"{file} has {MLX} {json.dumps(config)[:60]}, MLX's packing, which is not read: {ANOTHER}")
         if not isinstance(method, str) or method not in FORMATS:
-            raise ValueError(f"{file}: quantization_config has quant_method {method}, which is not read: {ANOTHER}")
-        self.format = FORMATS[method](file, config)
+            raise ValueError(f"{file}: {key} has quant_method {method}, which is not read: {ANOTHER}")
+        try:
+            self.format = FORMATS[method](file, config)
+        except ValueError as error:
+            raise ValueError(str(error).replace(NEW_KEY, key)) from error
 
     @staticmethod
     def recognizes(path: Path) -> bool:
-        return quantization_config(path) is not None
+        return _described(path) is not None
 
     def headers(self) -> dict[str, TensorHeader]:
         joined = dict(self._raw)
@@ -110,14 +145,15 @@ def _parts_of(linear: str, read: Read) -> Read:
     return lambda part: read(f"{linear}.{part}")
 
 
-def quantization_config(path: Path) -> dict[str, Any] | None:
-    """Return what config.json says of its weights' quantization, at its top level or of its text part; None where
-    it says nothing."""
+def _described(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """Return what config.json says of its weights' quantization and the key that it stands under, at the top level or
+    of its text part; None where it says nothing."""
     if not (path / "config.json").is_file():
         return None
     fields = read_object(path / "config.json")
     for part in (fields, fields.get("text_config")):
-        found = part.get("quantization_config") if isinstance(part, dict) else None
-        if found is not None:
-            return found if isinstance(found, dict) else {"quant_method": found}
+        for key in (NEW_KEY, OLD_KEY, MLX):
+            found = part.get(key) if isinstance(part, dict) else None
+            if found is not None and (key != MLX or (isinstance(found, dict) and "bits" in found)):
+                return key, found if isinstance(found, dict) else {"quant_method": found}
     return None

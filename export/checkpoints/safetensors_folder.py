@@ -45,19 +45,22 @@ class SafetensorsFolder(Source):
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint folder, one or sharded. Raises FileNotFoundError naming what is not there,
-    ValueError for an index that is none."""
-    single = folder / SINGLE_FILE
-    shards = sorted(set(weight_map(folder / INDEX_FILE).values())) if (folder / INDEX_FILE).is_file() else [SINGLE_FILE]
+    """Return the files of a checkpoint folder: the whole one, or the shards of its index, as transformers takes them.
+
+    Raises FileNotFoundError naming what is not there, ValueError for an index that is none.
+    """
+    whole = (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file()
+    shards = [SINGLE_FILE] if whole else sorted(set(weight_map(folder / INDEX_FILE).values()))
     for path in (folder / shard for shard in shards):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {_cause_of_a_missing_file(folder)}")
-    if SINGLE_FILE not in shards and single.is_file():
-        raise ValueError(
-            f"{folder} holds two checkpoints, {SINGLE_FILE} and the shards that {INDEX_FILE} names, of which "
-            "transformers reads the first: remove one of them"
-        )
     return [folder / shard for shard in shards]
+
+
+def unread_index(folder: Path) -> Iterator[str]:
+    """Yield a line where a whole file stands beside an index, which may name other weights."""
+    if (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        yield f"{folder}: {SINGLE_FILE} is read and {INDEX_FILE} beside it is not, as transformers does"
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -114,7 +117,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             raise ValueError(
                 f"{path} ({size} bytes) is truncated or no safetensors file ({error}): copy or download it again"
             ) from error
-    if (folder / INDEX_FILE).is_file():
+    if (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file():
         for name, shard in weight_map(folder / INDEX_FILE).items():
             if name not in headers and name not in described:
                 raise ValueError(

@@ -59,7 +59,8 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     _tie_as_the_whole(read, text_config)
-    text_config.__dict__.pop("quantization_config", None)  # how the weights are stored: a source reads it
+    for stored in ("quantization_config", "compression_config"):  # how the weights are stored: a source reads it
+        text_config.__dict__.pop(stored, None)
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
         fitting = [key for key, other in TARGETS.items() if text_config.model_type in other.model_types]
@@ -90,12 +91,14 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
 def special_ids(checkpoint: Path, target_config: "PreTrainedConfig") -> tuple[int, tuple[int, ...]]:
     """Return the first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them.
 
-    Raises ValueError for an id that is no whole number: it would never stop.
+    Raises ValueError for an id that is no whole number, or that a file says and the vocabulary does not have: it would
+    never stop.
     """
     eos, where = None, checkpoint / "config.json"
     for name in ("generation_config.json", "config.json"):  # a multimodal config.json has them at its top level
         if eos is None and (checkpoint / name).is_file():
             eos, where = read_object(checkpoint / name).get("eos_token_id"), checkpoint / name
+    written = eos is not None  # and not the default of a class, which is of another vocabulary
     eos = getattr(target_config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text part has no such field
     eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
     bos = getattr(target_config, "bos_token_id", None)
@@ -104,6 +107,11 @@ def special_ids(checkpoint: Path, target_config: "PreTrainedConfig") -> tuple[in
     for field, file, id in ids:
         if not _whole(id) or not 0 <= id <= MOST:
             raise ValueError(f"{file}: {field} has {_shown(id)}, which is no token id: write a whole number from 0 on")
+        if written and field == "eos_token_id" and id >= target_config.vocab_size:
+            raise ValueError(
+                f"{file}: {field} has {id}, but the vocabulary of config.json has {target_config.vocab_size} tokens: "
+                "nothing would end a text: write the id of the model's end token, or copy the file again"
+            )
     return (-1 if bos is None else bos), eos_ids
 
 

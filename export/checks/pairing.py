@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checks.tensors import check_draft
+from eagle3.export.checks.tokenizer import read_tokenizer
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map, largest_id
@@ -78,17 +79,7 @@ def _check_tokenizers(draft: Path, target: Path) -> None:
     """Check that the same ids are the same tokens; one tokenizer may have more of them."""
     if draft.read_bytes() == target.read_bytes():
         return
-    from tokenizers import Tokenizer
-
-    def read(file: Path) -> dict[int, str]:
-        try:
-            return {id: token for token, id in Tokenizer.from_file(str(file)).get_vocab().items()}
-        except Exception as error:  # tokenizers has no class of its own for it
-            raise ValueError(
-                f"{file} is no tokenizer that the tokenizers library reads ({error}): copy it again"
-            ) from error
-
-    spoken, known = read(draft), read(target)
+    spoken, known = ({id: token for token, id in read_tokenizer(file).get_vocab().items()} for file in (draft, target))
     differ = sorted(id for id in spoken.keys() & known.keys() if spoken[id] != known[id])
     if differ:
         id = differ[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.gguf_file import BLOCKS
-from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.unread import is_read, unread
 from eagle3.targets.input_order import INPUT_ORDER
@@ -35,24 +35,25 @@ _CAUSES = {
 
 
 def check_target(
-    checkpoint: Path,
+    source: Source,
     headers: dict[str, TensorHeader],
     skeleton: Skeleton,
     config: "PreTrainedConfig",
     described: Path | None = None,
 ) -> dict[str, TensorHeader]:
     """Check that every tensor of the target has its configuration's shape, by name. Returns the headers of those that
-    are read.
+    are read. A bias of zeros that the model has no place for is not: AutoGPTQ gives one to each linear that it packs.
 
     ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError.
     """
-    given: dict[str, TensorHeader] = {}
+    checkpoint, given = source.path, dict[str, TensorHeader]()
     names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
     orders = {name for name in names if headers[name].dtype == INPUT_ORDER}
     expected = skeleton.expected(own for name, own in names.items() if own is not None and name not in orders)
     parts = skeleton.conversion.parts if skeleton.conversion else {}
     without = {name for name, own in names.items() if name not in orders and own not in expected}
     spare = unread(without, headers, skeleton.model, config, described or checkpoint) if without else set()
+    spare |= {name for name in without - spare if _adds_nothing(source, name, headers)}
     names = {name: own for name, own in names.items() if name not in spare}
     for name, own in names.items():
         if name in orders:
@@ -74,6 +75,13 @@ def check_target(
         if name not in given and name not in tied:
             raise ValueError(f"{checkpoint} lacks {name}, which its config.json implies: is a shard missing?")
     return {name: headers[name] for name in names}
+
+
+def _adds_nothing(source: Source, name: str, headers: dict[str, TensorHeader]) -> bool:
+    """Return True for the bias of a packed linear that is all zeros."""
+    linear, _, part = name.rpartition(".")
+    weight = headers.get(f"{linear}.weight")
+    return part == "bias" and weight is not None and weight.quantized and not source.tensor(name).any()
 
 
 def _cause(name: str) -> str:

@@ -8,10 +8,10 @@ from eagle3.export.checkpoints.gguf_file import SUFFIX, part_names
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG
 from eagle3.export.draft.other_heads import GGUF_HEAD, MISTRALS_FORM, PARAMS
 from eagle3.export.hub.names import HubName
-from eagle3.export.output.contents import TOKENIZER_FILES
+from eagle3.export.output.contents import TOKENIZER, TOKENIZER_FILES
 
 SAFETENSORS, PICKLED, GGUF = "safetensors", "pickled", "GGUF"
-CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SMALL = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG)
 """The configurations that a dry run downloads. A tokenizer, of up to 33 MB, is not among them."""
 

@@ -18,7 +18,8 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from eagle3.export.checkpoints.safetensors_folder import weight_map
 from eagle3.export.hub.errors import one_line
 from eagle3.export.hub.names import HubName
-from eagle3.export.hub.needed import CONFIG, TOKENIZER, Role, has_adapter, needed
+from eagle3.export.hub.needed import CONFIG, Role, has_adapter, needed
+from eagle3.export.output.contents import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,15 @@ class Sources:
         if self._tokenizers_uncompared():
             yield "hub      target and draft have different tokenizer files: an export compares them token by token"
 
+    def without_tokenizer(self, checkpoint: Path) -> Iterator[str]:
+        """Yield a line if the target has no tokenizer.json. Of a repository the listing says so: a dry run does not
+        fetch the file. ``checkpoint``: the folder with the target's configuration."""
+        snapshot = self.snapshots.get("config_folder") or self.snapshots.get("checkpoint")
+        if not (checkpoint / "tokenizer.json").is_file() and (snapshot is None or snapshot.tokenizer is None):
+            from eagle3.export.checks.tokenizer import no_tokenizer
+
+            yield no_tokenizer(checkpoint, str(checkpoint if snapshot is None else snapshot.name))
+
     def _tokenizers_uncompared(self) -> bool:
         """Return whether both models have a tokenizer.json, the two may differ, and one is not here."""
         both = [self._tokenizer("config_folder") or self._tokenizer("checkpoint"), self._tokenizer("draft")]

@@ -15,22 +15,22 @@ from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
 
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "generation_config.json",
 )
 PACKAGES = ("eagle3-export", "torch", "executorch", "torchao", "transformers", "safetensors")
 
 
-def copy_tokenizer(checkpoint: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files that the checkpoint has, and return their names."""
-    names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
-    for name in names:
-        shutil.copyfile(checkpoint / name, folder / name)
-    return names
+def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """Copy the tokenizer's files that the checkpoint has."""
+    for name in TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
 
 
 def sha256(path: Path) -> str:

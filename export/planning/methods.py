@@ -8,6 +8,7 @@ from eagle3.export.draft.description import DraftDescription
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TargetSpec
+from eagle3.targets.spec import sliding_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,6 +50,13 @@ def plan_methods(
     the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
+    of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
+    if 0 < of_target < least:
+        raise ValueError(
+            f"the target's sliding window is {of_target} tokens, and no chunk of a prompt is longer, but prefill takes "
+            f"{least} or more: models of so short a window are not exported; correct sliding_window in config.json if "
+            "it is another"
+        )
     longest = min(longest, (draft_rows(draft, chain_len) if draft else 0) or longest)
     seeds = draft is None or draft.has_cache
     chain_rows = chain_len + 1
@@ -60,6 +68,8 @@ def plan_methods(
             f"--draft-window {config.draft_window + window - longest} or more"
         )
     fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
+    if 0 < of_target <= backend.few_rows(most_rows):  # with more rows prefill would begin behind the sliding window
+        most_rows = min(most_rows, least - 1)
     if window > chain_rows and not fewest_rows <= window <= most_rows:
         raise ValueError(
             f"a verify window of {window} rows, but the target, its head and --backend {config.backend} take "
@@ -88,6 +98,11 @@ def plan_methods(
             f"or more: type --draft-window {config.draft_window + min_prefill - longest} or more"
         )
     most = min(longest, max_seq_len - 1)
+    if most < min_prefill and most == of_target:
+        raise ValueError(
+            f"{max(window, block)} rows in a round make prefill take {min_prefill} tokens or more, but the target's "
+            f"sliding window is {of_target}: type --chain-len {backend.few_rows(2) - 1} or less, without --verify-rows"
+        )
     if most < min_prefill:
         raise ValueError(
             f"prefill takes {min_prefill} tokens or more, but --max-seq-len {max_seq_len} and the target leave {most}: "

@@ -11,10 +11,12 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints import Source, open_source
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.gguf_metadata import check_metadata, rows_of_embedding, template_note
+from eagle3.export.checkpoints.safetensors_folder import unread_index
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
 from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.checks.tensors import check_target
+from eagle3.export.checks.tokenizer import check_tokenizer
 from eagle3.export.draft.copies import TABLES, without_copies
 from eagle3.export.draft.description import DraftDescription, EagleDescription
 from eagle3.export.draft.no_head import no_head
@@ -141,6 +143,7 @@ def make_plan(config: ExportConfig) -> Plan:
     target_config = read_target_config(checkpoint, config.target_model)
     spec = spec_for(config.target_model, target_config.model_type)
     target_source = open_source(weights)
+    check_tokenizer(checkpoint)
     bos_id, eos_ids = special_ids(checkpoint, target_config)
     if isinstance(target_source, GGUFFile):
         check_metadata(target_source, target_config, checkpoint, eos_ids)
@@ -151,7 +154,7 @@ def make_plan(config: ExportConfig) -> Plan:
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
     check_context(spec, target_config, max_seq_len)
     skeleton = spec.module().skeleton(target_config, max_seq_len)
-    target_headers = check_target(weights, target_headers, skeleton, target_config, checkpoint)
+    target_headers = check_target(target_source, target_headers, skeleton, target_config, checkpoint)
     has_draft = config.draft != Path(NO_HEAD)
     if has_draft and uses_own_layer(config):
         draft: DraftDescription = read_own_layer(target_source, target_config, checkpoint)
@@ -200,6 +203,7 @@ def make_plan(config: ExportConfig) -> Plan:
         eos_ids=eos_ids,
         warnings=(
             *draft.warnings,
+            *(line for folder in dict.fromkeys((weights, draft.folder)) for line in unread_index(folder)),
             *(template_note(target_source, checkpoint) if isinstance(target_source, GGUFFile) else ()),
             *_length_warnings(draft, max_seq_len),
             *_chain_notes(config, draft),

@@ -61,7 +61,7 @@ def _spread(module: nn.Module, tensor: Tensor) -> float:
     An ``nn.Linear`` sums over columns. For other modules the summed dimension is unknown, so the geometric mean of both
     takes its place.
     """
-    rows, columns = tensor.shape[-2:]
+    rows, columns = (max(1, size) for size in tensor.shape[-2:])  # of shared experts there may be none
     return GAIN / math.sqrt(columns if isinstance(module, nn.Linear) else math.sqrt(rows * columns))
 
 

@@ -139,8 +139,8 @@ def token_logprobs(
 
     def described(token: int, logprob: float) -> dict[str, Any]:
         written = token_text(model.text, token)
-        known = REPLACEMENT not in written  # part of a character has no text, and its bytes are not known
-        return {"token": written, "bytes": list(written.encode()) if known else None, "logprob": max(logprob, -9999.0)}
+        octets = written.encode() if REPLACEMENT not in written else model.text.token_bytes(token)
+        return {"token": written, "bytes": octets and list(octets), "logprob": max(logprob, -9999.0)}
 
     return [
         ChatCompletionTokenLogprob(

@@ -2,7 +2,9 @@
 ExecuTorch's server renders."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -177,9 +179,16 @@ class Dialogue:
                 message.content = _joined(message.content, f"messages.{number}.content")
             _check_text(message.content or "", f"messages.{number}.content")
         self._check_length("\n".join(message.content or "" for message in messages))
+        if "developer" not in str(self._template.chat_template_str()):  # a role that this template does not know
+            messages = [
+                each.model_copy(update={"role": "system"}) if each.role == "developer" else each for each in messages
+            ]
         try:
             return self._template.render(list(messages), tools, kwargs)
         except Exception as error:  # a template is a program of the model's authors
+            for other in _other_forms(messages):
+                with suppress(Exception):
+                    return self._template.render(other, tools, kwargs)
             reason = " ".join(str(error).split()) or type(error).__name__
             raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
 
@@ -190,6 +199,19 @@ class Dialogue:
 
     def _encode(self, rendered: str) -> list[int]:
         return self._model.text.tokenizer.encode(rendered, add_special_tokens=False).ids
+
+
+def _other_forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+    """Yield messages as some templates need them: text where the content is null, and the arguments of tool calls as
+    the JSON text that they are, which ``render`` would decode."""
+    full = [each.model_copy(update={"content": each.content or ""}) for each in messages]
+    yield full
+    as_text = deepcopy(full)
+    for message in as_text:
+        for call in message.tool_calls or ():
+            if isinstance(call.function.arguments, str):
+                call.function.arguments = json.dumps(call.function.arguments)
+    yield as_text
 
 
 def _joined(parts: list[dict[str, Any]], place: str) -> str:

@@ -52,6 +52,7 @@ class Asked(BaseModel):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     n: int | None = None
@@ -72,7 +73,8 @@ class Asked(BaseModel):
             raise Refused(f"n is {self.n}, but must be from 1 to {MOST_CHOICES}", "n")
         names = (
             "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
-            "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "structured_outputs",
+            "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
+            "structured_outputs",
         )  # fmt: skip
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         if "temperature" not in options and model.metadata.has_logits:

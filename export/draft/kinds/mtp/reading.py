@@ -43,7 +43,7 @@ class MTPDescription(DraftDescription):
     def key_size(self) -> int:
         config = self.layer
         if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
-            return config.qk_nope_head_dim + config.qk_rope_head_dim
+            return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         return super().key_size
 
 

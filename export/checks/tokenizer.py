@@ -1,0 +1,59 @@
+"""Reads a model's tokenizer files, which an artifact takes along, before any weight is read."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.output.contents import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+OTHER_FORMS = ("tekken.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""The files in which other programs keep a tokenizer. They are not read."""
+
+
+def read_tokenizer(file: Path) -> "Tokenizer":
+    """Return the tokenizer in a ``tokenizer.json``. Raises ValueError for a file that holds none."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers has no class of its own for it
+        raise ValueError(
+            f"{file} is no tokenizer that the tokenizers library reads ({error}): copy it again"
+        ) from error
+    if not tokenizer.get_vocab_size():
+        raise ValueError(f"{file} is a tokenizer without tokens: copy it again")
+    return tokenizer
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Read the tokenizer files in ``folder``. Raises ValueError for the first that a runner could not read."""
+    for file in (folder / name for name in TOKENIZER_FILES):
+        if not file.is_file():
+            continue
+        if file.name == TOKENIZER:
+            read_tokenizer(file)
+        elif file.name == CHAT_TEMPLATE:
+            _read_text(file)
+        else:
+            read_object(file)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error}): copy it again") from error
+
+
+def no_tokenizer(folder: Path, name: str) -> str:
+    """Return a line on a checkpoint without ``tokenizer.json``. ``folder`` may hold the tokenizer in another form;
+    ``name`` is what the user calls it."""
+    found = [name for name in OTHER_FORMS if (folder / name).is_file()]
+    has = f" (it has {' and '.join(found)}, which is not read)" if found else ""
+    return (
+        f"{name} has no {TOKENIZER}{has}: eagle3-run will take --prompt-tokens alone, and eagle3-serve will not "
+        f"start: copy the {TOKENIZER} of this model from a checkpoint that transformers saved"
+    )
