@@ -62,6 +62,8 @@ SETTINGS = [
     Sampling(temperature=0.6, top_k=5),
     Sampling(temperature=1.3, top_p=0.8),
     Sampling(temperature=1.0, min_p=0.1),
+    Sampling(temperature=2.0, min_p=0.3),
+    Sampling(temperature=0.5, min_p=0.05),
     Sampling(temperature=0.9, top_k=8, top_p=0.9, min_p=0.05),
     Sampling(temperature=0.8, repetition_penalty=1.3, logit_bias={2: 1.5, 7: -2.0}),
     Sampling(temperature=1.1, repetition_penalty=0.8, top_p=0.9),
