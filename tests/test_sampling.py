@@ -145,10 +145,16 @@ def test_the_choice_that_the_benchmark_times_is_the_one_it_times():
     assert timed.seconds > 0
 
 
-def test_a_draft_that_is_the_target_has_all_its_samples_accepted():
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"logit_bias": {2: 6.0}}],
+    ids=str,
+)
+def test_a_draft_that_is_the_target_has_all_its_samples_accepted(others):
+    """It is biased and penalized as the target is, for the prompt, for what was said, and for its own proposals."""
     logits, metadata = random_logits(5, 1, VOCABULARY)[0], replace(scripted_metadata(), has_logits=True)
     session = LogitsSession(metadata, logits, logits, torch.arange(VOCABULARY))
-    sampler = Sampler(Sampling(temperature=1.0, seed=2), metadata, PROMPT)
+    sampler = Sampler(Sampling(temperature=1.0, seed=2, **others), metadata, PROMPT)
     assert complete(session, PROMPT, max_new_tokens=40, choice=sampler).stats.mean_acceptance_length > 3.9
 
 
