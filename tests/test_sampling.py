@@ -158,6 +158,17 @@ def test_a_draft_that_is_the_target_has_all_its_samples_accepted(others):
     assert complete(session, PROMPT, max_new_tokens=40, choice=sampler).stats.mean_acceptance_length > 3.9
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_either_of_openais_penalties_alone_is_taken_off_what_was_generated(name):
+    metadata = replace(scripted_metadata(), vocab_size=4, has_logits=True)
+    sampler = Sampler(Sampling(**{name: 0.8}), metadata, [1])
+    step, said = Step(None, None, torch.tensor([[[0.0, 1.0, 0.5, 0.1]]])), []
+    for _ in range(3):
+        said += sampler.target(step, [])[0].tolist()
+        sampler.accept(said[-1:])
+    assert said == [1, 2, 1]  # of the prompt nothing is taken off; then 0.2 is the largest
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
