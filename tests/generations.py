@@ -18,12 +18,51 @@ def same_tokens_by_every_path(session, prompt: list[int]) -> list[int]:
     fused, three = complete(session, prompt, **OPTIONS), complete(ThreeMethods(session), prompt, **OPTIONS)
     assert fused.token_ids == three.token_ids == plain == complete(session, prompt, chain=2, **OPTIONS).token_ids
     assert fused.stats.counts() == three.stats.counts() and fused.stats.method_calls[SPECULATE] > 10
+    assert_the_same_windows(session, prompt)
     sampled = []
     for chain in (0, session.metadata.chain_len):
         choice = Sampler(Sampling(temperature=3.0, seed=3), session.metadata, prompt)
         sampled.append(complete(session, prompt, chain=chain, choice=choice, **OPTIONS).token_ids)
     assert sampled[0] == sampled[1] != plain
     return plain
+
+
+class Fused:
+    """A session that keeps what fused rounds propose, by the position of the window's first token."""
+
+    def __init__(self, session):
+        self._session, self.windows = session, {}
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def speculate(self, tokens, input_pos):
+        done = self._session.speculate(tokens, input_pos)
+        self.windows[int(done.input_pos[0])] = done.said[1].tolist()
+        return done
+
+
+class Verified(ThreeMethods):
+    """A session without fused rounds that keeps its verify windows in the same way."""
+
+    def __init__(self, session):
+        super().__init__(session)
+        self.windows = {}
+
+    def target_verify(self, tokens, input_pos):
+        self.windows[int(input_pos[0])] = tokens[0].tolist()
+        return self._session.target_verify(tokens, input_pos)
+
+
+def assert_the_same_windows(session, prompt: list[int]) -> None:
+    """Assert that a fused round proposes what the three methods do. What is accepted shows little of it where the head
+    is random."""
+    fused, verified = Fused(session), Verified(session)
+    for each in (fused, verified):
+        complete(each, prompt, **OPTIONS)
+    both = sorted(fused.windows.keys() & verified.windows.keys())
+    assert len(both) > 5
+    assert [fused.windows[at] for at in both] == [verified.windows[at] for at in both]
 
 
 def same_tokens_behind_a_kept_prefix(session, prompt: list[int], plain: list[int], reused: int) -> None:

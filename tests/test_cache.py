@@ -1,5 +1,6 @@
 """The prefix in the caches is reused wherever it can be, and nowhere else, whatever came in between."""
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -120,6 +121,10 @@ def greedy(prefix):
     return (7 * prefix[-1] + 3 * len(prefix) + prefix[0]) % VOCABULARY
 
 
+def right_at(*offsets):
+    return lambda prefix: greedy(prefix) if len(prefix) % 4 in offsets else (greedy(prefix) + 1) % VOCABULARY
+
+
 PROMPT = [(5 * i + 2) % VOCABULARY for i in range(24)]
 
 
@@ -187,6 +192,23 @@ def test_a_ring_is_taken_up_as_far_back_as_it_holds_a_window(cached, name, kept,
     session = ScriptedSession(scripted_metadata(**{name: 8}), greedy, greedy)
     complete(session, PROMPT, max_new_tokens=9, cached=cached)  # the next window would end at position 35
     assert reused(session, cached, SAID[:kept]) == taken_up
+
+
+@pytest.mark.parametrize(("proposals", "chain", "fused"), [(1, 3, False), (1, 3, True), (3, 3, True), (5, 1, False)])
+def test_a_ring_that_a_chain_nobody_verified_wrote_is_not_taken_up(proposals, chain, fused):
+    """A generation ends behind the draft's last chain, which wrote further than any window: the scripted caches refuse
+    a slot that it took. Every length of the kept prefix meets the edge."""
+    metadata = scripted_metadata(chain_len=max(chain, proposals), draft_window=7 + proposals, proposals=proposals)
+    lost = []
+    for budget, kept in product(range(6, 10), range(14, 34)):
+        session, cached = ScriptedSession(metadata, greedy, greedy if budget % 2 else right_at(0, 1)), CachedTokens()
+        session.has_speculate = fused
+        said = PROMPT + complete(session, PROMPT, max_new_tokens=budget, chain=chain, cached=cached).token_ids
+        again = [*said[:kept], 1, 2]
+        result = complete(session, again, max_new_tokens=6, cached=cached)
+        assert result.token_ids == greedy_sequence(greedy, again, 6)
+        lost.append(kept - result.stats.reused_prompt_tokens)
+    assert min(lost) <= 2 and max(lost) > 13
 
 
 def test_the_mask_rows_of_a_prompt_overwrite_a_ring_too(cached):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from dflash_heads import GOLDEN, KINDS, SLIDING, plan_of, save_pair
 from eager import eager_session
-from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
+from generations import assert_the_same_windows, same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import random_model, save_random_dflash, save_random_domino, save_random_xpress
 from safetensors.torch import load_file
 from scripted import ThreeMethods
@@ -117,6 +117,7 @@ def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(
     three, fused = complete(checked, prompt, **options), complete(session, prompt, **options)
     assert plain == three.token_ids == fused.token_ids and three.stats.counts() == fused.stats.counts()
     assert checked.blocks > 8
+    assert_the_same_windows(session, prompt)
 
 
 def test_a_generation_goes_on_to_the_last_position(folder):

@@ -65,7 +65,16 @@ def test_rolled_back_slots_give_the_same_numbers_again(case):
         torch.testing.assert_close(logits, golden["logits_0"][:, start : start + 3], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("positions", [[3], [0, 2], [30, 31, 32]])
+@pytest.mark.parametrize("case", CASES)
+def test_the_ids_that_a_runner_is_told_are_those_of_greedy_proposals(case):
+    """Sampled proposals are looked up in the first, greedy ones in the second."""
+    draft, head, _ = open_case(case)
+    told = head.ids_in_target()
+    greedy = head.target_ids(torch.eye(draft.draft_vocab_size))
+    assert greedy.tolist() == (list(range(draft.draft_vocab_size)) if told is None else told.tolist())
+
+
+@pytest.mark.parametrize("positions", [[1], [3], [0, 2], [30, 31, 32]])
 def test_gaps_and_overruns_are_refused(positions):
     draft, head, golden = open_case(CASES[0])
     feature = head.fuse(taps_of(golden, draft))[:, : len(positions)]

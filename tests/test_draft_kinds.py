@@ -17,6 +17,7 @@ from eagle3.export.checks.pairing import check_pair
 from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.methods import draft_rows
 from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
@@ -38,9 +39,9 @@ def verifier():
     return SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
 
 
-def open_case(folder: Path, proposals: int = 1):
+def open_case(folder: Path, proposals: int = 1, max_seq_len: int = 32):
     draft = read_draft(folder)
-    head = load_draft(draft, 32, torch.float32, EagerAttention, verifier(), proposals)
+    head = load_draft(draft, max_seq_len, torch.float32, EagerAttention, verifier(), proposals)
     return draft, head, load_file(folder / "golden.safetensors")
 
 
@@ -59,18 +60,18 @@ def test_an_eagle_equals_speculators_in_one_pass_and_slot_by_slot(case):
         torch.testing.assert_close(again[0], golden["logits"][rows], **CLOSE)
 
 
+@pytest.mark.parametrize("max_seq_len", [32, 13])  # of 13 the last draft slot is 11: mask rows pass the context's end
 @pytest.mark.parametrize("case", cases(PEAGLES))
-def test_a_peagle_proposes_speculators_tokens_in_one_forward(case):
-    draft, head, golden = open_case(PEAGLES / case, proposals=4)
+def test_a_peagle_proposes_speculators_tokens_in_one_forward(case, max_seq_len):
+    draft, head, golden = open_case(PEAGLES / case, 4, max_seq_len)
     assert draft.kind == P_EAGLE and draft.chain_len == 4
     features = head.fuse(golden["taps"].chunk(3, dim=-1))
     tokens, slots = golden["tokens"], torch.arange(12)
     with torch.no_grad():
-        for start in range(0, 12, 2):  # chunks whose mask rows fit a window of 5
-            rows = slice(start, start + 2)
-            logits, _ = head(tokens[:, rows], features[:, rows], slots[rows])
-            torch.testing.assert_close(logits[0, :2], golden["logits"][rows], **CLOSE)
-    torch.testing.assert_close(logits[0, 2:], golden["logits"][12:], **CLOSE)
+        for rows in slots.split(draft_rows(draft, 4) or 2):  # as many as fit a window beside the mask rows
+            logits, _ = head(tokens[:, rows], features[:, rows], rows)
+            torch.testing.assert_close(logits[0, : len(rows)], golden["logits"][rows], **CLOSE)
+    torch.testing.assert_close(logits[0, len(rows) :], golden["logits"][12:], **CLOSE)
     assert head.target_ids(logits[:, -4:])[0].tolist() == golden["proposals"].tolist()
 
 

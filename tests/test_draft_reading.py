@@ -92,6 +92,18 @@ def test_a_vocabulary_map_that_contradicts_itself_is_refused(change, says, head)
     assert says in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("draft_id", "target_id", "ids"), [(47, 96, "2..96, 0 of"), (0, -1, "-1..93, 0 of"), (1, 2, "2..93, 1 of")]
+)
+def test_a_vocabulary_map_beyond_the_targets_ids_or_twice_to_one_is_refused(draft_id, target_id, ids, head):
+    folder = head()
+    tensors, _ = ids_of(folder)
+    del tensors["t2d"]  # which would show it too
+    tensors["d2t"][draft_id] = target_id - draft_id
+    save_file(tensors, folder / "model.safetensors")
+    assert f"d2t maps draft ids to {ids} them twice, but must hit 0..95 once each" in refusal(folder)
+
+
 def test_ids_that_could_be_offsets_are_refused_where_nothing_says_which(head):
     folder = head()
     tensors, _ = ids_of(folder)

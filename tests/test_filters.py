@@ -8,10 +8,12 @@ import pytest
 import torch
 from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
+from test_sampling import CPU_TENSORS, by_transformers
 
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import MANY, Dense, Sparse
+from eagle3.runner.sampling.filters import FIRST, thresholds
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 
@@ -69,6 +71,37 @@ def test_the_same_over_a_vocabulary_whose_noise_is_made_one_by_one(draft):
     for filters in all_pairs({name: values[1:] for name, values in edges(target, draft).items()}):
         alone, speculated = texts(Sampling(1.0, seed=7, **filters), target, draft)
         assert alone == speculated, filters
+
+
+@pytest.mark.parametrize("vocabulary", [60, 2 * FIRST])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.7, 3.0])
+def test_the_ids_that_are_kept_are_those_that_transformers_processors_keep(temperature, vocabulary):
+    """In transformers' order, whatever the temperature: top-k, top-p of what that leaves, min-p."""
+    logits = random_logits(9, 6, vocabulary)
+    counts = set()
+    for top_k, top_p, min_p in product([0, 2, 20], [1.0, 0.9, 0.4], [0.0, 0.02, 0.3]):
+        if not top_k and top_p == 1 and not min_p:
+            continue
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        expected = by_transformers(logits, sampling, PROMPT) > 0
+        for arrays, given in ((Host(), logits.numpy()), (CPU_TENSORS, logits)):
+            kept = torch.as_tensor(given >= thresholds(given, sampling, arrays))
+            assert torch.equal(kept, expected), sampling
+        counts.add(int(expected.sum()))
+    assert len(counts) > 8
+
+
+def test_ids_as_likely_as_the_last_that_top_k_keeps_weigh_in_top_p():
+    """transformers keeps all of them, and top-p sums up what top-k leaves."""
+    logits = torch.tensor([[[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]]])
+    expected = by_transformers(logits, Sampling(1.5, top_k=2), PROMPT)
+    assert int((expected > 0).sum()) == 7
+    for top_p in (0.3, 0.4, 0.6, 0.9):
+        first = float(expected[0, 0, 0])
+        kept = [0] if top_p <= first else list(range(7))  # of equal ones all stay
+        for arrays, given in ((Host(), logits.numpy()), (CPU_TENSORS, logits)):
+            least = thresholds(given, Sampling(1.5, top_k=2, top_p=top_p), arrays)
+            assert np.flatnonzero(np.asarray(given >= least)[0, 0]).tolist() == kept, top_p
 
 
 @pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 1 << 40])

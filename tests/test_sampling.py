@@ -62,6 +62,8 @@ SETTINGS = [
     Sampling(temperature=0.6, top_k=5),
     Sampling(temperature=1.3, top_p=0.8),
     Sampling(temperature=1.0, min_p=0.1),
+    Sampling(temperature=2.0, min_p=0.3),
+    Sampling(temperature=0.5, min_p=0.05),
     Sampling(temperature=0.9, top_k=8, top_p=0.9, min_p=0.05),
     Sampling(temperature=0.8, repetition_penalty=1.3, logit_bias={2: 1.5, 7: -2.0}),
     Sampling(temperature=1.1, repetition_penalty=0.8, top_p=0.9),
@@ -143,11 +145,28 @@ def test_the_choice_that_the_benchmark_times_is_the_one_it_times():
     assert timed.seconds > 0
 
 
-def test_a_draft_that_is_the_target_has_all_its_samples_accepted():
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"logit_bias": {2: 6.0}}],
+    ids=str,
+)
+def test_a_draft_that_is_the_target_has_all_its_samples_accepted(others):
+    """It is biased and penalized as the target is, for the prompt, for what was said, and for its own proposals."""
     logits, metadata = random_logits(5, 1, VOCABULARY)[0], replace(scripted_metadata(), has_logits=True)
     session = LogitsSession(metadata, logits, logits, torch.arange(VOCABULARY))
-    sampler = Sampler(Sampling(temperature=1.0, seed=2), metadata, PROMPT)
+    sampler = Sampler(Sampling(temperature=1.0, seed=2, **others), metadata, PROMPT)
     assert complete(session, PROMPT, max_new_tokens=40, choice=sampler).stats.mean_acceptance_length > 3.9
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_either_of_openais_penalties_alone_is_taken_off_what_was_generated(name):
+    metadata = replace(scripted_metadata(), vocab_size=4, has_logits=True)
+    sampler = Sampler(Sampling(**{name: 0.8}), metadata, [1])
+    step, said = Step(None, None, torch.tensor([[[0.0, 1.0, 0.5, 0.1]]])), []
+    for _ in range(3):
+        said += sampler.target(step, [])[0].tolist()
+        sampler.accept(said[-1:])
+    assert said == [1, 2, 1]  # of the prompt nothing is taken off; then 0.2 is the largest
 
 
 @pytest.mark.parametrize(
