@@ -243,8 +243,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):
 def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_path):
     command = [sys.executable, "-m", "eagle3.export.cli", *EXPORT, "--output-dir", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while not any(tmp_path.iterdir()):
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     time.sleep(1)
     process.send_signal(how)
