@@ -12,7 +12,7 @@ from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.kinds import EAGLE3, KINDS
 from eagle3.export.draft.rope_reading import FILE
 from eagle3.export.planning.config import EMBEDDING_RECIPES, KV_CACHES, LONGEST_CHAIN, ExportConfig
-from eagle3.runner.console.command import OneLineFailures, tell, version_option
+from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
 
@@ -95,7 +95,7 @@ HEADINGS = {
 
 @click.command(cls=OneLineFailures, epilog=EPILOG, headings=HEADINGS)
 @click.option(
-    "--target-model", type=click.Choice(list(TARGETS)), help="See --list-targets. Default with --checkpoint: auto."
+    "--target-model", type=NameChoice(list(TARGETS)), help="See --list-targets. Default with --checkpoint: auto."
 )
 @click.option(
     "--checkpoint",
@@ -136,7 +136,7 @@ HEADINGS = {
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
-@click.option("--cuda-arch", type=click.Choice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
+@click.option("--cuda-arch", type=NameChoice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
 @click.option(
     "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: what the draft suggests."
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import run_command
 
+from eagle3.runner.console.command import one_line
 from eagle3.runner.console.text_input import argument_text
 from eagle3.runner.run.cli import main as run_main
 from eagle3.runner.text import Text
@@ -75,6 +77,19 @@ def test_a_character_that_the_terminal_lacks_is_escaped(environment, tmp_path):
     assert done.returncode == 1
     assert done.stdout == escaped + 20_000 * b"."
     assert done.stderr.splitlines() == [b"told: " + escaped, b"Error: " + escaped]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_ends_as_a_shell_says_it_was_interrupted(number, code, tmp_path):
+    program = SMALL.replace("raise ValueError", f"os.kill(os.getpid(), {int(number)}); raise ValueError")
+    done = run_through_shell("; exit $?", program, tmp_path / "file")
+    assert done.returncode == code and b"Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there_is_named_without_an_errno():
+    with pytest.raises(FileNotFoundError) as raised:
+        Path("no/such.jsonl").read_bytes()
+    assert one_line(raised.value) == "no/such.jsonl: No such file or directory"
 
 
 def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):

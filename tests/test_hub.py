@@ -166,7 +166,8 @@ def test_offline_without_the_cache_is_said(said, how, hub_pair, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
-    assert said in line and f"{TARGET} is not whole in the cache" in line
+    assert said in line and f"--checkpoint {TARGET}: no such path is here" in line
+    assert "it is not whole in the cache" in line
 
 
 def test_a_revision_is_its_own_checkpoint_and_its_commit_is_recorded(hub_pair, tmp_path):
@@ -297,7 +298,7 @@ def test_a_head_by_number_by_name_or_in_full(typed, target):
         ("llama3.1-8B", "4", "llama3.1-8B has 3 heads"),
         ("llama3.1-8B", "0", "llama3.1-8B has 3 heads"),
         ("gemma4-tiny", "1", "gemma4-tiny has no heads"),
-        ("phi4", None, "no draft head is known for phi4: type --draft"),
+        ("phi4", None, "no draft head is known for phi4: type --draft FOLDER or ORG/NAME, --draft none"),
     ],
 )
 def test_a_head_that_the_entry_has_not_is_said(target, draft, says):

@@ -364,6 +364,12 @@ def test_a_port_that_is_taken(artifact):
     assert code == 1 and f"port {port} of 127.0.0.1 cannot be had" in line and "--port" in line
 
 
+def test_an_address_of_another_machine_is_not_met_with_another_port(artifact):
+    code, line = fail_command(main, artifact, "--host", "203.0.113.9")
+    assert code == 1 and "203.0.113.9 is no address of this machine" in line
+    assert "--host 0.0.0.0" in line and "--port" not in line
+
+
 def test_an_address_that_is_none():
     with pytest.raises(click.ClickException, match="no address of this machine|cannot be had"):
         bind("no.such.host.invalid", 0)

@@ -1,6 +1,7 @@
 """Products of 4 bits as sums over ranges of their inputs: the same weights, rows that stand alone, ranges that fit."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from test_xnnpack_quantization import lowered
 from torch import nn
 
 from eagle3.export import tensor_files
-from eagle3.export.lowering.xnnpack import lowering
+from eagle3.export.lowering.xnnpack import lowering, split_k
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import CACHED, KERNEL_ROWS, SplitLinear, split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+from eagle3.runner.hardware.cpu_features import first_level_cache
 
 WIDTH, OUTPUTS = 2592, 48  # 81 groups of 32
 
@@ -105,6 +107,22 @@ def test_lowered_it_is_one_delegate_whose_rows_do_not_depend_on_each_other():
     ]
     assert all(torch.equal(one, other) for one, other in pairwise(runs))
     assert (runs[0] - model(ids)).abs().max() < 0.02 * runs[0].std()
+
+
+@pytest.mark.parametrize(
+    ("avx512", "cache", "pays"),
+    [(True, 48 << 10, True), (True, 32 << 10, False), (True, 0, True), (False, 48 << 10, False)],
+)
+def test_a_processor_with_avx512_and_a_first_level_cache_of_48_kib_splits(avx512, cache, pays, monkeypatch):
+    monkeypatch.setattr(split_k, "lacks_avx512", lambda: not avx512)
+    monkeypatch.setattr(split_k, "first_level_cache", lambda: cache)
+    assert split_k.splits() == pays
+
+
+def test_the_first_level_cache_is_what_linux_says():
+    said = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
+    if said.is_file() and first_level_cache():
+        assert first_level_cache() == 1024 * int(said.read_text().strip().removesuffix("K"))
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -9,6 +9,10 @@ from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY,
 BETTER = 1.05
 """A flag is named where the estimate of its gain is larger by this factor: these are a few short prompts."""
 
+HELD = ((TARGET_VERIFY, SPECULATE, 1.0), (DECODE, TARGET_VERIFY, 1.25), (TWO_ROWS, TARGET_VERIFY, 1.25))
+"""Pairs of calls of which the second computes all that the first does, and how much longer the first may take.
+One row takes up to 1.1 times as long as four in some recipes of the CPU."""
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -52,23 +56,36 @@ class Rounds:
         return two + row * (length - 1) + self.step_ms[DRAFT_STEP] * (length if self.proposals == 1 else 1)
 
     def gain(self, length: int) -> float:
-        """Return the ratio of tokens a second to those of decoding without speculation."""
-        return self.tokens(length) * self.step / self.milliseconds(length)
+        """Return the ratio of tokens a second to those of decoding without speculation. It is at most the tokens of a
+        round: a round holds a step, and is taken to last no shorter."""
+        return self.tokens(length) * min(1.0, self.step / self.milliseconds(length))
+
+    def contradiction(self) -> str:
+        """Return which timed call took longer than one that holds it, as words; "" if none did."""
+        taken = self.step_ms
+        for part, whole, most in HELD:
+            if part in taken and whole in taken and taken[part] > most * taken[whole]:
+                return f"{part} took {taken[part]:.2f} ms and {whole}, which holds it, {taken[whole]:.2f} ms"
+        return ""
 
 
 def gain_record(rounds: Rounds) -> dict[str, Any]:
-    """Return what ``export.json`` holds of the gain."""
-    return {
-        "speculation_gain": round(rounds.gain(rounds.chain_len), 2),
-        "step_ms": {name: round(taken, 3) for name, taken in rounds.step_ms.items()},
-    }
+    """Return what ``export.json`` holds of the gain: no estimate where the timings contradict each other."""
+    timed = {"step_ms": {name: round(taken, 3) for name, taken in rounds.step_ms.items()}}
+    return timed if rounds.contradiction() else {"speculation_gain": round(rounds.gain(rounds.chain_len), 2), **timed}
 
 
 def gain_lines(rounds: Rounds, fast_rows: int) -> list[str]:
-    """Return a line on the gain and, where another chain length promises more, a line with its flag.
+    """Return a line on the gain and, where another chain length promises more, a line with its flag. Where the timings
+    contradict each other the line says so.
 
     ``fast_rows``: the rows that the backend's kernels take at once, which bound the chain lengths that are proposed.
     """
+    if contradiction := rounds.contradiction():
+        return [
+            f"what speculation gains is not known, the machine was likely busy: {contradiction}; type eagle3-bench "
+            "with this artifact when it is idle"
+        ]
     now = rounds.gain(rounds.chain_len)
     lines = [
         f"speculation gives about {now:.2f} times the tokens a second on these prompts: "

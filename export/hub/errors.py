@@ -57,7 +57,7 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise Unreachable(_offline(name, flag)) from error
     except LocalEntryNotFoundError as error:  # an EntryNotFoundError as well
-        line = _offline(name, flag) if constants.HF_HUB_OFFLINE else _silent(name, error)
+        line = _offline(name, flag) if constants.HF_HUB_OFFLINE else _silent(name, flag, error)
         raise Unreachable(line) from error
     except EntryNotFoundError as error:
         raise FileNotFoundError(f"{name}: the hub lists a file that it does not have ({_first(error)})") from error
@@ -67,7 +67,7 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
         advice = f"{LOG_IN} of a token that may read it" if kind is PermissionError else "try again later"
         raise kind(f"{hub} answered {code} for {repository} ({_first(error)}): {advice}") from error
     except httpx2.TransportError as error:
-        raise Unreachable(_silent(name, error)) from error
+        raise Unreachable(_silent(name, flag, error)) from error
     except OSError as error:
         if not str(error).startswith(_OTHER_LENGTH):
             raise
@@ -79,16 +79,16 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
 
 def _offline(name: HubName, flag: str) -> str:
     return (
-        f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it, or type "
-        f"{flag} with a folder on this machine"
+        f"{flag} {name}: no such path is here, it is not whole in the cache {constants.HF_HUB_CACHE}, and "
+        f"HF_HUB_OFFLINE is set: correct the path, or unset HF_HUB_OFFLINE to ask the hub"
     )
 
 
-def _silent(name: HubName, error: Exception) -> str:
+def _silent(name: HubName, flag: str, error: Exception) -> str:
     return (
-        f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be reached "
-        f"({_first(error)}): check the connection and HF_ENDPOINT, and type the command again: files that are whole "
-        "are not fetched twice"
+        f"{flag} {name}: no such path is here, it is not whole in the cache {constants.HF_HUB_CACHE}, and "
+        f"{constants.ENDPOINT} cannot be reached ({_first(error)}): correct the path, or check the connection and "
+        "HF_ENDPOINT and type the command again: files that are whole are not fetched twice"
     )
 
 

@@ -202,8 +202,8 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
     elif config.draft is None and spec.draft is None:
         if not heads:
             raise ValueError(
-                f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME, or --draft mtp if "
-                "the target's checkpoint has an MTP layer"
+                f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME, --draft none to "
+                "export the target alone, or --draft mtp if its checkpoint has an MTP layer"
             )
         named["draft"] = HubName(heads[0])
     return named, {name for name in named if getattr(config, name) is not None}

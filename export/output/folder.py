@@ -21,6 +21,7 @@ from types import FrameType
 
 from eagle3.export.output.contents import sha256
 from eagle3.export.output.lock import locked_folder, put_aside
+from eagle3.runner.console.command import Terminated
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 
 
@@ -184,21 +185,22 @@ def _recorded(file: Path) -> dict[str, tuple[int, str]] | None:
 
 @contextmanager
 def _stopped_by_interrupt() -> Iterator[None]:
-    """Let both Ctrl-C and SIGTERM unwind as KeyboardInterrupt, so that the partial folder is removed.
+    """Let Ctrl-C unwind as KeyboardInterrupt and SIGTERM as Terminated, so that the partial folder is removed.
 
-    PyTorch's tracer may turn it into another error and log a traceback: the error becomes KeyboardInterrupt again, and
-    the log is off.
+    PyTorch's tracer may turn it into another error and log a traceback: the error becomes the first again, and the log
+    is off.
     """
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
-    stopped, logged = False, logging.root.manager.disable
+    stopped: type[KeyboardInterrupt] | None = None
+    logged = logging.root.manager.disable
 
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+    def interrupt(number: int, _frame: FrameType | None) -> None:
         nonlocal stopped
-        stopped = True
+        stopped = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         logging.disable(logging.CRITICAL)
-        raise KeyboardInterrupt
+        raise stopped
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
@@ -208,7 +210,7 @@ def _stopped_by_interrupt() -> Iterator[None]:
         yield
     except Exception as error:
         if stopped:
-            raise KeyboardInterrupt from error
+            raise stopped from error
         raise
     finally:
         for number, handler in previous.items():

@@ -6,7 +6,8 @@ checkpoints is imported where it is called.
 
 from pathlib import Path
 
-from eagle3.export.planning.config import OWN_LAYER, ExportConfig
+from eagle3.export.planning.config import NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.runner.console.command import closest
 from eagle3.targets import TARGETS, TargetSpec
 
 
@@ -62,8 +63,15 @@ def _folder(path: Path | None, target: str, flag: str) -> Path:
     if path is None:
         raise ValueError(f"{target} does not ship with its weights: type {flag} FOLDER or ORG/NAME")
     if not path.is_dir():
+        hint = closest(str(path), _heads(target)) if flag == "--draft" else ""
         raise FileNotFoundError(
             f"{flag} {path} is not a folder: type a checkpoint folder on this machine, or ORG/NAME[@REVISION] of the "
-            "Hugging Face hub"
+            f"Hugging Face hub{hint and '.' + hint}"
         )
     return path
+
+
+def _heads(target: str) -> list[str]:
+    """Return what may be typed after ``--draft`` beside folders and numbers."""
+    spec = TARGETS[target]
+    return [*(path.name for path in spec.drafts), *(head.partition("/")[2] for head in spec.heads), OWN_LAYER, NO_HEAD]

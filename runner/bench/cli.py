@@ -64,7 +64,7 @@ def contexts(_ctx: click.Context, _param: click.Parameter, text: str | None) -> 
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option(
     "--prompts",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
     metavar="FILE.jsonl",
     help="A file as for eagle3-run, also those of MT-Bench, GSM8K and HumanEval. - reads stdin.",
 )
@@ -87,10 +87,15 @@ def contexts(_ctx: click.Context, _param: click.Parameter, text: str | None) -> 
 @click.option("--ngram", is_flag=True, help="Measure each of these with the lookup in the text as well.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all prompts.")
 @click.option(
-    "--compare", type=click.Path(path_type=Path), metavar="ARTIFACT", help="Another artifact to measure in turn."
+    "--compare",
+    type=click.Path(path_type=Path, exists=True),
+    metavar="ARTIFACT",
+    help="Another artifact to measure in turn.",
 )
 @click.option(
-    "--checkpoint", type=click.Path(path_type=Path), help="The target's folder, to compare with transformers too."
+    "--checkpoint",
+    type=click.Path(path_type=Path, exists=True),
+    help="The target's folder, to compare with transformers too.",
 )
 @click.option(
     "--profile",

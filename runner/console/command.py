@@ -1,16 +1,19 @@
 """The output of every command: errors in one line, and no log output of libraries.
 
-Exit code 2 is a usage error, 1 any other failure. ``--verbose`` prints tracebacks and the output of libraries. Whatever
-the standard streams are (closed, ASCII, a pipe whose reader has gone), no text is lost silently.
+Exit code 2 is a usage error, 130 Ctrl-C, 143 SIGTERM, 1 any other failure. ``--verbose`` prints tracebacks and the
+output of libraries. Whatever the standard streams are (closed, ASCII, a pipe whose reader has gone), no text is lost
+silently.
 """
 
+import difflib
 import io
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -63,6 +66,26 @@ version_option = click.option(
 )
 
 
+class Terminated(KeyboardInterrupt):
+    """Raised for SIGTERM by a command that has something to remove. Unwinds as Ctrl-C does."""
+
+
+def closest(typed: str, names: Iterable[str]) -> str:
+    """Return `` Did you mean 'NAME'?`` with the name that is closest to ``typed``, "" if none is close."""
+    return "".join(f" Did you mean {name!r}?" for name in difflib.get_close_matches(typed, list(names), 1))
+
+
+class NameChoice(click.Choice[str]):
+    """One of many names. The refusal of another one ends with the closest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            error.message += closest(str(value), self.choices)
+            raise
+
+
 class OneLineFailures(click.Command):
     """A click command with ``--verbose``; any exception becomes ``Error: <one line>`` and exit code 1.
 
@@ -108,8 +131,9 @@ class OneLineFailures(click.Command):
         except click.ClickException as error:  # click would print the usage before it
             tell(f"Error: {' '.join(error.format_message().split())}")
             return error.exit_code
-        except (click.Abort, KeyboardInterrupt):
+        except (click.Abort, KeyboardInterrupt) as error:  # click raises Abort from the latter
             tell("Interrupted.")
+            return 128 + (signal.SIGTERM if isinstance(error.__cause__ or error, Terminated) else signal.SIGINT)
         except BrokenPipeError:  # the reader has what it wanted
             pass
         except OSError as error:
@@ -162,7 +186,8 @@ def occupy_standard_descriptors() -> None:
 
 def one_line(error: BaseException) -> str:
     """Return an exception's message in one line, with its type if it is not one that our own checks raise."""
-    message = " ".join(str(error).split()) or type(error).__name__
+    says = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    message = " ".join(says.split()) or type(error).__name__
     message = message if len(message) <= LONGEST_LINE else f"{message[:LONGEST_LINE]}..."
     if isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("eagle3"):
         return message

@@ -4,6 +4,7 @@ Without them, importing the package kills the process without a message. Kernels
 run time. The check must run before NumPy is imported, and before torch, which imports NumPy.
 """
 
+import os
 import platform
 import subprocess
 import sys
@@ -74,6 +75,14 @@ def lacks_avx512(cpuinfo: Path = CPUINFO) -> bool:
     """Return True for an x86 processor on which Linux lists no AVX-512."""
     field, listed = _listed_features(cpuinfo)
     return field == "flags" and "avx512f" not in listed
+
+
+def first_level_cache() -> int:
+    """Return the bytes of a core's first-level data cache, 0 where the system does not say."""
+    try:
+        return max(os.sysconf("SC_LEVEL1_DCACHE_SIZE"), 0)
+    except (ValueError, OSError):  # not glibc
+        return 0
 
 
 def lacking_cpu_features(cpuinfo: Path) -> tuple[Need | None, list[str]]:

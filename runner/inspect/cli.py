@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eagle3.runner.artifact.record import Comparison, compare
-from eagle3.runner.console.command import OneLineFailures, tell, version_option
+from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.contract import EXPORT_RECORD, Metadata
 from eagle3.runner.hardware.gpus import GPUS
@@ -34,9 +34,7 @@ Examples:
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256 with export.json.")
 @click.option("--cost", "with_cost", is_flag=True, help="Show a lower bound for the time of a CUDA artifact's calls.")
-@click.option(
-    "--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="The GPU for --cost; may be repeated."
-)
+@click.option("--gpu", "gpus", type=NameChoice(list(GPUS)), multiple=True, help="The GPU for --cost; may be repeated.")
 @click.option(
     "--context",
     type=click.IntRange(1),

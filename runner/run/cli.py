@@ -58,7 +58,7 @@ HEADINGS = {
 @click.option("--prompt-tokens", callback=token_ids, metavar="1,2,3", help="The prompt as token ids, used as they are.")
 @click.option(
     "--prompts",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
     metavar="FILE.jsonl",
     help="A file of JSON lines, each a prompt with options of its own; prints JSON lines. - reads stdin.",
 )

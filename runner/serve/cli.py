@@ -1,5 +1,6 @@
 """``eagle3-serve``: an artifact behind OpenAI's API."""
 
+import errno
 import importlib.util
 import json
 import socket
@@ -175,6 +176,11 @@ def bind(host: str, port: int) -> socket.socket:
         listening.listen(1)  # so that a second server's bind fails now
     except OSError as error:
         listening.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise click.ClickException(
+                f"{host} is no address of this machine: give --host 0.0.0.0 for every network that it is in, or "
+                "127.0.0.1 for itself"
+            ) from error
         raise click.ClickException(
             f"port {port} of {host} cannot be had ({error.strerror}): give another --port, 0 for a free one"
         ) from error
