@@ -73,7 +73,7 @@ SHORTER = {
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
     "scripts/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
 }
-"""What is added to a benchmark."""
+"""Arguments that are added to a benchmark."""
 PLACEHOLDERS = {"NAME": "peagle"}
 QUICKSTART = "scripts/quickstart"
 

@@ -82,8 +82,8 @@ class NameChoice(click.Choice[str]):
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            error.message += closest(str(value), self.choices)
-            raise
+            nearest = closest(str(value), self.choices)
+            raise click.BadParameter(error.message + nearest, ctx=error.ctx, param=error.param) from None
 
 
 class OneLineFailures(click.Command):
