@@ -145,7 +145,7 @@ def test_a_head_that_does_not_say_norm_before_residual_is_warned_of(tmp_path):
 
 
 def test_stop_tokens_come_from_the_generation_config_then_the_top_of_a_multimodal_config(tmp_path):
-    text = SimpleNamespace(eos_token_id=1, bos_token_id=None)
+    text = SimpleNamespace(eos_token_id=1, bos_token_id=None, vocab_size=262144)
     (tmp_path / "config.json").write_text('{"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}')
     assert special_ids(tmp_path, text) == (-1, (1, 106))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
