@@ -74,7 +74,7 @@ SHORTER = {
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
     "scripts/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
 }
-"""What is added to a command, so that it takes seconds."""
+"""Flags that are added to a command, so that it takes seconds."""
 PLACEHOLDERS = {"NAME": "peagle"}
 QUICKSTART = "scripts/quickstart"
 
