@@ -70,10 +70,11 @@ COMMANDS = {
     "eagle3-serve": serve_main,
 }
 SHORTER = {
+    "eagle3-run": ("--max-new-tokens", "16"),
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
     "scripts/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
 }
-"""Arguments that are added to a benchmark."""
+"""Flags that are added to a command, so that it takes seconds."""
 PLACEHOLDERS = {"NAME": "peagle"}
 QUICKSTART = "scripts/quickstart"
 
@@ -164,12 +165,13 @@ def run_line(line: str, artifact: Path) -> None:
         terminal.until(PROMPT)
         terminal.type("\x04")
         assert terminal.process.wait(20) == 0
-    elif {"|", ">"} & set(words) or words[0] not in (*COMMANDS, "python"):
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True)
+    elif {"|", ">"} & set(words) or words[0] not in COMMANDS:
+        shorter = shlex.join(next((SHORTER[word] for word in words if word in SHORTER), ()))
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", f"{line} {shorter}"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     else:
         main, arguments = click_command(words)
-        run_command(main, *arguments, *SHORTER.get(words[1] if words[0] == "python" else words[0], ()))
+        run_command(main, *arguments, *SHORTER.get(words[0], ()))
 
 
 def serve(words: list[str]) -> None:

@@ -82,8 +82,7 @@ class NameChoice(click.Choice[str]):
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            nearest = closest(str(value), self.choices)
-            raise click.BadParameter(error.message + nearest, ctx=error.ctx, param=error.param) from None
+            self.fail(error.message + closest(str(value), self.choices), param, ctx)
 
 
 class OneLineFailures(click.Command):
