@@ -68,9 +68,11 @@ def export(config: ExportConfig, *, download: bool = False, progress: Progress |
         raise ValueError("dry_run is for prepare, which plans an export without making it: leave it out")
     progress = progress or Progress()
     with _prepared(config, download, progress) as known:
+        from eagle3.export.fit.before_export import fitted
         from eagle3.export.pipeline import run_export
 
-        return Exported(known.plan, run_export(known.plan, known.twin, progress))
+        plan, fit = fitted(known.plan, progress)
+        return Exported(plan, run_export(plan, known.twin, progress, fit))
 
 
 def prepare(config: ExportConfig, *, download: bool = False, progress: Progress | None = None) -> Prepared:
@@ -81,6 +83,22 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
     """
     with _prepared(config, download, progress or Progress()) as known:
         return known
+
+
+@contextmanager
+def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
+    """Yield the plan of an export that is not made, while its weights are there. Takes and raises what ``export`` does;
+    asks for no GPU, and for no output folder."""
+    from eagle3.export.planning.plan import make_plan
+
+    check_names(config)
+    check_flags(config)
+    sources = find_sources(config, download)
+    if sources.missing:
+        sources.check_disk()
+        sources = sources.downloaded()
+    with sources.local() as here:
+        yield make_plan(here)
 
 
 @contextmanager

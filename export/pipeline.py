@@ -28,8 +28,11 @@ from eagle3.targets.attention import AttentionFactory, with_int8_caches
 from eagle3.targets.loading import Convert, default_form
 
 
-def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
+def run_export(
+    plan: Plan, twin: dict[str, Any], progress: Progress, fit: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found, ``fit`` what
+    was measured of the head's readings."""
     backend = BACKENDS[plan.config.backend].load()
     memory = check_export_memory(plan, backend)
     output = plan.config.folder
@@ -76,6 +79,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             "flags": plan.config.as_json(),
             "manifest": manifest,
             "check": checked,
+            "fit": fit,
             "stages": progress.stages,
             **sizes(speculator),
             **built,

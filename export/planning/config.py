@@ -43,6 +43,11 @@ class ExportConfig:
     draft_dialect: str | None = None
     norm_before_residual: bool | None = None
     draft_window: int | None = None
+    read: tuple[str, ...] = ()
+    """Readings of the head, each FIELD=VALUE."""
+    fit: bool | None = None
+    fit_only: bool = False
+    text: Path | None = None
     with_decode: bool = False
     with_forward: bool = False
     speculate: bool | None = None

@@ -1,0 +1,31 @@
+"""The measurement of an export: whether it is made, what is said of it, and the plan that follows."""
+
+from typing import Any
+
+from eagle3.export.fit.cost import why_not_measured
+from eagle3.export.output.progress import Progress
+from eagle3.export.planning.plan import Plan
+
+
+def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]:
+    """Measure the plan's head, unless ``--no-fit``; return the plan by its best reading, and the entry of
+    ``export.json``.
+
+    Raises ValueError where the head's files say another reading than the one that is accepted.
+    """
+    config = plan.config
+    if config.fit is False or not plan.has_draft or config.random_weights:
+        return plan, None
+    if (reason := why_not_measured(plan, asked=bool(config.fit))) is not None:
+        progress.say(f"the head's readings were not measured: {reason}")
+        return plan, None
+    from eagle3.export.fit.fitting import Measured, fitted_plan
+    from eagle3.export.tensor_files import return_freed_memory
+
+    with progress.stage("measure the draft head"):
+        fit = Measured(plan, config.text).fit(plan)
+    plan, lines = fitted_plan(plan, fit)
+    for line in lines:
+        progress.say(line)
+    return_freed_memory()
+    return plan, fit.as_json()
