@@ -12,24 +12,38 @@ from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 from eagle3.targets.softcap import softcapped
 
 
+class Pieces:
+    """The place of the rows to come in the caches: each piece of text has a range of slots of its own."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.of_rows: Tensor | None = None
+        """int64 [T], the piece of each row; None: all are of piece 0"""
+
+    def bases(self, input_pos: Tensor) -> Tensor:
+        """Return the first slot of each row's piece, [T]."""
+        return torch.zeros_like(input_pos) if self.of_rows is None else self.of_rows * self.length
+
+
 class WholeText(EagerAttention):
     """The reference attention with a slot for every position in sliding layers too, so that a forward may be as long as
-    the text."""
+    the text. With ``pieces``, rows of several texts are computed side by side."""
 
-    def __init__(self, shape: KVCacheShape):
+    def __init__(self, shape: KVCacheShape, pieces: Pieces | None = None):
         super().__init__(replace(shape, window=0, chunked=False))
-        self.window, self.chunked = shape.window, shape.chunked
+        self.window, self.chunked, self.pieces = shape.window, shape.chunked, pieces or Pieces(shape.max_seq_len)
 
     def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor]:
         if block is not None:
             return super().rows(input_pos, block)
+        bases = self.pieces.bases(input_pos)
         slots = torch.arange(self.shape.slots, device=input_pos.device)
-        distance = input_pos[:, None] - slots
-        visible = distance >= 0
+        distance = (bases + input_pos)[:, None] - slots
+        visible = (distance >= 0) & (slots >= bases[:, None])
         if self.window:
             reach = input_pos[:, None] % self.window + 1 if self.chunked else self.window
             visible = visible & (distance < reach)
-        return input_pos, visible[None, None]
+        return bases + input_pos, visible[None, None]
 
 
 class Chains(nn.Module):
@@ -62,8 +76,8 @@ class Chains(nn.Module):
         if sinks is not None:
             raise ValueError("a draft head with attention sinks is not measured")
         step, groups = int(rows[0]), query.shape[2] // key.shape[2]
-        heads = tuple(x[0].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))  # [heads, T, head_dim]
-        self.steps = [*self.steps[:step], heads]
+        keys, values = (x[0].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))  # [heads, T, head_dim]
+        self.steps = [*self.steps[:step], (keys, values)]
         asked, (first_keys, first_values) = query[0].transpose(0, 1), self.steps[0]
         place = torch.arange(asked.shape[1], device=query.device)
         distance = place[:, None] + step - place

@@ -5,6 +5,7 @@ from typing import Any
 from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.console.command import one_line
 
 
 def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]:
@@ -22,8 +23,14 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
     from eagle3.export.fit.fitting import Measured, fitted_plan
     from eagle3.export.tensor_files import return_freed_memory
 
-    with progress.stage("measure the draft head"):
-        fit = Measured(plan, config.text).fit(plan)
+    try:
+        with progress.stage("measure the draft head"):
+            fit = Measured(plan, config.text).fit(plan)
+    except Exception as error:  # of models that a forward over a whole text does not suit: the export goes on without
+        if config.fit:
+            raise
+        progress.say(f"the head's readings were not measured: {one_line(error)}")
+        return plan, None
     plan, lines = fitted_plan(plan, fit)
     for line in lines:
         progress.say(line)

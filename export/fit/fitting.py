@@ -21,9 +21,9 @@ from eagle3.export.checks.gain import Rounds
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.field import Field, HeadReading, said_in
 from eagle3.export.fit import texts
-from eagle3.export.fit.attention import WholeText
+from eagle3.export.fit.attention import Pieces, WholeText
 from eagle3.export.fit.search import Search, Tried
-from eagle3.export.fit.seen import Seen, look
+from eagle3.export.fit.seen import look, written
 from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, of_given_text, of_rounds
 from eagle3.export.planning.plan import LARGE, Plan
@@ -90,17 +90,26 @@ class Measured:
         self.writes = sum(header.bytes for header in plan.target_headers.values()) < LARGE
         length = texts.PROMPT if self.writes else texts.GIVEN
         given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, texts.SEGMENTS, seed, text)
-        written = texts.WRITTEN if self.writes else 0
-        slots = max(len(piece.ids) for piece in given) + written + 1
+        tokens = texts.WRITTEN if self.writes else 0
+        length = max(len(piece.ids) for piece in given) + tokens + 1
         most = plan.target_config.max_position_embeddings
-        if slots > most:
-            raise ValueError(f"the target knows {most} positions, too few for a text of {slots} tokens")
-        start = time.monotonic()
+        if length > most:
+            raise ValueError(f"the target knows {most} positions, too few for a text of {length} tokens")
+        start, side_by_side = time.monotonic(), Pieces(length)
+        slots = length * len(given) if self.writes else length
         self.target: TapTarget = plan.spec.module().load(
-            plan.target_source.tensors(), plan.target_config, slots, self.dtype, WholeText
+            plan.target_source.tensors(),
+            plan.target_config,
+            slots,
+            self.dtype,
+            lambda shape: WholeText(replace(shape, max_seq_len=slots), side_by_side),
         )
         with few_threads(self.writes):
-            self.seen: list[Seen] = look(self.target, plan.target_config.num_hidden_layers, given, written)
+            whole = [piece.ids for piece in given]
+            if tokens:
+                whole = written(self.target, given, tokens, side_by_side)
+            layers = plan.target_config.num_hidden_layers
+            self.seen = [look(self.target, layers, *each) for each in zip(given, whole, strict=True)]
         self.seconds = time.monotonic() - start
 
     @property

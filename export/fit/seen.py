@@ -1,12 +1,13 @@
 """Computes what the target says of a text: the states of all its layers at each token, the greedy token behind it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle3.export.fit.attention import Pieces
 from eagle3.export.fit.texts import Piece
 from eagle3.targets import TapTarget
 
@@ -37,41 +38,34 @@ class Seen:
 
 
 @torch.no_grad()
-def look(
-    target: TapTarget,
-    layers: int,
-    texts: Sequence[Piece],
-    written: int,
-    say: Callable[[int], None] = lambda _done: None,
-) -> list[Seen]:
-    """Compute each piece of text, and ``written`` greedy tokens behind it, one at a time."""
-    taps, found = tuple(range(layers + 1)), []
-    for number, piece in enumerate(texts):
-        ids, parts = list(piece.ids), []
-        rows = torch.tensor([ids])
-        for _ in range(written + 1):
-            start = len(ids) - rows.shape[1]
-            state, states = target(rows, torch.arange(start, len(ids)), taps)
-            said = torch.cat([target.scores(part).argmax(-1) for part in state.split(256, dim=1)], dim=1)
-            parts.append((said, state, states))
-            if len(parts) > written:
-                break
-            ids.append(int(said[0, -1]))
-            rows = said[:, -1:]
-        greedy, final, by_layer = zip(*parts, strict=True)
-        found.append(
-            Seen(
-                piece.kind,
-                torch.tensor(ids),
-                torch.cat(greedy, dim=1)[0],
-                tuple(torch.cat(each, dim=1) for each in zip(*by_layer, strict=True)),
-                torch.cat(final, dim=1),
-                begin=len(piece.ids) if written else min(4, len(ids) - 1),
-                kept={kind: _kept(module, len(ids)) for kind in KINDS if (module := target.kept(kind)) is not None},
-            )
-        )
-        say(number + 1)
-    return found
+def written(target: TapTarget, texts: Sequence[Piece], count: int, pieces: Pieces) -> list[list[int]]:
+    """Return the texts with ``count`` greedy tokens behind each. They are written side by side, a row each; ``look``
+    decides what is greedy."""
+    ids = [list(piece.ids) for piece in texts]
+    for index, each in enumerate(ids):
+        rows = torch.arange(len(each))
+        pieces.of_rows = torch.full_like(rows, index)
+        state, _ = target(torch.tensor([each]), rows, ())
+        each.append(int(target.scores(state[:, -1:]).argmax(-1)))
+    pieces.of_rows = torch.arange(len(ids))
+    for _ in range(count - 1):
+        newest = torch.tensor([[each[-1] for each in ids]])
+        state, _ = target(newest, torch.tensor([len(each) - 1 for each in ids]), ())
+        for each, token in zip(ids, target.scores(state).argmax(-1)[0].tolist(), strict=True):
+            each.append(token)
+    pieces.of_rows = None
+    return ids
+
+
+@torch.no_grad()
+def look(target: TapTarget, layers: int, piece: Piece, ids: list[int]) -> Seen:
+    """Compute a piece of text and what was written behind it, ``ids``, in one forward."""
+    taps = tuple(range(layers + 1))
+    final, states = target(torch.tensor([ids]), torch.arange(len(ids)), taps)
+    greedy = torch.cat([target.scores(part).argmax(-1) for part in final.split(64, dim=1)], dim=1)[0]
+    begin = len(piece.ids) if len(ids) > len(piece.ids) else min(4, len(ids) - 1)
+    kept = {kind: _kept(module, len(ids)) for kind in KINDS if (module := target.kept(kind)) is not None}
+    return Seen(piece.kind, torch.tensor(ids), greedy, states, final, begin, kept)
 
 
 def _kept(module: Any, length: int) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory

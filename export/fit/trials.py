@@ -146,9 +146,10 @@ class Trials:
             count = len(seen.tokens) - seen.begin
             accepted = (trial.hits & trial.known)[at : at + count].sum(1).tolist()
             whole, row = trial.known[at : at + count, -1].tolist(), 0
-            while row < count and whole[row]:
-                found.append(1 + accepted[row])
-                row += found[-1]
+            while row < count:
+                if whole[row]:
+                    found.append(1 + accepted[row])
+                row += found[-1] if whole[row] else 1
             at += count
         return found
 
