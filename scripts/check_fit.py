@@ -1,9 +1,10 @@
 """Puts each fault by hand into gemma4-tiny's heads, one at a time and in pairs, and prints what the measurement finds.
 
-    python scripts/check_fit.py [--seed N] [--head draft] [--random N]
+    python scripts/check_fit.py [--seed N] [--head draft] [--random N | --played]
 
 A fault is the opposite of a reading: the head's files are made to say something else, so that the reading that undoes
-it is right. ``--random N`` measures heads of random weights, none of which may be repaired.
+it is right. ``--random N`` measures heads of random weights, none of which may be repaired. ``--played`` compares the
+expected tokens of a round with those of the runner's own loop on the same prompts, in float32, 8da8w and 8da4w.
 """
 
 import argparse
@@ -14,14 +15,20 @@ from typing import Any
 
 import torch
 
+from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.fit.fitting import Fit, Measured, read_plan
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR
+from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.runner.console.tables import show_tables, table
+from eagle3.runner.hosts.session import EagerSession
+from eagle3.runner.loop import complete
+from eagle3.runner.statistics import GenerationStats
 from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
 
 HEADS = {path.name: path for path in TARGETS["gemma4-tiny"].drafts}
 PAIRS = 10
@@ -38,8 +45,8 @@ class Fault:
         return ", ".join(f"{name}={value}" for name, value in self.changes.items()) or "none"
 
 
-def plan_of(head: str) -> Plan:
-    return make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", draft=HEADS[head]))
+def plan_of(head: str, **flags: Any) -> Plan:
+    return make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", draft=HEADS[head], **flags))
 
 
 def faults(plan: Plan) -> Iterator[Fault]:
@@ -100,12 +107,48 @@ def randomized(plan: Plan, seed: int) -> Plan:
     return replace(plan, draft=replace(plan.draft, source=Random(plan.draft.source.path)))
 
 
+def played(plan: Plan, measured: Measured) -> float:
+    """Return the acceptance length of the runner's loop over the eager module that an export of ``plan`` lowers, on
+    the prompts and for as many tokens as were measured."""
+    backend = BACKENDS[plan.config.backend].load()
+    speculator = load_speculator(plan, EagerAttention, torch.float32, backend.conversion(plan))
+    backend.prepare(speculator, plan)
+    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    stats = GenerationStats()
+    for seen in measured.seen:
+        prompt = seen.tokens[: seen.begin].tolist()
+        stats.add(complete(session, prompt, max_new_tokens=len(seen.tokens) - seen.begin).stats)
+    return stats.counts()["mean_acceptance_length"]
+
+
+def print_played(heads: list[str], seed: int) -> None:
+    """Print expected and played acceptance lengths of each head and recipe."""
+    measured, rows = None, []
+    for head in heads:
+        fit = None
+        for recipe in ("none", "8da8w", "8da4w"):
+            flags = {"qlinear": recipe, "draft_qlinear": recipe if recipe == "none" else "8da8w"}
+            plan = plan_of(head, **flags)
+            measured = measured or Measured(plan, seed=seed)
+            fit = fit or measured.fit(plan)
+            (low, high), length = fit.of(fit.file).interval, played(plan, measured)
+            expected = f"{fit.of(fit.file).length:.2f} ({low:.2f} to {high:.2f})"
+            rows.append((head, recipe, expected, f"{length:.2f}", "within" if low <= length <= high else "OUTSIDE"))
+            print(*rows[-1], sep=" | ", flush=True)
+    columns = ("head", "recipe", "expected", "played", "")
+    show_tables(f"gemma4-tiny, seed {seed}", [table("Acceptance length", columns, rows)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--head", choices=list(HEADS), action="append")
     parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--played", action="store_true")
     given = parser.parse_args()
+    if given.played:
+        print_played(given.head or list(HEADS), given.seed)
+        return
     heads, rows, measured = given.head or list(HEADS), [], None
     for head in heads:
         plan = plan_of(head)

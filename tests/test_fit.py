@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_fit import HEADS, Fault, plan_of, randomized
+from check_fit import HEADS, Fault, plan_of, played, randomized
 from click.testing import CliRunner
 
 from eagle3.export.draft.kinds import KINDS
@@ -135,3 +135,24 @@ def test_the_command_prints_json_of_a_head_whose_file_says_a_wrong_norm(tmp_path
     assert found["verdict"] == "another reading" and found["best"]["changes"] == {"norm_before_residual": True}
     assert found["file"]["interval"][1] < found["best"]["interval"][0] <= found["best"]["acceptance_length"]
     assert {"changes", "acceptance_length", "interval"} <= set(found["readings"][0]) and len(found["readings"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("head", "recipe"), [*((head, "none") for head in HEADS), ("draft", "8da8w"), ("draft", "8da4w")]
+)
+def test_the_expected_tokens_of_a_round_are_those_of_the_runners_loop(measured, head, recipe):
+    plan = plan_of(head, qlinear=recipe, draft_qlinear=recipe if recipe == "none" else "8da8w")
+    fit = measured.fit(plan)
+    expected = fit.of(fit.file)
+    low, high = expected.interval
+    length = played(plan, measured)
+    assert low <= length <= high
+    if recipe == "none":
+        assert length == pytest.approx(expected.length, abs=0.15)  # the rounds that the text's end cuts are missing
+
+
+def test_quantization_costs_few_tokens_in_8_bits_and_more_in_4(measured):
+    fine, coarse = (measured.quantized(plan_of("draft", qlinear=recipe)) for recipe in ("8da8w", "8da4w"))
+    assert fine.changed < 0.02 < coarse.changed < 0.15
+    assert fine.after.interval[0] < fine.before.length and "--qlinear 8da8w" in fine.line()
+    assert measured.quantized(plan_of("draft", draft_qlinear="none")) is None

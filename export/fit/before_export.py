@@ -25,7 +25,8 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
 
     try:
         with progress.stage("measure the draft head"):
-            fit = Measured(plan, config.text).fit(plan)
+            measured = Measured(plan, config.text)
+            fit = measured.fit(plan)
     except Exception as error:  # of models that a forward over a whole text does not suit: the export goes on without
         if config.fit:
             raise
@@ -34,5 +35,12 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
     plan, lines = fitted_plan(plan, fit)
     for line in lines:
         progress.say(line)
+    record = fit.as_json()
+    if config.fit or (measured.writes and plan.qlinear != "none"):
+        with progress.stage("measure quantization"):
+            share = measured.quantized(plan)
+        if share is not None:
+            progress.say(share.line())
+            record["quantization"] = share.as_json()
     return_freed_memory()
-    return plan, fit.as_json()
+    return plan, record

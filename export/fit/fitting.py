@@ -22,6 +22,7 @@ from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.field import Field, HeadReading, said_in
 from eagle3.export.fit import texts
 from eagle3.export.fit.attention import Pieces, WholeText
+from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
 from eagle3.export.fit.seen import look, written
 from eagle3.export.fit.trials import Trial, Trials
@@ -107,7 +108,7 @@ class Measured:
         with few_threads(self.writes):
             whole = [piece.ids for piece in given]
             if tokens:
-                whole = written(self.target, given, tokens, side_by_side)
+                whole = written(self.target, given, tokens, side_by_side, plan.eos_ids)
             layers = plan.target_config.num_hidden_layers
             self.seen = [look(self.target, layers, *each) for each in zip(given, whole, strict=True)]
         self.seconds = time.monotonic() - start
@@ -154,6 +155,11 @@ class Measured:
         facts["best_chain_len"] = length
         return fit
 
+    def quantized(self, plan: Plan) -> Quantized | None:
+        """Measure what the plan's recipes cost; see ``share_of_quantization``."""
+        with few_threads(self.writes):
+            return share_of_quantization(plan, self.seen, self.target)
+
     def _expected(self, trials: Trials, trial: Trial) -> Expected:
         return of_rounds(trials.rounds(trial), trials.length) if self.writes else of_given_text(trial)
 
@@ -198,12 +204,6 @@ def best_chain_len(plan: Plan, rates: Sequence[float]) -> int:
     return max(range(1, max(most, 1) + 1), key=rounds.gain)
 
 
-def expected_text(expected: Expected) -> str:
-    """Return "3.01 tokens a round (2.83 to 3.19)"."""
-    low, high = expected.interval
-    return f"{expected.length:.2f} tokens a round ({low:.2f} to {high:.2f})"
-
-
 def fit_lines(fit: Fit) -> list[str]:
     """Return the lines on a verdict."""
     best, text = fit.of(fit.best), fit.facts["text"]
@@ -218,15 +218,15 @@ def fit_lines(fit: Fit) -> list[str]:
         f"{rate:.2f} ({low:.2f} to {high:.2f})" for rate, (low, high) in zip(best.rates, best.intervals, strict=True)
     )
     worth = (
-        f"{expected_text(best)} are expected, accepted by position {rates}; chain length {fit.facts['best_chain_len']} "
+        f"{best.text()} a round are expected, accepted by position {rates}; chain length {fit.facts['best_chain_len']} "
         f"pays most by the bytes that are read; {text}"
     )
     if fit.verdict == FITS:
         return [f"the head fits: {worth}"]
     own = fit.of(fit.file)
     return [
-        f"the head is accepted more with {fit.typed(fit.best)} than as its files are read: {expected_text(best)} in "
-        f"place of {expected_text(own)}",
+        f"the head is accepted more with {fit.typed(fit.best)} than as its files are read: {best.text()} a round in "
+        f"place of {own.text()}",
         worth,
     ]
 
@@ -242,8 +242,8 @@ def fitted_plan(plan: Plan, fit: Fit) -> tuple[Plan, list[str]]:
     if not fit.left_open:
         own, best = fit.of(fit.file), fit.of(fit.best)
         raise ValueError(
-            f"{plan.draft.folder}: the head is read wrongly by what its files say: {expected_text(own)} as they say, "
-            f"{expected_text(best)} with another reading ({fit.facts['text']}): type {fit.typed(fit.best)}, or "
+            f"{plan.draft.folder}: the head is read wrongly by what its files say: {own.text()} a round as they say, "
+            f"{best.text()} with another reading ({fit.facts['text']}): type {fit.typed(fit.best)}, or "
             "--no-fit to export it as it is"
         )
     return read_plan(plan, fit.best.reading), [*lines, "the head's files leave that open: it is taken"]

@@ -10,6 +10,7 @@ import click
 from eagle3.export.exporting import weights_at_hand
 from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.fit.fitting import Fit, Measured, fit_lines
+from eagle3.export.fit.quantized import Quantized
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.console.tables import show_tables, table
@@ -26,7 +27,9 @@ def fit_heads(
 
     Raises ValueError where a head cannot be measured.
     """
-    progress, measured, found = Progress(), None, {}
+    progress, measured = Progress(), None
+    found: dict[str, Fit] = {}
+    shares: dict[str, Quantized] = {}
     for config in configs:
         with weights_at_hand(config, download) as plan:
             if not plan.has_draft:
@@ -37,16 +40,23 @@ def fit_heads(
                 with progress.stage("target over the text"):
                     measured = Measured(plan, config.text, seed)
             with progress.stage(f"readings of {plan.draft.folder.name}"):
-                found[str(config.draft or plan.draft.folder.name)] = measured.fit(plan)
+                name = str(config.draft or plan.draft.folder.name)
+                found[name] = measured.fit(plan)
+            if (share := measured.quantized(plan)) is not None:
+                shares[name] = share
     if plot is not None:
         from eagle3.export.fit.plot import draw
 
         draw(found, plot)
     if as_json:
         entries = {name: fit.as_json() for name, fit in found.items()}
+        for name, share in shares.items():
+            entries[name]["quantization"] = share.as_json()
         click.echo(json.dumps(next(iter(entries.values())) if len(entries) == 1 else {"heads": entries}))
         return
     show(found)
+    for name, share in shares.items():
+        click.echo(f"{name}, {share.line()}")
 
 
 def show(found: dict[str, Fit]) -> None:

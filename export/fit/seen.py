@@ -1,6 +1,6 @@
 """Computes what the target says of a text: the states of all its layers at each token, the greedy token behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,11 @@ class Seen:
 
 
 @torch.no_grad()
-def written(target: TapTarget, texts: Sequence[Piece], count: int, pieces: Pieces) -> list[list[int]]:
-    """Return the texts with ``count`` greedy tokens behind each. They are written side by side, a row each; ``look``
-    decides what is greedy."""
+def written(
+    target: TapTarget, texts: Sequence[Piece], count: int, pieces: Pieces, stop: Collection[int] = ()
+) -> list[list[int]]:
+    """Return the texts with up to ``count`` greedy tokens behind each, no further than a token of ``stop``. They are
+    written side by side, a row each; ``look`` decides what is greedy."""
     ids = [list(piece.ids) for piece in texts]
     for index, each in enumerate(ids):
         rows = torch.arange(len(each))
@@ -54,6 +56,9 @@ def written(target: TapTarget, texts: Sequence[Piece], count: int, pieces: Piece
         for each, token in zip(ids, target.scores(state).argmax(-1)[0].tolist(), strict=True):
             each.append(token)
     pieces.of_rows = None
+    for each, piece in zip(ids, texts, strict=True):
+        stops = (at for at in range(len(piece.ids) + 1, len(each)) if each[at] in stop)
+        del each[next(stops, len(each)) + 1 :]
     return ids
 
 

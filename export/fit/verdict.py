@@ -80,6 +80,10 @@ class Expected:
     rounds: int
     """The rounds that were counted; 0 where rates come of all tokens of a given text."""
 
+    def text(self) -> str:
+        """Return "3.01 tokens (2.83 to 3.19)"."""
+        return f"{self.length:.2f} tokens ({self.interval[0]:.2f} to {self.interval[1]:.2f})"
+
     def as_json(self) -> dict[str, Any]:
         return {
             "acceptance_length": round(self.length, 3),
