@@ -68,11 +68,9 @@ def export(config: ExportConfig, *, download: bool = False, progress: Progress |
         raise ValueError("dry_run is for prepare, which plans an export without making it: leave it out")
     progress = progress or Progress()
     with _prepared(config, download, progress) as known:
-        from eagle3.export.fit.before_export import fitted
         from eagle3.export.pipeline import run_export
 
-        plan, fit = fitted(known.plan, progress)
-        return Exported(plan, run_export(plan, known.twin, progress, fit))
+        return Exported(known.plan, run_export(known.plan, known.twin, progress))
 
 
 def prepare(config: ExportConfig, *, download: bool = False, progress: Progress | None = None) -> Prepared:

@@ -14,6 +14,7 @@ from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
 from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.draft.loading import load_draft
+from eagle3.export.fit.before_export import fitted
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder
@@ -28,11 +29,8 @@ from eagle3.targets.attention import AttentionFactory, with_int8_caches
 from eagle3.targets.loading import Convert, default_form
 
 
-def run_export(
-    plan: Plan, twin: dict[str, Any], progress: Progress, fit: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found, ``fit`` what
-    was measured of the head's readings."""
+def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
     backend = BACKENDS[plan.config.backend].load()
     memory = check_export_memory(plan, backend)
     output = plan.config.folder
@@ -44,6 +42,8 @@ def run_export(
             with progress.stage("finite weights"):
                 check_finite(plan.target_source, plan.target_headers.__contains__)
                 check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
+        plan, fit = fitted(plan, progress)
+        manifest |= {"taps": list(plan.taps), "taps_are": str(plan.chosen_taps)}
         convert = backend.conversion(plan)
         if plan.quantized_headers:
             progress.say(quantized_text(plan))

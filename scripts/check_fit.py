@@ -18,7 +18,7 @@ import torch
 from eagle3.export.backends import BACKENDS
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.field import HeadReading
-from eagle3.export.fit.fitting import Fit, Measured, read_plan
+from eagle3.export.fit.fitting import Fit, Measured, few_threads, read_plan
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.config import ExportConfig
@@ -115,9 +115,10 @@ def played(plan: Plan, measured: Measured) -> float:
     backend.prepare(speculator, plan)
     session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
     stats = GenerationStats()
-    for seen in measured.seen:
-        prompt = seen.tokens[: seen.begin].tolist()
-        stats.add(complete(session, prompt, max_new_tokens=len(seen.tokens) - seen.begin).stats)
+    with few_threads(True):
+        for seen in measured.seen:
+            prompt = seen.tokens[: seen.begin].tolist()
+            stats.add(complete(session, prompt, max_new_tokens=len(seen.tokens) - seen.begin).stats)
     return stats.counts()["mean_acceptance_length"]
 
 

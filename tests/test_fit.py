@@ -56,7 +56,6 @@ def test_a_shipped_head_fits_and_is_left_as_its_files_say(measured, head):
         ("peagle", {"tap_order": (2, 0, 1)}, "--read tap_order=0,1,2"),
         ("assistant", {"embeds_as_target": False}, "--read embeds_as_target=true"),
         ("assistant", {"state": "last_layer"}, "--read state=normed"),
-        ("dflash", {"sample_from_anchor": True}, "--read sample_from_anchor=false"),
         ("dflash", {"embeds_as_target": True}, "--read embeds_as_target=false"),
     ],
 )

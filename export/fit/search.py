@@ -9,9 +9,9 @@ from eagle3.export.draft.kinds.field import Field, HeadReading
 from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better
 
-BEAM, PROMISING = 2, 3
-"""The readings with one change to which a second is added, and those of two that are run whole: so many by acceptance,
-and so many by likelihood."""
+BEAM, PROMISING = 1, 2
+"""The readings with one change to which a second is added, where none is better by itself; and those of two that are
+run whole: so many by acceptance, and as many by likelihood."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,8 @@ class Search:
         best = self._best(own)
         if best is own and self._works(own):
             return FITS, own
-        for each in _foremost([each for each in self.tried if each.changes], BEAM):
+        beam = [best] if best is not own else _foremost([each for each in self.tried if each.changes], BEAM)
+        for each in beam:
             self._try(file, self._changed(each.reading), PROMISING)
         best = self._best(own)
         if not self._works(best):
