@@ -1,6 +1,7 @@
 """``eagle3-export``. Nothing heavy is imported before an export is really wanted: ``--help`` answers at once."""
 
 import json
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,12 @@ HEADINGS = {
     "its config.json. Default: what its trainer's code had.",
 )
 @click.option(
+    "--read",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Read a field of the draft head in another way than its files say; eagle3-fit names fields and values.",
+)
+@click.option(
     "--logits/--no-logits",
     default=True,
     show_default=True,
@@ -244,6 +251,18 @@ HEADINGS = {
     show_default=True,
     help="Run a few prompts through the finished artifact where the backend runs here, and compare the tokens with the "
     "eager module's.",
+)
+@click.option(
+    "--fit/--no-fit",
+    default=None,
+    help="Measure how the draft head is to be read, by what the target accepts of it. Default: where it takes under a "
+    "minute.",
+)
+@click.option("--fit-only", is_flag=True, help="Measure, print what eagle3-fit prints, and export nothing.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="What to measure on: a text, or a .jsonl of prompts. Default: texts that ship.",
 )
 @click.option(
     "--dry-run",
@@ -282,7 +301,7 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
 
     from eagle3.export.exporting import export, prepare, settled
 
-    config = settled(config)
+    config = settled(replace(config, dry_run=config.dry_run or config.fit_only))
 
     from eagle3.export.light_imports import imported_lightly
     from eagle3.export.lowering.gc_tuning import collected_rarely, not_collected_at_exit
@@ -293,6 +312,11 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
 
     from eagle3.export.output.report import plan_json, plan_text, result_text
 
+    if config.fit_only:
+        from eagle3.export.fit.report import fit_heads
+
+        fit_heads([replace(config, dry_run=False)], as_json, download=download)
+        return
     if config.dry_run:
         known = prepare(config, download=download)
         facts = plan_json(known.plan) | {"twin": known.twin, "repositories": known.sources.as_json()}

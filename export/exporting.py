@@ -84,6 +84,22 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
 
 
 @contextmanager
+def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
+    """Yield the plan of an export that is not made, while its weights are there. Takes and raises what ``export`` does;
+    asks for no GPU, and for no output folder."""
+    from eagle3.export.planning.plan import make_plan
+
+    check_names(config)
+    check_flags(config)
+    sources = find_sources(config, download)
+    if sources.missing:
+        sources.check_disk()
+        sources = sources.downloaded()
+    with sources.local() as here:
+        yield make_plan(here)
+
+
+@contextmanager
 def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Iterator[Prepared]:
     """Yield the plan while the files that it names are there. Headers stand in for weights that are not needed, and
     until everything else is checked, so that a wrong pair is not downloaded."""

@@ -14,6 +14,7 @@ from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
 from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.draft.loading import load_draft
+from eagle3.export.fit.before_export import fitted
 from eagle3.export.merged_linears import merge_linears
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder
@@ -41,6 +42,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             with progress.stage("finite weights"):
                 check_finite(plan.target_source, plan.target_headers.__contains__)
                 check_finite(plan.draft.source, plan.draft.tensor_names.__contains__)
+        plan, fit = fitted(plan, progress)
+        manifest |= {"taps": list(plan.taps), "taps_are": str(plan.chosen_taps)}
         convert = backend.conversion(plan)
         if plan.quantized_headers:
             progress.say(quantized_text(plan))
@@ -74,6 +77,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             "flags": plan.config.as_json(),
             "manifest": manifest,
             "check": checked,
+            "fit": fit,
             "stages": progress.stages,
             **sizes(speculator),
             **built,

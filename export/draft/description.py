@@ -40,10 +40,14 @@ class DraftDescription:
     aux_convention: str = "input"
     """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
     output."""
+    tap_order: tuple[int, ...] = ()
+    """The order in which the head takes its taps, as places among the ascending ones; empty for ascending."""
     takes_final_state: bool = False
     """The feature is the target's final state after its norm."""
     shares_lm_head: bool = False
     """The head uses the target's lm_head."""
+    d2t_holds_ids: bool = False
+    """``d2t`` holds the target's ids, not offsets."""
     copies: tuple[str, ...] = ()
     """Tables of the checkpoint that are left out because they are the target's, bit for bit (``copies.py``)."""
     windows: tuple[int, ...] = ()

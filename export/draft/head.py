@@ -41,7 +41,7 @@ class DraftHead(CachedHead):
         self.slots = max_seq_len + self.proposals - 1  # the mask rows of the last verify window exceed the context
         self.max_seq_len, self.feeds_normed = max_seq_len, draft.feeds_normed
         self.joins_in_fc, self.mask_token = draft.kind == EAGLE, draft.mask_token_id
-        self.takes_final_state = draft.takes_final_state
+        self.takes_final_state, self.tap_order = draft.takes_final_state, draft.tap_order
         self.embedding_scale, self.softcap = draft.embedding_scale, draft.softcap
         if draft.has_embedding:
             tokens, width = draft.headers["embed_tokens.weight"].shape
@@ -77,8 +77,7 @@ class DraftHead(CachedHead):
             heads, kv_heads = draft.layer.num_attention_heads, draft.layer.num_key_value_heads
             shape = KVCacheShape(kv_heads, attn.head_dim, self.slots, window, dtype, heads=heads)
             attn.kv_attention = attention(shape)
-        if self.d2t is not None:
-            self.d2t = self.d2t.long()
+        self.keep_offsets(draft.d2t_holds_ids)
         self.rotary_emb = rotary_table(draft)
         if not draft.has_embedding:
             self.embed_tokens = target.embed_tokens
@@ -91,7 +90,7 @@ class DraftHead(CachedHead):
         if self.mask_token is not None:
             taps = getattr(self, MASK).reshape(1, 1, -1).split(draft.taps_width // self._taps(), dim=-1)
             with torch.no_grad():
-                self.register_buffer("mask_feature", self.fuse(taps).detach(), persistent=False)
+                self.register_buffer("mask_feature", self._fused(taps).detach(), persistent=False)
             delattr(self, MASK)
         return self
 
@@ -104,16 +103,25 @@ class DraftHead(CachedHead):
         return len(self.fc_norm) if self.fc_norm is not None else 1
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """Fuse the target's tapped states, each [1, T, H_target], into one feature [1, T, H]. A head that takes the
-        final state returns that state."""
-        if self.takes_final_state:
+        """Fuse the target's tapped states, each [1, T, H_target], into one feature [1, T, H]. A head that takes one
+        state, before or after the target's norm, returns that state."""
+        if self.takes_final_state or self.joins_in_fc or self.fc is None:
             (state,) = taps
             return state
+        return self._fused(self.in_order(taps))
+
+    def _fused(self, taps: tuple[Tensor, ...]) -> Tensor:
         if self.fc_norm is not None:
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
         assert self.fc is not None, "a head of taps has an fc"
         states = torch.cat(taps, dim=-1)
         return self.fc(states if self.input_norm is None else self.input_norm(states))
+
+    def next_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a chain's next step takes. A P-EAGLE's takes its mask token and its mask feature."""
+        if self.mask_token is None:
+            return tokens, feature
+        return torch.full_like(tokens, self.mask_token), self.mask_feature.expand(1, tokens.shape[1], -1)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None

@@ -12,10 +12,10 @@ def largest_id(draft: DraftDescription) -> int:
 
 
 def _ids(draft: DraftDescription) -> tuple[Tensor, Tensor]:
-    """Return the target's id of each draft id, and the offsets in the file."""
+    """Return the target's id of each draft id, and what the file holds, offsets unless the description says ids."""
     (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
-    offsets = draft.source.tensor(name).long()
-    return offsets + torch.arange(len(offsets)), offsets
+    held = draft.source.tensor(name).long()
+    return held if draft.d2t_holds_ids else held + torch.arange(len(held)), held
 
 
 def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:

@@ -47,6 +47,11 @@ class ExportConfig:
     draft_window: int | None = None
     draft_rope_theta: float | str | None = None
     draft_partial_rotary: float | str | None = None
+    read: tuple[str, ...] = ()
+    """Readings of the head, each FIELD=VALUE."""
+    fit: bool | None = None
+    fit_only: bool = False
+    text: Path | None = None
     with_decode: bool = False
     with_forward: bool = False
     speculate: bool | None = None

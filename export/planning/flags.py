@@ -34,6 +34,14 @@ def check_flags(config: ExportConfig) -> None:
             f"--verify-rows {config.verify_rows} is too short for --chain-len {config.chain_len}, which verifies "
             f"{config.chain_len + 1} rows: type --verify-rows {config.chain_len + 1} or more"
         )
+    if config.draft == Path(NO_HEAD):
+        for flag, given in (("--read", config.read), ("--fit", config.fit), ("--fit-only", config.fit_only)):
+            if given:
+                raise ValueError(f"{flag} is for a draft head, and --draft none exports none: leave one of the two out")
+    if config.fit and config.random_weights:
+        raise ValueError("--fit measures weights, and --random-weights has none: leave one of the two out")
+    if config.text is not None and config.fit is False:
+        raise ValueError(f"--text {config.text} is what --fit measures on: leave it or --no-fit out")
     backend = BACKENDS[config.backend]
     for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
         if getattr(config, flag) is not None:

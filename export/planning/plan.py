@@ -28,6 +28,7 @@ from eagle3.export.planning.config import LONGEST_CHAIN, NO_HEAD, ExportConfig
 from eagle3.export.planning.memory import GpuMemory, cache_bytes, draft_caches, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
+from eagle3.export.planning.readings import with_readings
 from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.runner.contract import SPECULATE
 from eagle3.targets import TARGETS, TargetSpec, spec_for
@@ -166,6 +167,8 @@ def make_plan(config: ExportConfig) -> Plan:
     if config.draft_window is not None:
         draft = windowed(draft, config.draft_window)
     taps = choose_taps(draft, target_config, config.aux_layers, config.aux_convention)
+    if has_draft and config.read:
+        draft, taps = with_readings(draft, taps, target_config, config.read)
     if has_draft:
         check_trained_for(draft, checkpoint)
         check_pair(draft, whole_config, taps.layers)

@@ -84,6 +84,8 @@ def main(
         "files": files(model, comparison),
         **inspect_program(model, opened.metadata),
     }
+    if (fit := measured_fit(model)) is not None:
+        found["fit"] = fit
     if with_cost:
         from eagle3.runner.cost.bound import cost_of
 
@@ -113,6 +115,16 @@ def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
     if not delegates:
         raise ValueError(f"{model}: --check-code reads the code of CUDA artifacts, this one is for another backend")
     return check_code(delegates, recorded_launches(model), metadata.manifest.get("cuda_arch"))
+
+
+def measured_fit(model: Path) -> dict[str, Any] | None:
+    """Return what ``export.json`` has of the draft head's readings; None where they were not measured."""
+    record = model.parent / EXPORT_RECORD
+    try:
+        found = json.loads(record.read_text()).get("fit") if record.is_file() else None
+    except (OSError, ValueError, AttributeError):  # the comparison of files says that the record is none
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("readings"), list) else None
 
 
 def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
@@ -148,6 +160,7 @@ def show(found: dict[str, Any]) -> None:
         _operators_table(found["methods"]),
         _buffers_table(found["mutable_buffers"]),
         _weights_table(found["weights"]),
+        *([_fit_table(found["fit"])] if "fit" in found else []),
     )
     show_tables(_title(found), tables)
 
@@ -167,6 +180,21 @@ def _files_table(entries: list[dict[str, Any]]) -> "Table":
         for entry in entries
     )
     return table("Files", ("name", "bytes", EXPORT_RECORD), rows, numbers=("bytes",))
+
+
+def _fit_table(fit: dict[str, Any]) -> "Table":
+    """Return the table of the draft head's readings, as they were measured before the export."""
+    rows = (
+        (
+            ", ".join(f"{name}={value}" for name, value in each["changes"].items()) or "as its files say",
+            f"{each['acceptance_length']:.2f}",
+            " to ".join(f"{bound:.2f}" for bound in each["interval"]),
+            " ".join(f"{rate:.2f}" for rate in each["by_position"]),
+        )
+        for each in fit["readings"]
+    )
+    columns = ("reading", "tokens a round", "95%", "by position")
+    return table(f"Readings of the draft head: {fit.get('verdict')}", columns, rows, numbers=columns[1:])
 
 
 def _metadata_table(metadata: dict[str, Any]) -> "Table":

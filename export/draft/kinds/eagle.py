@@ -4,13 +4,14 @@
 from typing import TYPE_CHECKING
 
 from eagle3.export.draft.description import EagleDescription
+from eagle3.export.draft.eagle_fields import FIELDS
 from eagle3.export.draft.head import DraftHead
 from eagle3.export.twin.eagle_draft import compare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Head", "check_pair", "compare"]
+__all__ = ["FIELDS", "Head", "check_pair", "compare"]
 
 Head = DraftHead
 

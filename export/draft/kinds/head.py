@@ -15,6 +15,8 @@ class Head(nn.Module):
 
     proposals: int = 1
     """The tokens that one forward proposes."""
+    tap_order: tuple[int, ...] = ()
+    """See ``DraftDescription``."""
     takes_final_state: bool = True
     """The feature is the target's final state after its norm, and no tap."""
     has_cache: bool = False
@@ -30,6 +32,10 @@ class Head(nn.Module):
     ) -> Self:
         """Add the parts that no checkpoint holds: KV caches, tables, modules of the target."""
         raise NotImplementedError
+
+    def in_order(self, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the taps in the order in which the head takes them. They come ascending."""
+        return tuple(taps[place] for place in self.tap_order) if self.tap_order else taps
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
         """Return the feature [1, T, H] of the target's states, each [1, T, H_target]."""
@@ -53,6 +59,32 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
+    def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Propose a chain behind every row of a text at once, for a measurement. The head's attention is made by
+        ``eagle3.export.fit.attention``.
+
+        Args:
+            tokens, feature: as ``forward`` takes them, for slots 0, 1, 2, ...
+            length: proposals of a chain
+            first: the first row whose chain is wanted
+
+        Returns:
+            int64 [T - first, length], ids of the target, and the logits of the first proposals
+            [T - first, draft_vocab_size]
+        """
+        positions, ids, logits = torch.arange(tokens.shape[1], device=tokens.device), [], []
+        for step in range(length):
+            scores, feature = self(tokens, feature, positions + step * self.has_cache)
+            tokens = self.target_ids(scores)
+            ids.append(tokens[0, first:])
+            logits.append(scores[0, first:])
+            tokens, feature = self.next_inputs(tokens, feature)
+        return torch.stack(ids, dim=1), logits[0]
+
+    def next_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a chain's next step takes: the tokens proposed and their recurrent features."""
+        return tokens, feature
+
     def target_ids(self, logits: Tensor) -> Tensor:
         """Return greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""
         return logits.argmax(-1)
@@ -69,6 +101,11 @@ class CachedHead(Head):
     d2t: Tensor | None
     max_seq_len: int
     _slots_written = 0  # eager mode only: callers of exported programs check positions themselves
+
+    def keep_offsets(self, holds_ids: bool) -> None:
+        """Make ``d2t`` int64 offsets. ``holds_ids``: the file has the target's ids."""
+        if self.d2t is not None:
+            self.d2t = self.d2t.long() - (torch.arange(len(self.d2t)) if holds_ids else 0)
 
     def target_ids(self, logits: Tensor) -> Tensor:
         """Return greedy proposals as ids of the target's vocabulary: [..., draft_vocab_size] -> int64 [...]."""

@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
     from eagle3.export.checkpoints.source import Source
     from eagle3.export.draft.description import DraftDescription
+    from eagle3.export.draft.kinds.field import Field
     from eagle3.export.draft.kinds.head import Head
     from eagle3.export.twin.comparison import Comparison
 
 
 class KindModule(Protocol):
     """The module of a kind: the names that it must define."""
+
+    FIELDS: "Sequence[Field]"
+    """The fields that may be read in more than one way (``--read``). A measurement tries these."""
 
     def read(self, folder: Path, config: dict[str, Any], source: "Source") -> "DraftDescription":
         """Describe a head from its configuration and tensor headers. Raises ValueError with one line. EAGLE heads,

@@ -5,9 +5,10 @@ layer makes of the target's taps. Source: arXiv 2602.06036; speculators' classes
 tests/golden_dflash; z-lab's ``dflash/model.py`` for the files of its own form.
 """
 
+from eagle3.export.draft.kinds.dflash.fields import FIELDS
 from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.reading import read
 from eagle3.export.draft.kinds.dflash.twin import compare
 from eagle3.export.draft.kinds.eagle import check_pair
 
-__all__ = ["Head", "check_pair", "compare", "read"]
+__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]

@@ -40,6 +40,7 @@ class Head(CachedHead):
         config, size = draft.layer, draft.hidden_size
         self.max_seq_len, self.proposals = max_seq_len, proposals
         self.block_rows, self.first_row, self.mask_token = draft.block_rows, draft.first_row, draft.mask_token_id
+        self.tap_order = draft.tap_order
         self.slots = max_seq_len + draft.block_rows  # the block behind the last position
         self.embedding_scale, self.output_multiplier = draft.embedding_scale, draft.output_multiplier
         self.softcap = draft.softcap
@@ -74,8 +75,7 @@ class Head(CachedHead):
             heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
             shape = KVCacheShape(kv_heads, config.head_dim, self.slots, ring, dtype, heads=heads)
             attn.kv_attention = attention(shape)
-        if self.d2t is not None:
-            self.d2t = self.d2t.long()
+        self.keep_offsets(draft.d2t_holds_ids)
         if self.refiner_head is not None:
             self.refiner_head.keep_causal_part()
             if self.first_row:
@@ -90,7 +90,7 @@ class Head(CachedHead):
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
         """Return what every layer makes keys and values of: the states of the taps [1, T, H_target] -> [1, T, H]."""
-        return self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
+        return self.hidden_norm(self.fc(torch.cat(self.in_order(taps), dim=-1)))
 
     def forward(
         self,
@@ -121,10 +121,17 @@ class Head(CachedHead):
         for layer, attn, kind in zip(self.layers, self._attentions(), self.kinds, strict=True):
             attn.write(feature, context[kind])
             x = layer(x, block[kind])
+        keeps = self.refiner_head is not None and self.first_row
+        given = self._with_token_before(anchor, start, tokens, input_pos) if keeps else anchor
+        return self._proposed(x, anchor, given)
+
+    def _proposed(self, x: Tensor, anchor: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of the rows that propose, of a block's states x [1, B, H], and these states.
+        ``given``: int64 [1, 1 or 2], the anchor, and the token before it where a refiner takes it."""
+        embed = self.embed_as_target or self.embed_tokens
         proposing = slice(self.first_row, self.first_row + self.proposals)
         if self.refiner_head is not None:
             state = self.norm(x)
-            given = self._with_token_before(anchor, start, tokens, input_pos) if self.first_row else anchor
             logits = self._scores(state[:, proposing])
             return self.refiner_head(logits, state, given, self.target_ids), state[:, proposing]
         state = self.norm(x[:, proposing])
@@ -132,6 +139,27 @@ class Head(CachedHead):
             return self.domino_head(self._scores(state), state, anchor, self.target_ids, embed), state
         logits, walk = self._scores(state), self.markov_head or self.candidate_selector
         return (logits if walk is None else walk(logits, state, anchor, self.target_ids)), state
+
+    def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Draft a block behind every row from ``first`` on. See ``Head.chains``; ``length`` is the head's proposals."""
+        rows = torch.arange(tokens.shape[1], device=tokens.device)
+        anchors, positions = tokens[0, first:, None], rows[first:, None] + 1 + torch.arange(self.block_rows)
+        masks = anchors.new_full((len(anchors), self.block_rows - 1), self.mask_token)
+        embed = self.embed_as_target or self.embed_tokens
+        x = embed(torch.cat((anchors, masks), dim=1)) * self.embedding_scale
+        context, block = self.rotary_emb(feature, rows[None]), self.rotary_emb(feature, positions)
+        for layer, attn, (_, attends) in zip(self.layers, self._attentions(), self.kinds, strict=True):
+            attn.write(feature, Place(None, *context))
+            x = layer(x, Place((positions, attends), *block))
+        before = torch.cat((anchors[:1], tokens[0, first : first + len(anchors) - 1, None]))
+        if first:
+            before[0] = tokens[0, first - 1]
+        given = torch.cat((before, anchors), dim=1) if self.refiner_head is not None and self.first_row else anchors
+        walks = self.markov_head or self.candidate_selector or self.domino_head or self.refiner_head
+        each = 1 if walks is not None else len(x)
+        parts = zip(x.split(each), anchors.split(each), given.split(each), strict=True)
+        logits = torch.cat([self._proposed(*part)[0] for part in parts])
+        return self.target_ids(logits)[:, :length], logits[:, 0]
 
     def _with_token_before(self, anchor: Tensor, start: Tensor, tokens: Tensor, input_pos: Tensor) -> Tensor:
         """Keep ``tokens`` at their own positions, behind ``input_pos``; return the token before an anchor at position

@@ -43,6 +43,7 @@ class Head(head.Head):
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.post_projection = nn.Linear(width, feature, bias=False)
+        self.takes_final_state, self.embeds_as_target = draft.takes_final_state, draft.embeds_as_target
         self.ordered = draft.ordered
         if self.ordered:
             self.chosen = draft.config.centroid_intermediate_top_k
@@ -87,7 +88,8 @@ class Head(head.Head):
             tokens, input_pos = tokens.gather(1, accepted[None]), input_pos.gather(0, accepted)
             feature = feature.gather(1, accepted[None, :, None].expand(-1, -1, feature.shape[-1]))
         (target,) = self._target
-        x = self.pre_projection(torch.cat((target.embed(tokens), feature), dim=-1))
+        embed = target.embed if self.embeds_as_target else target.embed_tokens
+        x = self.pre_projection(torch.cat((embed(tokens), feature), dim=-1))
         rows = {kind: self._rows(kind, input_pos) for kind in self.kinds}
         for layer in self.layers:
             x = layer(x, input_pos, rows.get("sliding_attention"), rows.get("full_attention"))
@@ -104,6 +106,8 @@ class Head(head.Head):
         """Return logits [1, 1, vocab_size] of a normed state [1, 1, width]."""
         if not self.ordered:
             return self.lm_head(state)
+        if state.shape[1] > 1:  # of a measurement
+            return torch.cat([self._scores(row) for row in state.split(1, dim=1)], dim=1)
         best = self.centroids(state).topk(self.chosen, dim=-1).indices
         ids = self.token_ordering[best.flatten()].reshape(1, 1, -1)
         scores = torch.matmul(self.embed_tokens(ids[0, 0]), state[0, 0])[None, None]

@@ -25,6 +25,8 @@ class AssistantDescription(DraftDescription):
 
     config: "PreTrainedConfig"
     takes_final_state: bool = True
+    embeds_as_target: bool = True
+    """Tokens are embedded as the target embeds them, scaled; if not, by the embedding's rows alone."""
 
     @property
     def hidden_size(self) -> int:

@@ -28,6 +28,7 @@ class Head(head.Head):
     def __init__(self, draft: SpeculatorDescription, max_seq_len: int, proposals: int = 1):  # noqa: ARG002 - no cache
         super().__init__()
         self.proposals, self.scales_input = proposals, draft.scales_input
+        self.takes_final_state = draft.takes_final_state
         width, inner, tokens = draft.hidden_size, draft.layer.hidden_size, draft.target_vocab_size
         stages = 1 if draft.tied else draft.stages
         self.stages = nn.ModuleList(Stage(inner, tokens) for _ in range(stages))
@@ -62,6 +63,11 @@ class Head(head.Head):
             tokens = tokens.gather(1, accepted[None])
             feature = feature.gather(1, accepted[None, :, None].expand(-1, -1, feature.shape[-1]))
         return self.chain(tokens, feature)[0], -feature
+
+    def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Propose behind every row from ``first`` on. See ``Head.chains``; ``length`` is the head's proposals."""
+        logits = self.chain(tokens[0, first:, None], feature[0, first:, None])[0]
+        return self.target_ids(logits)[:, :length], logits[:, 0]
 
     def chain(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """token [1, 1], state [1, 1, H] -> logits [1, K, V] and states [1, K, inner] of the ``proposals`` stages"""

@@ -19,8 +19,11 @@ Slot p rotates by p, as in vLLM; transformers rotates by p + 1, and only differe
 later steps before its pull request 45895.
 """
 
+from eagle3.export.draft.kinds.common_fields import STATE
 from eagle3.export.draft.kinds.mtp.head import Head
 from eagle3.export.draft.kinds.mtp.reading import check_pair, read
 from eagle3.export.draft.kinds.mtp.twin import compare
 
-__all__ = ["Head", "check_pair", "compare", "read"]
+FIELDS = (STATE,)
+
+__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]

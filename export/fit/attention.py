@@ -1,0 +1,127 @@
+"""Attention for a measurement: of the target over a whole text at once, and of a head's chains behind every token.
+
+Both are factories as backends have them (``eagle3.targets.attention``), so that the models' own code runs.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
+from eagle3.targets.softcap import softcapped
+
+
+class Pieces:
+    """The place of the rows to come in the caches: each piece of text has a range of slots of its own."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.of_rows: Tensor | None = None
+        """int64 [T], the piece of each row; None: all are of piece 0"""
+
+    def bases(self, input_pos: Tensor) -> Tensor:
+        """Return the first slot of each row's piece, [T]."""
+        return torch.zeros_like(input_pos) if self.of_rows is None else self.of_rows * self.length
+
+
+class WholeText(EagerAttention):
+    """The reference attention with a slot for every position in sliding layers too, so that a forward may be as long as
+    the text. With ``pieces``, rows of several texts are computed side by side."""
+
+    def __init__(self, shape: KVCacheShape, pieces: Pieces | None = None):
+        super().__init__(replace(shape, window=0, chunked=False))
+        self.window, self.chunked, self.pieces = shape.window, shape.chunked, pieces or Pieces(shape.max_seq_len)
+
+    def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor]:
+        if block is not None:
+            return super().rows(input_pos, block)
+        bases = self.pieces.bases(input_pos)
+        slots = torch.arange(self.shape.slots, device=input_pos.device)
+        distance = (bases + input_pos)[:, None] - slots
+        visible = (distance >= 0) & (slots >= bases[:, None])
+        if self.window:
+            reach = input_pos[:, None] % self.window + 1 if self.chunked else self.window
+            visible = visible & (distance < reach)
+        return bases + input_pos, visible[None, None]
+
+
+class Chains(nn.Module):
+    """Attention of chains that begin behind every token of a text, all at once.
+
+    In step 0, row p attends to the rows up to its own. In step j, at positions that begin at j, row p continues the
+    chain of row p: it attends to step 0's keys up to p, and to its own of the steps between. So every row sees what it
+    would if its chain were the only one.
+    """
+
+    def __init__(self, shape: KVCacheShape):
+        super().__init__()
+        self.window = shape.window
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def rows(self, input_pos: Tensor, _block: Block | None = None) -> Tensor:
+        return input_pos
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``EagerAttention.forward``. ``rows``: the positions, which begin at the number of the step."""
+        if sinks is not None:
+            raise ValueError("a draft head with attention sinks is not measured")
+        step, groups = int(rows[0]), query.shape[2] // key.shape[2]
+        keys, values = (x[0].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))  # [heads, T, head_dim]
+        self.steps = [*self.steps[:step], (keys, values)]
+        asked, (first_keys, first_values) = query[0].transpose(0, 1), self.steps[0]
+        place = torch.arange(asked.shape[1], device=query.device)
+        distance = place[:, None] + step - place
+        visible = distance >= step
+        if self.window:
+            visible = visible & (distance < self.window)
+        seen = softcapped((asked @ first_keys.mT).float() * scale, softcap).masked_fill(~visible, float("-inf"))
+        own = [softcapped((asked * keys).sum(-1, keepdim=True).float() * scale, softcap) for keys, _ in self.steps[1:]]
+        weights = torch.cat([seen, *own], dim=-1).softmax(-1).to(query.dtype)
+        out = weights[..., : seen.shape[-1]] @ first_values
+        for index, (_, values) in enumerate(self.steps[1:]):
+            out = out + weights[..., seen.shape[-1] + index, None] * values
+        return out.transpose(0, 1)[None]
+
+
+class Blocks(nn.Module):
+    """Attention of blocks that begin behind many tokens of a text, all at once. ``rows`` of a block are its positions
+    int64 [A, B] and what they attend to."""
+
+    def __init__(self, _shape: KVCacheShape):
+        super().__init__()
+        self.context: tuple[Tensor, ...] = ()
+
+    def write(self, key: Tensor, value: Tensor, _rows: object) -> None:
+        """Keep ``key`` and ``value`` [1, T, kv_heads, head_dim] of the context, at positions 0, 1, 2, ..."""
+        self.context = tuple(x[0].transpose(0, 1) for x in (key, value))  # [kv_heads, T, head_dim]
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: tuple[Tensor, Block], scale: float, **_given: object
+    ) -> Tensor:
+        """query [A, B, heads, head_dim], key and value [A, B, kv_heads, head_dim] -> [A, B, heads, head_dim]"""
+        positions, block = rows
+        last = positions if block.causal else positions[:, -1:].expand_as(positions)
+        from_row = positions[:, :1].expand_as(positions) if block.from_first_row else positions
+        first = torch.zeros_like(positions) if block.before is None else (from_row - block.before).clamp_min(0)
+        groups = query.shape[2] // key.shape[2]
+        asked = query.transpose(1, 2)  # [A, heads, B, head_dim]
+        own_keys, own_values = (x.transpose(1, 2).repeat_interleave(groups, 1) for x in (key, value))
+        keys, values = (x.repeat_interleave(groups, 0) for x in self.context)
+        slots = torch.arange(keys.shape[1], device=query.device)
+        before = (slots >= first[..., None]) & (slots < positions[:, :1, None])
+        inside = (positions[:, None] >= first[..., None]) & (positions[:, None] <= last[..., None])
+        scores = torch.cat((asked @ keys.mT, asked @ own_keys.mT), dim=-1).float() * scale
+        visible = torch.cat((before, inside), dim=-1)[:, None]
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(query.dtype)
+        out = weights[..., : keys.shape[1]] @ values + weights[..., keys.shape[1] :] @ own_values
+        return out.transpose(1, 2)

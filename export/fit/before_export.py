@@ -1,0 +1,46 @@
+"""The measurement of an export: whether it is made, what is said of it, and the plan that follows."""
+
+from typing import Any
+
+from eagle3.export.fit.cost import why_not_measured
+from eagle3.export.output.progress import Progress
+from eagle3.export.planning.plan import Plan
+from eagle3.runner.console.command import one_line
+
+
+def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]:
+    """Measure the plan's head, unless ``--no-fit``; return the plan by its best reading, and the entry of
+    ``export.json``.
+
+    Raises ValueError where the head's files say another reading than the one that is accepted.
+    """
+    config = plan.config
+    if config.fit is False or not plan.has_draft or config.random_weights:
+        return plan, None
+    if (reason := why_not_measured(plan, asked=bool(config.fit))) is not None:
+        progress.say(f"the head's readings were not measured: {reason}")
+        return plan, None
+    from eagle3.export.fit.fitting import Measured, fitted_plan
+    from eagle3.export.tensor_files import return_freed_memory
+
+    try:
+        with progress.stage("measure the draft head"):
+            measured = Measured(plan, config.text)
+            fit = measured.fit(plan)
+    except Exception as error:  # of models that a forward over a whole text does not suit: the export goes on without
+        if config.fit:
+            raise
+        progress.say(f"the head's readings were not measured: {one_line(error)}")
+        return plan, None
+    plan, lines = fitted_plan(plan, fit)
+    for line in lines:
+        progress.say(line)
+    record = fit.as_json()
+    if config.fit or (measured.writes and plan.qlinear != "none"):
+        with progress.stage("measure quantization"):
+            share = measured.quantized(plan)
+        if share is not None:
+            progress.say(share.line())
+            record["quantization"] = share.as_json()
+    return_freed_memory()
+    return plan, record

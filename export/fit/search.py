@@ -1,0 +1,123 @@
+"""Tries the readings of a head: that of its files, those with one field changed, and where the files' is not the best,
+those with two."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from eagle3.export.draft.kinds.field import Field, HeadReading
+from eagle3.export.fit.trials import Trial, Trials
+from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better
+
+BEAM, PROMISING = 1, 2
+"""The readings with one change to which a second is added, where none is better by itself; and those of two that are
+run whole: so many by acceptance, and as many by likelihood."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A reading that was run. ``changes`` maps fields to the values that differ from the files'."""
+
+    reading: HeadReading
+    changes: dict[str, Any]
+    trial: Trial
+
+    @property
+    def accepted(self) -> float:
+        return float(self.trial.accepted.mean())
+
+    @property
+    def likelihood(self) -> float:
+        return float(self.trial.likelihood.mean())
+
+
+@dataclass
+class Search:
+    """The readings of one head, tried one after the other. ``chance`` is the rate at which one fixed token would be
+    accepted."""
+
+    trials: Trials
+    fields: Sequence[Field]
+    chance: float
+    tried: list[Tried] = field(default_factory=list)
+
+    def run(self, file: HeadReading) -> tuple[str, Tried]:
+        """Return the verdict, and the best reading that can be told from the files'."""
+        own = Tried(file, {}, self.trials.run(file))
+        self.tried.append(own)
+        self._try(file, self._changed(file))
+        best = self._best(own)
+        if best is own and self._works(own):
+            return FITS, own
+        beam = [best] if best is not own else _foremost([each for each in self.tried if each.changes], BEAM)
+        for each in beam:
+            self._try(file, self._changed(each.reading), PROMISING)
+        best = self._best(own)
+        if not self._works(best):
+            return NO_PAIR, own
+        return (FITS, own) if best is own else (ANOTHER, self._without_needless(best, own))
+
+    def _works(self, tried: Tried) -> bool:
+        return beyond_chance(tried.trial, self.chance, len(self.tried))
+
+    def _changed(self, reading: HeadReading) -> Iterator[HeadReading]:
+        for each in self.fields:
+            for value in each.others(reading) if each.value(reading) is not None else ():
+                try:
+                    yield each.applied(reading, value)
+                except ValueError:  # of fields that exclude each other
+                    continue
+
+    def _try(self, file: HeadReading, readings: Iterator[HeadReading], most: int | None = None) -> None:
+        """Run readings that were not tried yet. With ``most``, only their first proposals, and whole the foremost."""
+        known, found = [each.changes for each in self.tried], []
+        for reading in readings:
+            changes = changed_fields(self.fields, file, reading)
+            if changes in known:
+                continue
+            known.append(changes)
+            try:
+                found.append(Tried(reading, changes, self.trials.run(reading, None if most is None else 1)))
+            except (RuntimeError, ValueError, AssertionError, IndexError):  # no head of these shapes
+                continue
+        if most is not None:
+            found = [replace(each, trial=self.trials.run(each.reading)) for each in _foremost(found, most)]
+        self.tried += found
+
+    def _best(self, own: Tried) -> Tried:
+        """Return the reading with the longest chains that is clearly better than the files', otherwise that."""
+        count = len(self.tried)
+        better = [each for each in self.tried if clearly_better(each.trial, own.trial, count)]
+        better = [each for each in better if self._works(each)]
+        if not better:
+            return own
+        top = max(better, key=lambda each: each.accepted)
+        alike = [each for each in better if not clearly_better(top.trial, each.trial, 1)]
+        return max(alike, key=lambda each: (round(each.likelihood, 3), each.accepted))
+
+    def _without_needless(self, best: Tried, own: Tried) -> Tried:
+        """Return the reading with the fewest changes whose chains are not clearly shorter than the best one's."""
+        count = len(self.tried)
+        alike = [
+            each
+            for each in self.tried
+            if set(each.changes) < set(best.changes)
+            and clearly_better(each.trial, own.trial, count)
+            and best.accepted - each.accepted <= 0.02 * (1 + best.accepted)
+        ]
+        return min(alike, key=lambda each: (len(each.changes), -each.accepted), default=best)
+
+
+def _foremost(tried: Sequence[Tried], count: int) -> list[Tried]:
+    """Return ``count`` readings by acceptance, and as many more by likelihood."""
+    chosen = sorted(tried, key=lambda each: (each.accepted, each.likelihood))[-count:]
+    rest = [each for each in tried if each not in chosen]
+    return chosen + sorted(rest, key=lambda each: each.likelihood)[-count:]
+
+
+def changed_fields(fields: Sequence[Field], file: HeadReading, reading: HeadReading) -> dict[str, Any]:
+    """Return the fields in which a reading differs from the files', with its values."""
+    changes = {each.name: each.value(reading) for each in fields if each.value(reading) != each.value(file)}
+    if "aux_convention" in changes:
+        del changes["aux_convention" if changes["aux_convention"] is None else "aux_layers"]
+    return changes

@@ -1,0 +1,86 @@
+"""Computes what the target says of a text: the states of all its layers at each token, the greedy token behind it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.fit.attention import Pieces
+from eagle3.export.fit.texts import Piece
+from eagle3.targets import TapTarget
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One piece of text. ``begin`` is the first token that a round may begin with, its anchor."""
+
+    kind: str
+    tokens: Tensor
+    """int64 [T]"""
+    greedy: Tensor
+    """int64 [T], the target's token behind each."""
+    states: tuple[Tensor, ...]
+    """The states by layer, [1, T, H] each: the inputs of the layers and the last one's output, transformers'
+    ``hidden_states`` before the last norm."""
+    final: Tensor
+    """[1, T, H], after the target's norm."""
+    begin: int
+    kept: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Keys and values of the last layer of each kind, for heads that attend to the target's."""
+
+    def feature_of(self, taps: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return what a head takes: taps, or for none the final state."""
+        return tuple(self.states[tap] for tap in taps) if taps else (self.final,)
+
+
+@torch.no_grad()
+def written(
+    target: TapTarget, texts: Sequence[Piece], count: int, pieces: Pieces, stop: Collection[int] = ()
+) -> list[list[int]]:
+    """Return the texts with up to ``count`` greedy tokens behind each, no further than a token of ``stop``. They are
+    written side by side, a row each; ``look`` decides what is greedy."""
+    ids = [list(piece.ids) for piece in texts]
+    for index, each in enumerate(ids):
+        rows = torch.arange(len(each))
+        pieces.of_rows = torch.full_like(rows, index)
+        state, _ = target(torch.tensor([each]), rows, ())
+        each.append(int(target.scores(state[:, -1:]).argmax(-1)))
+    pieces.of_rows = torch.arange(len(ids))
+    for _ in range(count - 1):
+        newest = torch.tensor([[each[-1] for each in ids]])
+        state, _ = target(newest, torch.tensor([len(each) - 1 for each in ids]), ())
+        for each, token in zip(ids, target.scores(state).argmax(-1)[0].tolist(), strict=True):
+            each.append(token)
+    pieces.of_rows = None
+    for each, piece in zip(ids, texts, strict=True):
+        stops = (at for at in range(len(piece.ids) + 1, len(each)) if each[at] in stop)
+        del each[next(stops, len(each)) + 1 :]
+    return ids
+
+
+@torch.no_grad()
+def look(target: TapTarget, layers: int, piece: Piece, ids: list[int]) -> Seen:
+    """Compute a piece of text and what was written behind it, ``ids``, in one forward."""
+    taps = tuple(range(layers + 1))
+    final, states = target(torch.tensor([ids]), torch.arange(len(ids)), taps)
+    greedy = torch.cat([target.scores(part).argmax(-1) for part in final.split(64, dim=1)], dim=1)[0]
+    begin = len(piece.ids) if len(ids) > len(piece.ids) else min(4, len(ids) - 1)
+    kept = {kind: _kept(module, len(ids)) for kind in KINDS if (module := target.kept(kind)) is not None}
+    return Seen(piece.kind, torch.tensor(ids), greedy, states, final, begin, kept)
+
+
+def _kept(module: Any, length: int) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory
+    return tuple(part[:, :, :length].clone() for part in module.written(None, None, None))
+
+
+@torch.no_grad()
+def restore(target: TapTarget, seen: Seen) -> None:
+    """Write a text's keys and values back into the target's caches, as they were behind it."""
+    for kind, parts in seen.kept.items():
+        module: Any = target.kept(kind)
+        for cache, part in zip(module.written(None, None, None), parts, strict=True):
+            cache[:, :, : part.shape[2]] = part

@@ -1,0 +1,127 @@
+"""Decides what the trials of a head's readings say, guarded against chance.
+
+Many readings are compared, so that one of them looks better by chance. A reading counts as better where its chains are
+longer by more than the noise of as many comparisons, and on both halves of the text. A head counts as no pair with its
+target where no reading's first proposals are accepted more often than one fixed token would be.
+"""
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.export.fit.trials import Trial, mean_and_error
+
+FITS, ANOTHER, NO_PAIR = "fits", "another reading", "no pair"
+FALSE_ALARM = 0.01
+"""The probability that any of a head's readings is taken for better by chance."""
+LEAST_GAIN = 0.03
+"""The least share by which a better reading lengthens rounds: less is not worth contradicting a file."""
+CERTAIN = 1.96
+"""Standard errors of an interval of 95%."""
+
+
+def z_for(comparisons: int) -> float:
+    """Return the standard errors that the best of so many comparisons exceeds by chance once in a hundred heads."""
+    return NormalDist().inv_cdf(1 - FALSE_ALARM / max(1, comparisons))
+
+
+def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
+    """Return whether the chains of ``trial`` are longer than those of ``other``, beyond the noise of so many
+    ``comparisons``. Either they are by themselves, or their tokens are likelier, which shows sooner."""
+    longer = trial.accepted - other.accepted
+    if float(longer.mean()) <= LEAST_GAIN * (1 + float(other.accepted.mean())):
+        return False
+    return any(_beyond_noise(each, comparisons) for each in (longer, trial.likelihood - other.likelihood))
+
+
+def _beyond_noise(gained: Tensor, comparisons: int) -> bool:
+    """Return whether a gain at each anchor [N] is beyond the noise of the whole text, and on each half of it beyond two
+    standard errors."""
+    mean, error = mean_and_error(gained)
+    halves = gained.split((len(gained) + 1) // 2)
+    return mean > z_for(comparisons) * error and all(each > 2 * noise for each, noise in map(mean_and_error, halves))
+
+
+def chance(wanted: Tensor) -> float:
+    """Return the rate at which the best single token would be accepted: int64 [N], the target's tokens."""
+    return float(wanted.bincount().max()) / len(wanted)
+
+
+def beyond_chance(trial: Trial, rate: float, comparisons: int) -> bool:
+    """Return whether the first proposals are accepted more often than at ``rate``, beyond the noise of so many
+    ``comparisons``."""
+    mean, error = mean_and_error(trial.first)
+    least = (rate * (1 - rate) / len(trial.first)) ** 0.5
+    return mean - z_for(comparisons) * max(error, least) > rate
+
+
+def wilson(accepted: int, count: int) -> tuple[float, float]:
+    """Return the binomial interval of a rate (95%, Wilson's)."""
+    if not count:
+        return 0.0, 1.0
+    rate, square = accepted / count, CERTAIN**2
+    middle = (rate + square / (2 * count)) / (1 + square / count)
+    half = CERTAIN / (1 + square / count) * (rate * (1 - rate) / count + square / (4 * count * count)) ** 0.5
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tokens that a round is expected to give. ``rates`` is the share of the rounds whose proposal at a position is
+    accepted, with all before it."""
+
+    length: float
+    interval: tuple[float, float]
+    rates: tuple[float, ...]
+    intervals: tuple[tuple[float, float], ...]
+    rounds: int
+    """The rounds that were counted; 0 where rates come of all tokens of a given text."""
+
+    def text(self) -> str:
+        """Return "3.01 tokens (2.83 to 3.19)"."""
+        return f"{self.length:.2f} tokens ({self.interval[0]:.2f} to {self.interval[1]:.2f})"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "acceptance_length": round(self.length, 3),
+            "interval": [round(bound, 3) for bound in self.interval],
+            "by_position": [round(rate, 4) for rate in self.rates],
+            "by_position_intervals": [[round(bound, 4) for bound in each] for each in self.intervals],
+        }
+
+
+def of_rounds(rounds: list[int], length: int) -> Expected:
+    """Return what is expected by the rounds of the text that the target wrote itself."""
+    tokens = torch.tensor(rounds or [1]).float()
+    counts = [int((tokens > position).sum()) for position in range(1, length + 1)]
+    mean, error = float(tokens.mean()), float(tokens.std()) / len(tokens) ** 0.5 if len(tokens) > 1 else float(length)
+    bounds = max(1.0, mean - CERTAIN * error), min(1.0 + length, mean + CERTAIN * error)
+    rates, intervals = (count / len(tokens) for count in counts), (wilson(count, len(tokens)) for count in counts)
+    return Expected(mean, bounds, tuple(rates), tuple(intervals), len(rounds))
+
+
+def of_given_text(trial: Trial) -> Expected:
+    """Return what is expected by a text that the target did not write: the rate at each position is that of the chains
+    that were accepted so far, where the text goes on with the target's own tokens."""
+    product, rates, intervals, variance = 1.0, [], [], 0.0
+    so_far = torch.ones(len(trial.hits), dtype=torch.bool)
+    steps: list[tuple[float, int]] = []
+    for position in range(trial.hits.shape[1]):
+        tried = so_far & trial.known[:, position]
+        accepted, count = int((trial.hits[:, position] & tried).sum()), int(tried.sum())
+        rate = accepted / count if count else (steps[-1][0] if steps else 0.0)
+        low, high = wilson(accepted, count)
+        rates.append(product * rate)
+        intervals.append((product * low, product * high))
+        product *= rate
+        steps.append((rate, count))
+        so_far = tried & trial.hits[:, position]
+    for at, (rate, count) in enumerate(steps):
+        slope = sum(rates[at:]) / rate if rate else 1.0
+        variance += slope**2 * max(rate * (1 - rate), 0.25 / max(1, count)) / max(1, count)
+    total, error = 1.0 + sum(rates), variance**0.5
+    bounds = max(1.0, total - CERTAIN * error), min(1.0 + len(rates), total + CERTAIN * error)
+    return Expected(total, bounds, tuple(rates), tuple(intervals), 0)
