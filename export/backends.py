@@ -116,6 +116,8 @@ class BackendEntry:
     first of ``window_rows``."""
     window_rows: tuple[int, ...] = (8, 16)
     """The bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the window."""
+    rolls_back_states: bool = False
+    """True where layers with a recurrent state are computed."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another one."""
 
@@ -165,6 +167,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
+        rolls_back_states=True,
         small_recipe="8da8w",
         draft_recipe="8da8w",
         fuses_below=1e8,  # where a round takes a millisecond it gains a twelfth; at the widths of a 4B model nothing

@@ -27,6 +27,7 @@ from eagle3.export.tensor_files import in_files, return_freed_memory
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory, with_int8_caches
 from eagle3.targets.loading import Convert, default_form
+from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent
 
 
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -147,6 +148,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
             plan.speculates,
             plan.draft.has_cache,
             plan.has_draft,
+            is_recurrent(plan.target_config),
         ),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
@@ -201,6 +203,7 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         has_draft=plan.has_draft,
         has_draft_cache=plan.draft.has_cache,
         verify_rows=None if plan.verify_rows == plan.chain_len + 1 else plan.verify_rows,
+        rollback_rows=ROLLBACK_ROWS if is_recurrent(plan.target_config) else None,
         has_logits=plan.config.logits,
         draft_ids=draft_ids if plan.config.logits else None,
         forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,

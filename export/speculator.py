@@ -24,13 +24,13 @@ class Eagle3Speculator(nn.Module):
         """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H], logits [1,1,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state[:, -1:])
-        return scores.argmax(-1), *self._features(state, taps), *self._given_target(scores)
+        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H], logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state)
-        return scores.argmax(-1), *self._features(state, taps), *self._given_target(scores)
+        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], the
@@ -45,7 +45,7 @@ class Eagle3Speculator(nn.Module):
         anything attends to them. The chain length is C - 1.
         """
         state, taps = self.target(tokens, input_pos, self.taps)
-        ids = self.target.scores(state).argmax(-1)
+        ids = self._greedy(self.target.scores(state))
         differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # cumprod has no kernel among ExecuTorch's
         accepted = (differing == 0).sum(1)
         logits, recurrent = self.draft(ids, self._feature(state, taps), input_pos, accepted=accepted)
@@ -62,6 +62,12 @@ class Eagle3Speculator(nn.Module):
         """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner expects."""
         state, _ = self.target(tokens, input_pos, ())
         return (self.target.logits(state[:, -1:]).float(),)
+
+    def _greedy(self, scores: Tensor) -> Tensor:
+        """Return the greedy ids [1,R] of scores [1,R,V]: -1 for rows at a position that recurrent layers cannot take
+        back."""
+        ids = scores.argmax(-1)
+        return ids if self.target.recurrent is None else torch.where(scores[..., 0].isnan(), -1, ids)
 
     def _given_target(self, scores: Tensor) -> tuple[Tensor, ...]:
         return self._given(self.target.capped(scores)) if self.gives_logits else ()

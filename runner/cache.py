@@ -18,9 +18,22 @@ class CachedTokens:
         self.tokens: list[int] = []
         self.draft_slots = 0
         self._highest = -1
+        self._committed = self._saved = 0
 
     def clear(self) -> None:
-        self.tokens, self.draft_slots, self._highest = [], 0, -1
+        self.__init__()  # type: ignore[misc]
+
+    def run(self, start: int, rows: int, rollback_rows: int | None) -> None:
+        """Record that the target is about to compute ``rows`` from position ``start`` on.
+
+        The states of recurrent layers then hold all positions before ``start``, of a chunk longer than
+        ``rollback_rows`` all but its last ones, and a chunk saves that state.
+        """
+        self.reach(start + rows - 1)
+        if rollback_rows is not None and rows > rollback_rows:
+            self._committed = self._saved = start + rows - rollback_rows
+        else:
+            self._committed = start
 
     def reach(self, position: int) -> None:
         """Record that a forward is about to write positions up to ``position``. They may be rejected later."""
@@ -32,6 +45,8 @@ class CachedTokens:
 
         The prompt's last token is always computed again, for its logits. With ``draft``, the last common token is
         computed again too if its successor differs, because its draft slot pairs its feature with the successor.
+        Recurrent layers go on from what they have not committed, or from the state that the last long chunk saved,
+        which only a long chunk reads.
         """
         common = common_prefix(prompt, self.tokens)
         kept = min(common, len(prompt) - 1, len(self.tokens) - 1)
@@ -41,6 +56,11 @@ class CachedTokens:
         if kept <= 0 or not all(still_held(kept, window, self._highest) for window in windows):
             self.clear()
             return 0
+        if metadata.rollback_rows is not None and kept < self._committed:
+            kept = self._saved if self._saved <= kept and len(prompt) - self._saved >= metadata.min_prefill else 0
+            if not kept:
+                self.clear()
+                return 0
         self.tokens, self.draft_slots = self.tokens[: kept + 1], min(self.draft_slots, kept, common - 1)
         return kept
 

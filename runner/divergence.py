@@ -83,12 +83,15 @@ def probes(metadata: Metadata, has_decode: bool, position: int) -> list[Probe]:
     """Return every call that computes ``position`` over caches that hold what is before it.
 
     None reads what an earlier one wrote in front of its own first row: first come those that begin at the position,
-    then verify windows that begin ever earlier, last the longest chunk of prefill.
+    then verify windows that begin ever earlier, last the longest chunk of prefill. Recurrent layers have committed what
+    is before the position: only calls that begin there are left.
     """
     most, longest = metadata.window, min(metadata.max_prefill, position + 1)
     found = [Probe(DECODE, 1, 0)] if has_decode else []
     found += [Probe(TARGET_VERIFY, rows, row) for row in range(most) for rows in range(max(2, row + 1), most + 1)]
     found = [probe for probe in found if probe.row <= position and probe.span(position)[1] <= metadata.max_seq_len]
+    if metadata.rollback_rows is not None:
+        return [probe for probe in found if not probe.row]
     highest = max(probe.span(position)[1] for probe in found) - 1
 
     def held(probe: Probe) -> bool:

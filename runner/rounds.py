@@ -121,11 +121,12 @@ class Rounds:
         has filled the caches an operation of torch takes microseconds.
         """
         session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
-        start, longest = self._anchor_pos, window.shape[1] - 1
+        start, longest, rollback = self._anchor_pos, window.shape[1] - 1, session.metadata.rollback_rows
         tokens, input_pos = window, session.positions[start : start + window.shape[1]]
         proposed, wanted = window.tolist()[0][1:], longest
         while self._fits_whole(1 + wanted):
             began = time.perf_counter()
+            cached.run(self._anchor_pos, 1 + longest, rollback)
             cached.reach(self._anchor_pos + (2 * longest - 1 if self._has_draft_cache else longest))
             said, tokens, input_pos = session.speculate(tokens, input_pos)
             ids, following = chosen_by(Step(said, None), proposed).tolist()
@@ -157,7 +158,7 @@ class Rounds:
             if end - start < session.metadata.min_prefill:
                 step = self._verify(tokens[:, start:end], start)
             else:
-                cached.reach(end - 1)
+                cached.run(start, end - start, session.metadata.rollback_rows)
                 step = session.prefill(tokens[:, start:end], session.positions[start:end])
             if end == len(prompt):
                 break
@@ -179,7 +180,7 @@ class Rounds:
     def _verify(self, tokens: Tensor, start: int) -> Step:
         """The target's forward of a window [1, C] at ``start``; of one token by the method that takes it."""
         session, rows = self._session, tokens.shape[1]
-        self._cached.reach(start + max(rows, 2) - 1)
+        self._cached.run(start, max(rows, 2), session.metadata.rollback_rows)
         if rows > 1:
             return session.target_verify(tokens, session.positions[start : start + rows])
         if session.has_decode:

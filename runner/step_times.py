@@ -8,6 +8,7 @@ import torch
 
 from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.windows import chunks
 
 
 def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
@@ -27,11 +28,21 @@ def step_position(max_seq_len: int) -> int:
     return min(128, max_seq_len // 2)
 
 
+def compute_up_to(session: Session, position: int) -> None:
+    """Compute the positions before ``position``, where recurrent layers have to have states there."""
+    metadata = session.metadata
+    for start, end in chunks(0, position, metadata) if metadata.rollback_rows is not None else ():
+        rows = max(2, end - start)  # a verify window's least: what is behind ``end`` is written again
+        method = session.prefill if end - start >= metadata.min_prefill else session.target_verify
+        method(torch.ones(1, rows, dtype=torch.long), session.positions[start : start + rows])
+
+
 def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
     """Return a call of each method to time: ``target_verify`` of a whole verify window, and ``decode`` and
     ``speculate`` if the artifact has them."""
     position, rows = step_position(session.metadata.max_seq_len), session.metadata.usual_window
     tokens, input_pos = torch.arange(1, rows + 1)[None], session.positions[position : position + rows]
+    compute_up_to(session, position)
     steps: dict[str, Callable[[], Any]] = {TARGET_VERIFY: lambda: session.target_verify(tokens, input_pos)}
     if session.has_decode:
         token = tokens[:, :1].contiguous()
@@ -48,6 +59,7 @@ def round_steps(session: Session) -> dict[str, Callable[[], Any]]:
     if not session.metadata.has_draft:
         return session_steps(session)
     tokens, input_pos = torch.arange(1, 3)[None], session.positions[position : position + 2]
+    compute_up_to(session, position)
     feature = session.target_verify(tokens, input_pos).own_feature()[:, :1].clone()
     token = tokens[:, :1].contiguous()
     return session_steps(session) | {

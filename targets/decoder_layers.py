@@ -28,8 +28,10 @@ from eagle3.targets.attention import (
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
 from eagle3.targets.experts import Experts
+from eagle3.targets.gated_delta import GatedDeltaState, is_gated_delta, use_gated_delta
+from eagle3.targets.recurrent import RecurrentPositions, RecurrentRows
 from eagle3.targets.softcap import softcapped
-from eagle3.targets.spec import Convert, Skeleton, Weights, Window, layer_windows
+from eagle3.targets.spec import RECURRENT, Convert, Skeleton, Weights, Window, layer_windows
 from eagle3.targets.text_part import TextPart, build
 
 SOFTCAP = "final_logit_softcapping"
@@ -55,6 +57,9 @@ class DecoderLayersTarget(nn.Module):
         self.cap, self.caps_itself = _softcap(model)
         self.past_name = past_name(model.model)
         for index, (layer, window) in enumerate(zip(self.layers, layer_windows(config), strict=True)):
+            if is_gated_delta(layer):
+                layer.linear_attn.kept_state = GatedDeltaState(layer.linear_attn)  # type: ignore[union-attr]
+                continue
             if not attends_to_text(layer):
                 continue
             attn: Any = layer.self_attn  # of a class of transformers
@@ -71,6 +76,12 @@ class DecoderLayersTarget(nn.Module):
             sinks = has_sinks(attn)
             shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
             attn.kv_attention = attention(shape)
+        self.recurrent: RecurrentPositions | None = RecurrentPositions() if self.mixers else None
+
+    @property
+    def mixers(self) -> list[Any]:
+        """The recurrent mixers of the layers that have one."""
+        return [layer.linear_attn for layer in self.layers if is_gated_delta(layer)]
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -119,8 +130,9 @@ class DecoderLayersTarget(nn.Module):
         hooks.append(self.layers[-1].register_forward_hook(keep_output))
         try:
             self.rows.by_window = self._rows(input_pos)
-            positions = {"position_ids": input_pos[None], self.past_name: _Past(input_pos[0])}
-            with RealRotary():
+            recurrent = None if self.recurrent is None else self.recurrent.rows(input_pos)
+            positions = {"position_ids": input_pos[None], self.past_name: _Past(input_pos[0], self.layers, recurrent)}
+            with RealRotary(), use_gated_delta(self.mixers):
                 out = self.causal_lm.model(tokens, use_cache=False, **positions)
         finally:
             self.rows.by_window = {}
@@ -128,7 +140,11 @@ class DecoderLayersTarget(nn.Module):
                 hook.remove()
         for index in reversed(range(count)):
             states.setdefault(index, states[index + 1])  # before a layer that is skipped for text
-        return out.last_hidden_state, tuple(states[tap] for tap in taps)
+        state = out.last_hidden_state
+        if self.recurrent is not None and recurrent is not None:
+            valid = self.recurrent.advance(recurrent)
+            state = state + torch.where(valid, 0.0, float("nan")).to(state.dtype)
+        return state, tuple(states[tap] for tap in taps)
 
     def scores(self, state: Tensor) -> Tensor:
         """Compute the scores by transformers' own forward after the final state, because some families scale the output
@@ -146,7 +162,9 @@ class DecoderLayersTarget(nn.Module):
     def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
         """Return the ``rows`` of the attention modules, by window."""
         rows: dict[Window, Any] = {}
-        attending: Iterator[Any] = (layer.self_attn for layer in self.layers if attends_to_text(layer))
+        attending: Iterator[Any] = (
+            layer.self_attn for layer in self.layers if attends_to_text(layer) and not is_gated_delta(layer)
+        )
         for attn in attending:
             window = attn.kv_window
             if window not in rows:
@@ -166,20 +184,45 @@ def attends_to_text(layer: nn.Module) -> bool:
 
 
 class _Past:
-    """Stands in for transformers' cache, which Llama 4's layers ask for positions. ``kv_attention`` holds the keys and
-    values."""
+    """Stands in for transformers' cache, which Llama 4's layers ask for positions and recurrent layers for their state.
+    ``kv_attention`` holds the keys and values, ``kept_state`` a state."""
 
     layers = ()
     """Mllama asks which layers hold states of an image: none."""
 
-    def __init__(self, seen: Tensor):
-        self._seen = seen
+    def __init__(self, seen: Tensor, decoder: nn.ModuleList, rows: RecurrentRows | None):
+        self._seen, self._decoder, self._rows = seen, decoder, rows
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> Tensor:
         return self._seen
 
     def update(self, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         return key, value
+
+    def is_recording_past(self, _layer: int) -> bool:
+        """Return True: a single row, too, gets the convolution's earlier rows from ``update_conv_state``."""
+        return True
+
+    def get_conv_state(self, *_args: object, **_kwargs: object) -> None:
+        """Return None: ``update_conv_state`` gives the earlier rows."""
+
+    def update_conv_state(self, mixed: Tensor, layer: int, **_given: object) -> Tensor:
+        """Return a convolution's inputs [1, channels, T] behind those of earlier rows."""
+        return self._state(layer).with_earlier(mixed, self._rows_of_states())
+
+    def get_recurrent_state(self, layer: int, **_given: object) -> tuple[GatedDeltaState, RecurrentRows]:
+        """Return what the function that stands in for transformers' rule computes with."""
+        return self._state(layer), self._rows_of_states()
+
+    def update_recurrent_state(self, *_given: object, **_kwargs: object) -> None:
+        """Do nothing: the state has kept the rows already."""
+
+    def _state(self, layer: int) -> GatedDeltaState:
+        return self._decoder[layer].linear_attn.kept_state  # type: ignore[union-attr, return-value]
+
+    def _rows_of_states(self) -> RecurrentRows:
+        assert self._rows is not None  # a target with such layers makes them
+        return self._rows
 
 
 class _Tail:
@@ -265,14 +308,31 @@ def _check_parts(model: PreTrainedModel | TextPart) -> None:
     """Raise ValueError for a model that lacks a submodule ``DecoderLayersTarget`` needs; the message names it."""
     kind = type(model.wrapper if isinstance(model, TextPart) else model).__name__
     decoder: Any = getattr(model, "model", None)
+    kinds = getattr(model.config, "layer_types", None) or ()
+    other = next(
+        (
+            layer
+            for layer, kind in zip(getattr(decoder, "layers", ()), kinds, strict=False)
+            if kind == RECURRENT and not is_gated_delta(layer)
+        ),
+        None,
+    )
+    if other is not None:
+        raise ValueError(
+            f"layer_types has {RECURRENT}, which {type(other).__name__} does not compute by the gated delta rule of "
+            "Qwen3-Next and Qwen3.5: eagle3-export --list-targets lists what is supported"
+        )
     missing = [name for name in ("layers", "embed_tokens") if not hasattr(decoder, name)]
     missing = [f"model.{name}" for name in missing] + [name for name in ("lm_head",) if not hasattr(model, name)]
     if not missing:
         without = (
             at
             for at, layer in enumerate(decoder.layers)
-            if attends_to_text(layer) != hasattr(layer, "self_attn")
-            or isinstance(getattr(layer, "self_attn", None), nn.ModuleList)
+            if not is_gated_delta(layer)
+            and (
+                attends_to_text(layer) != hasattr(layer, "self_attn")
+                or isinstance(getattr(layer, "self_attn", None), nn.ModuleList)
+            )
         )
         missing = [f"model.layers.{at}.self_attn" for at in without][:1]
     if missing:

@@ -94,6 +94,8 @@ def _attend(self: Gemma4Attention, x: Tensor, _input_pos: Tensor, rows: SharedIn
 class Gemma4TapTarget(nn.Module):
     """See ``TapTarget``."""
 
+    recurrent = None
+
     def __init__(self, model: Gemma4_31B, max_seq_len: int, attention: AttentionFactory, dtype: torch.dtype):
         super().__init__()
         self.model = model

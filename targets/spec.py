@@ -22,6 +22,9 @@ CHUNK = "attention_chunk_size"
 class TapTarget(Protocol):
     """A causal language model with a KV cache of its own, as a ``torch.nn.Module``."""
 
+    recurrent: "nn.Module | None"
+    """The positions of the states of recurrent layers; None where every position may be written again at any time."""
+
     @property
     def embed_tokens(self) -> "nn.Embedding":
         """Raw rows [vocab_size, hidden_size]: shared with a draft head that has no embedding of its own."""
@@ -177,7 +180,16 @@ class Window(NamedTuple):
     chunked: bool = False
 
 
-_WINDOW_FIELDS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": CHUNK}
+RECURRENT = "linear_attention"
+"""The kind of layers with a recurrent state (``recurrent.py``)."""
+ROLLBACK_ROWS = 16
+"""The most rows of a forward that recurrent layers can reject; a longer one commits those before."""
+_WINDOW_FIELDS = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": CHUNK,
+    RECURRENT: None,
+}
 
 
 def layer_windows(config: "PreTrainedConfig") -> list[Window]:
@@ -204,6 +216,11 @@ def layer_windows(config: "PreTrainedConfig") -> list[Window]:
 def _window(config: "PreTrainedConfig", kind: str) -> Window:
     tokens = getattr(config, _WINDOW_FIELDS[kind] or "", None) or 0
     return Window(tokens, bool(tokens) and _WINDOW_FIELDS[kind] == CHUNK)
+
+
+def is_recurrent(config: "PreTrainedConfig") -> bool:
+    """Return whether a transformers text configuration has recurrent layers."""
+    return RECURRENT in (getattr(config, "layer_types", None) or ())
 
 
 def sliding_window(config: "PreTrainedConfig") -> int:

@@ -10,6 +10,7 @@ from dflash_heads import GOLDEN as DFLASH
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
 from mtp_heads import GOLDEN as MTP
+from mtp_heads import own_model, save_target
 from random_checkpoints import (
     random_model,
     save_random_assistant,
@@ -49,28 +50,34 @@ DRAFTS = {
     "dflash2": lambda folder, config: shutil.copytree(DFLASH / "dflash2", folder),
     "dspark": lambda folder, config: shutil.copytree(DFLASH / "dspark_rnn", folder),
     "mtp": lambda folder, config: shutil.copytree(MTP / "qwen3", folder),
+    "qwen3.5-9B": lambda folder, config: save_target(folder.parent / "target", config.model_type),
 }
 """An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
 and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
 complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, a DFlash, an xPress,
-a Domino, a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each."""
+a Domino, a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each; a target with recurrent layers
+and an MTP layer of its own."""
 FOR_LLAMA = ("mlp", "dflash", "xpress", "domino", "dflash2", "dspark")
 TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B"}
 TAPPED = {"dflash": 3, "xpress": 3, "domino": 3, "dflash2": 4, "dspark": 4, "mtp": 4}
 """Heads whose target has as many layers as they tap."""
+OWN_LAYER = {"qwen3.5-9B": "qwen3_5_text"}
+"""Targets whose own checkpoint has the head, and their model types."""
 EXPERTS = ("gpt-oss-20b", "llama4-maverick")
 WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 """Rings and a softcap; chunks, complex rotations and experts."""
 STACKED = {"num_attention_heads": 8}
 """Four query heads for each head of keys, two of which become rows of one on the CPU."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", *TARGET_OF)
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", *TARGET_OF, *OWN_LAYER)
 """An EAGLE, a P-EAGLE, sinks and experts, and every other kind of head."""
 
 
 def family_model(name: str):
     """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
     layers."""
+    if name in OWN_LAYER:
+        return own_model(OWN_LAYER[name])
     if name in TAPPED:
         return random_model(TARGET_OF[name], num_hidden_layers=TAPPED[name])
     if name == "gemma4-E2B":  # a layer of each kind, and one of each that shares its keys
@@ -99,8 +106,10 @@ def character_tokenizer() -> Tokenizer:
 
 def export_config(name: str, folder: Path) -> ExportConfig:
     """Return the flags of the export of ``name`` from ``folder``'s target and draft to its ``out``."""
-    paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
-    lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": 12 if name == "auto" else 16}
+    draft = Path("mtp") if name in OWN_LAYER else folder / "draft"
+    paths = {"checkpoint": folder / "target", "draft": draft, "output_dir": folder / "out"}
+    chunk = {"auto": 12, "qwen3.5-9B": 40}.get(name, 16)
+    lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": chunk}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
     outputs["speculate"] = name in WITH_SPECULATE
     target = TARGET_OF.get(name, name)

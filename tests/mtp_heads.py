@@ -22,15 +22,31 @@ from eagle3.targets.text_part import build
 
 GOLDEN = Path(__file__).parent / "golden_mtp"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+EXPERTS_OF_QWEN = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 OWN = {
     "deepseek_v3": FAMILIES["deepseek_v3"],
     "glm4_moe": EXPERTS | {"use_qk_norm": True, "attention_bias": True},
     "glm4_moe_lite": {key: value for key, value in FAMILIES["deepseek_v3"].items() if key != "first_k_dense_replace"},
     "qwen3": {},
+    "qwen3_5_text": RECURRENT,
+    "qwen3_next": RECURRENT | EXPERTS_OF_QWEN,
 }
 """Targets with an MTP layer of their own: with latent attention and groups of experts, with partial rotary and experts,
-with latent attention and a list of which layers have experts, dense. The last is named as Qwen3-Next's is."""
+with latent attention and a list of which layers have experts, dense; recurrent layers, dense and with experts. The last
+three are named as Qwen3-Next's is."""
 MTP_KEYS = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
 """The keys by which transformers makes such a layer, of which Qwen3's and GLM-4.7-Flash's configurations have none."""
 
@@ -39,10 +55,17 @@ def own_config(model_type: str, **changes):
     return AutoConfig.for_model(model_type, **SIZE | OWN[model_type] | {"num_hidden_layers": 3} | changes)
 
 
-def save_target(folder: Path, model_type: str, **changes) -> Path:
-    """Save a random target of transformers with an MTP layer of its own, with random weights."""
+def own_model(model_type: str, **changes):
+    """A random target of transformers, without its MTP layer; the same at each call."""
+    torch.manual_seed(7)
     target = AutoModelForCausalLM.from_config(own_config(model_type, **changes)).eval().requires_grad_(False)
     randomize(target, seed=3)
+    return target
+
+
+def save_target(folder: Path, model_type: str, **changes) -> Path:
+    """Save a random target of transformers with an MTP layer of its own, with random weights."""
+    target = own_model(model_type, **changes)
     target.save_pretrained(folder)
     head, layers = transformers_head(target), target.config.num_hidden_layers
     generator = torch.Generator().manual_seed(5)
@@ -54,7 +77,7 @@ def save_target(folder: Path, model_type: str, **changes) -> Path:
         name.removeprefix("model.layers.0."): value for name, value in revert_weight_conversion(target, block).items()
     }
     outer = {name: value for name, value in head.layers[0].state_dict().items() if not name.startswith("mtp_block")}
-    if model_type == "qwen3":
+    if model_type.startswith("qwen3"):
         names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
         named = {f"mtp.layers.0.{name}": value for name, value in saved.items()}
         named |= {f"mtp.{names[name.partition('.')[0]]}.weight": value for name, value in outer.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted import scripted_metadata
 
-from eagle3.runner.contract import NO_DRAFT_VERSION, Metadata, MissingMetadata, format_version
+from eagle3.runner.contract import ROLLBACK_VERSION, Metadata, MissingMetadata, format_version
 
 PLAIN = replace(scripted_metadata(eos_ids=(1, 5)), manifest={"format_version": 1})
 
@@ -49,8 +49,9 @@ def test_what_a_runner_must_know_has_a_version_and_a_later_one_is_refused():
     assert format_version(**plain | {"has_speculate": True}) == 4
     assert format_version(**plain, has_draft_cache=False) == 5
     assert format_version(**plain, has_draft_cache=False, has_draft=False) == 6
-    later = replace(PLAIN, manifest={"format_version": NO_DRAFT_VERSION + 1})
-    with pytest.raises(ValueError, match="has format version 7, this runner reads 1 to 6: export it again"):
+    assert format_version(**plain, has_draft=False, has_states=True) == 7
+    later = replace(PLAIN, manifest={"format_version": ROLLBACK_VERSION + 1})
+    with pytest.raises(ValueError, match="has format version 8, this runner reads 1 to 7: export it again"):
         read(later.constant_methods())
 
 

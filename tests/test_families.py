@@ -26,6 +26,7 @@ TAPS = {
     **dict.fromkeys(("dflash2", "dspark"), "hidden_states 1, 3, 4"),
     "gemma4-E2B": "hidden_states 0, 3, 4",
     "mtp": "hidden_states 4 ",
+    "qwen3.5-9B": "the target's final state after its norm",
 }
 
 

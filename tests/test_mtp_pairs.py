@@ -11,9 +11,9 @@ from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from mtp_heads import CASES, GOLDEN, changed, drafter_of, plan_of, save_target, transformers_head
 from random_checkpoints import random_model, save_random_draft
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from scripted import ThreeMethods
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
@@ -29,7 +29,10 @@ from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
+from eagle3.targets.gated_delta import token_by_token
 
+ON_THE_CPU = {"backend": "xnnpack", "cuda_arch": None, "max_prefill": None}
+"""Flags for targets with recurrent layers."""
 SHARED = "the target's embedding (a copy would take 0.0 MB), the target's lm_head"
 
 
@@ -95,6 +98,30 @@ def test_its_proposals_are_those_of_transformers_generation_with_mtp(length, glm
     assert complete(session, prompt, max_new_tokens=40, stop_ids=[]).token_ids == tokens.tolist()
     wanted = {at: ids for at, ids in rounds if ids}
     assert len(wanted) > 20 and {at: session.rounds.get(at) for at in wanted} == wanted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_the_first_proposal_behind_recurrent_layers_is_transformers_mtp_layers(model_type, tmp_path):
+    """transformers generates with no assistant where layers are recurrent; its MTP layer is run over the whole text."""
+    main = AutoModelForCausalLM.from_pretrained(save_target(tmp_path / "target", model_type)).float()
+    layer = transformers_head(main, tmp_path / "target").layers[0]
+    session = Recorded(eager_session(plan_of(tmp_path / "target", **ON_THE_CPU)))
+    text = prompt_of(40) + complete(session, prompt_of(40), max_new_tokens=40, stop_ids=[]).token_ids
+    with token_by_token(main):
+        states = main.model(torch.tensor([text]), use_cache=False).last_hidden_state
+    assert main.lm_head(states).argmax(-1)[0, 39:-1].tolist() == text[40:]
+    compared = 0
+    for anchor, proposed in session.rounds.items():
+        positions = torch.arange(anchor)[None]
+        rotary = main.model.rotary_emb(states[:, :anchor], positions)
+        mask = torch.full((anchor, anchor), -torch.inf).triu(1)[None, None]
+        embedded = main.model.embed_tokens(torch.tensor([text[1 : anchor + 1]]))
+        given = {"position_embeddings": rotary, "attention_mask": mask, "position_ids": positions, "cache": None}
+        state = layer(embedded, states[:, :anchor], **given)
+        assert int(main.lm_head(state[:, -1]).argmax()) == proposed[0]
+        compared += 1
+    assert compared > 20
 
 
 @torch.no_grad()
@@ -255,13 +282,6 @@ def test_other_targets_are_refused_by_name(glm, qwen, tmp_path):
     assert "is a glm4_moe model with an MTP layer" in line and f"type --checkpoint {glm} --draft mtp" in line
     own = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
     assert "of a llama is not supported" in refusal(plan_of, changed(llama, tmp_path / "own", tensors=own))
-
-
-def test_a_hybrid_target_is_refused_by_name(tmp_path):
-    keys = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 96, "linear_num_value_heads": 4, "num_experts": 4}
-    AutoConfig.for_model("qwen3_next", **keys).save_pretrained(tmp_path)
-    save_file({"mtp.fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
-    assert "layer_types has linear_attention" in refusal(plan_of, tmp_path)
 
 
 def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):

@@ -11,7 +11,7 @@ from eagle3.targets import spec_for
 from eagle3.targets.attention import ForwardRows, Window, _attend
 
 NO_DECODER = ("bloom", "gpt2", "gpt_neox", "gptj", "jetmoe", "mpt", "opt")
-OTHER_LAYERS = {"qwen3_next": "linear_attention", "falcon_h1": "hybrid"}
+OTHER_LAYERS = {"kimi_linear": "linear_attention", "minimax": "linear_attention", "falcon_h1": "hybrid"}
 
 
 def refusal(config, folder) -> str:
@@ -34,11 +34,6 @@ def test_a_model_that_is_built_otherwise(model_type, tmp_path):
 def test_a_kind_of_layer_that_is_not_supported(model_type, tmp_path):
     line = refusal(CONFIG_MAPPING[model_type](), tmp_path)
     assert f"({model_type})" in line and f"layer_types has {OTHER_LAYERS[model_type]}" in line and "--list-t" in line
-
-
-def test_a_multimodal_model_with_layers_of_such_a_kind(tmp_path):
-    line = refusal(CONFIG_MAPPING["qwen3_5"](), tmp_path)
-    assert "(qwen3_5_text)" in line and "linear_attention" in line
 
 
 def test_a_multimodal_model_whose_head_is_in_another_place(tmp_path):

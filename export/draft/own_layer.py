@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from eagle3.export.draft.description import DraftDescription
 
-MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3")
+ZERO_CENTERED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Targets whose norms multiply by 1 + weight, those around their MTP layer too (vLLM's qwen3_next_mtp.py)."""
+MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", *ZERO_CENTERED)
 """Targets whose MTP layers are read."""
 OF_DEEPSEEK = {"shared_head.norm.": "norm.", **{f"{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")}}
 """Names in DeepSeek V3 and GLM-4.5 behind ``model.layers.N.``, N the number of the target's layers, and the head's.

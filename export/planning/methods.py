@@ -8,7 +8,7 @@ from eagle3.export.draft.description import DraftDescription
 from eagle3.export.planning.config import NO_HEAD, ExportConfig
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TargetSpec
-from eagle3.targets.spec import sliding_window
+from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent, sliding_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -92,6 +92,9 @@ def plan_methods(
             "--draft with a head of smaller blocks"
         )
     min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
+    if is_recurrent(target_config):
+        check_recurrent(config, target_config)
+        min_prefill = max(min_prefill, ROLLBACK_ROWS + 2)  # a traced length of 1 is not dynamic
     if config.draft_window is not None and longest < min_prefill:
         raise ValueError(
             f"--draft-window {config.draft_window} leaves chunks of {longest} tokens, but prefill takes {min_prefill} "
@@ -125,6 +128,22 @@ def plan_methods(
     if config.with_forward:
         methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))
     return tuple(methods)
+
+
+def check_recurrent(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
+    """Raise ValueError for what is not there for a target with recurrent layers."""
+    model = target_config.model_type
+    if not BACKENDS[config.backend].rolls_back_states:
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.rolls_back_states)
+        raise ValueError(
+            f"the target ({model}) has layers with a recurrent state, which --backend {config.backend} does not "
+            f"compute yet: type --backend {able}"
+        )
+    if config.with_forward:
+        raise ValueError(
+            f"--with-forward: the target ({model}) has layers with a recurrent state, and ExecuTorch's own runner does "
+            "not say what it takes back: leave it out"
+        )
 
 
 def draft_rows(draft: DraftDescription, chain_len: int) -> int:

@@ -15,6 +15,8 @@ LOGITS = 3.0
 """The standard deviation of logits before scales and caps: a cap of 30 bends them and does not saturate."""
 NOISE = 0.5
 """The most that is added to an entry of a vector."""
+STEPS = -6.0, -2.0
+"""The range of a recurrent layer's ``dt_bias``: its state remembers 5 to 50 tokens, not one."""
 FAINT, FAINT_EVERY = 1e-3, 8
 """Every eighth row of an embedding is multiplied by 1e-3: beside such a row a norm's epsilon, about 1e-6, is not
 small."""
@@ -36,7 +38,9 @@ def randomize(model: PreTrainedModel | TextPart, seed: int) -> None:
             if id(tensor) in done:
                 continue
             done.add(id(tensor))
-            if tensor.dim() < 2:
+            if name == "dt_bias":
+                tensor.copy_(STEPS[0] + (STEPS[1] - STEPS[0]) * torch.rand(tensor.shape, generator=generator))
+            elif tensor.dim() < 2:
                 is_norm = name == "weight" and "norm" in type(module).__name__.lower()
                 tensor.copy_(_vector(tensor, is_norm, factors.get(id(tensor), 1.0), generator))
             else:

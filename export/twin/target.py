@@ -32,6 +32,7 @@ from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import common_fields, from_common_fields, known_fields, shrink
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import EagerAttention
+from eagle3.targets.gated_delta import token_by_token
 from eagle3.targets.text_part import TextPart, build
 
 if TYPE_CHECKING:
@@ -235,7 +236,8 @@ def _recomputed(model: "PreTrainedModel | TextPart", tokens: Tensor) -> dict[str
         states[len(layers)] = output[0] if isinstance(output, tuple) else output
 
     hooks.append(layers[-1].register_forward_hook(keep_output))
-    logits = model(tokens, use_cache=False).logits.float()
+    with token_by_token(model):
+        logits = model(tokens, use_cache=False).logits.float()
     for hook in hooks:
         hook.remove()
     for index in reversed(range(len(layers))):

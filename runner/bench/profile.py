@@ -22,7 +22,7 @@ from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.artifact.xnnpack_graph import read_graphs
 from eagle3.runner.bench.machine import cores, machine
 from eagle3.runner.console.command import calm_stderr
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
@@ -69,14 +69,14 @@ def profile(path: Path) -> dict[str, Any]:
             "multiply_ms": multiply_adds / multiply_adds_a_ms,
             **traced(artifact, name, call),
         }
-    return {"position": step_position(artifact.metadata.max_seq_len), "machine": machine(None), "methods": methods}
+    return {"position": profile_position(artifact.metadata), "machine": machine(None), "methods": methods}
 
 
 def calls(session: Session) -> dict[str, Call]:
     """Return a call of each method as generation makes it: the longest prefill chunk, a verify window, a token. The
     chunk begins earlier if it would exceed the context."""
     metadata = session.metadata
-    at, chunk = step_position(metadata.max_seq_len), metadata.max_prefill
+    at, chunk = profile_position(metadata), metadata.max_prefill
     window = metadata.usual_window
     first = min(at, metadata.max_seq_len - chunk)
     tokens, positions = torch.arange(1, chunk + 1)[None] % metadata.vocab_size, session.positions
@@ -94,6 +94,12 @@ def calls(session: Session) -> dict[str, Call]:
     if session.has_speculate and at + 2 * window <= metadata.max_seq_len:
         found[SPECULATE] = Call(window, lambda session: session.speculate(rows, positions[at : at + window]))
     return found
+
+
+def profile_position(metadata: Metadata) -> int:
+    """Return the position of the calls: with recurrent layers 0, since a traced method runs in a session of its own,
+    whose states are empty."""
+    return step_position(metadata.max_seq_len) if metadata.rollback_rows is None else 0
 
 
 def traced(artifact: Artifact, name: str, call: Call) -> dict[str, Any]:

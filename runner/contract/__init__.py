@@ -31,6 +31,9 @@ position, because nothing is written behind it.
 There may be no draft head (``get_has_draft`` is False, ``--draft none``). Then there is no ``draft_decode``, the
 target's methods return no feature, and prompt lookup is all that proposes.
 
+Recurrent layers of a target can take back ``get_rollback_rows`` rows: see there. A call commits every position before
+its first one, and of more rows than that all but its last ones.
+
 ``target_verify`` takes up to ``get_verify_rows`` rows, ``chain_len`` + 1 where there is no such key.
 
 ``speculate`` is a fused round: a whole greedy round at the artifact's own chain length, with a verify window of C
@@ -71,7 +74,7 @@ WORKSPACE = "workspace_bytes"
 LACKING = "lacking"
 """Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION, NO_DRAFT_CACHE_VERSION = 1, 2, 3, 4, 5
-NO_DRAFT_VERSION = 6
+NO_DRAFT_VERSION, ROLLBACK_VERSION = 6, 7
 
 
 def format_version(
@@ -81,9 +84,12 @@ def format_version(
     has_speculate: bool,
     has_draft_cache: bool = True,
     has_draft: bool = True,
+    has_states: bool = False,
 ) -> int:
     """Return the lowest version whose runners can read such an artifact. Runners that know logits know
     ``get_max_context_len`` too."""
+    if has_states:
+        return ROLLBACK_VERSION
     if not has_draft:
         return NO_DRAFT_VERSION
     if not has_draft_cache:
@@ -143,6 +149,9 @@ class Metadata:
     """int64 [draft_vocab_size]: the target's id of each draft id; None if they are the same, and without logits."""
     verify_rows: int | None = _key("get_verify_rows", default=None)
     """The longest verify window; None: the chain length and one more."""
+    rollback_rows: int | None = _key("get_rollback_rows", default=None)
+    """The rows of a call that a target with recurrent layers can take back; None: every position may be written again
+    at any time."""
     forward_len: int | None = _key("get_max_context_len", default=None)
     """The longest chunk of ``forward``, None without that method. With it, the constant methods have the meaning that
     ExecuTorch's runner expects: ``get_max_seq_len`` is this length, ``get_max_context_len`` the number of slots."""
@@ -189,10 +198,10 @@ class Metadata:
             values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version not in range(FORMAT_VERSION, NO_DRAFT_VERSION + 1):
+        if version not in range(FORMAT_VERSION, ROLLBACK_VERSION + 1):
             raise ValueError(
                 f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} to "
-                f"{NO_DRAFT_VERSION}: export it again, or install the eagle3-export that made it"
+                f"{ROLLBACK_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)
 

@@ -69,6 +69,8 @@ def _rms_norm(module: nn.Module, width: int) -> tuple[int, float, Tensor | None]
     shape: Sequence[int] = getattr(module, "normalized_shape", (width,)) if weight is None else weight.shape
     if "Norm" not in type(module).__name__ or not isinstance(eps, float) or len(shape) != 1 or not shape[0]:
         return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # a recurrent layer's norm takes a gate too
+        return None
     x = torch.linspace(-1, 2, 2 * shape[0]).reshape(2, -1)
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     found = module(x)

@@ -20,6 +20,7 @@ from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_hea
 from eagle3.export.lowering.xnnpack.full_attention import FullAttention
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
+from eagle3.export.lowering.xnnpack.recurrent import use_cpu_recurrence
 from eagle3.export.lowering.xnnpack.redundant import computed_once, remove_no_ops
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears, splits
@@ -32,6 +33,7 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
     """Prepare ``model`` for a trace: norms, rotary embeddings and GELUs in XNNPACK's form, and products that suit a
     verify window of ``rows``."""
     use_product_norms(model)
+    use_cpu_recurrence(model)
     if splits():
         split_wide_linears(model, rows)
     kinds = (FullAttention, LlmOpsAttention)

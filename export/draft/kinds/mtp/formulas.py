@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle3.export.draft.own_layer import ZERO_CENTERED
+
 
 @dataclass(frozen=True)
 class Drafter:
@@ -41,4 +43,5 @@ class Drafter:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(variance + self.model.config.rms_norm_eps) * self.tensors[name]
+        factor = self.tensors[name] + (self.model.config.model_type in ZERO_CENTERED)
+        return x * torch.rsqrt(variance + self.model.config.rms_norm_eps) * factor

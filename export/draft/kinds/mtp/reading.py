@@ -137,7 +137,8 @@ def check_pair(
 
 
 def _check_count(config: Mapping[str, Any], file: Path) -> None:
-    layers = count(config, COUNT, count(config, "num_mtp_layers", 1, file, least=0), file, least=0)
+    others = next((name for name in ("num_mtp_layers", "mtp_num_hidden_layers") if name in config), COUNT)
+    layers = count(config, COUNT, count(config, others, 1, file, least=0), file, least=0)
     if layers != 1:
         raise ValueError(f"{file}: {COUNT} is {layers}, but MTP heads of one layer are what is supported")
 

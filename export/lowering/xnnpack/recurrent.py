@@ -1,0 +1,39 @@
+"""Recurrent layers on the CPU: rings written in place, and the bulk of a prefill chunk by ExecuTorch's own operators.
+
+``index_copy_`` would lower to an ``index_put`` that copies a whole ring, and the reference's loop over parts of a chunk
+takes a length that is known when the chunk is traced.
+"""
+
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
+import torch
+from torch import Tensor, nn
+
+from eagle3.targets.gated_delta import GatedDeltaState
+from eagle3.targets.recurrent import Ring
+
+
+class InPlaceRing(Ring):
+    """Writes by ``llama::update_cache_with_indices``."""
+
+    def _write(self, rows: Tensor, slots: Tensor) -> None:
+        torch.ops.llama.update_cache_with_indices(rows.contiguous(), self.rows, 0, slots[None])
+
+
+class SequentialState(GatedDeltaState):
+    """Runs the rows that are committed by ``llama::gated_delta_rule``, one after the other."""
+
+    def _bulk(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        given = self._for_values(query), self._for_values(key), value, decay.exp(), beta, state
+        out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in given))
+        return out[0], state[0]
+
+
+def use_cpu_recurrence(model: nn.Module) -> None:
+    """Let the recurrent layers of ``model`` compute by ExecuTorch's operators, in place."""
+    for module in model.modules():
+        if type(module) is Ring:
+            module.__class__ = InPlaceRing
+        elif type(module) is GatedDeltaState:
+            module.__class__ = SequentialState
