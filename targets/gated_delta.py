@@ -98,8 +98,8 @@ class GatedDeltaState(nn.Module):
             return out
         bulk = rows.length - ROLLBACK_ROWS
         given = (query, key, value, decay, beta)
-        first = [each[:, :bulk] for each in given]
-        out, state = self._bulk(*first, state=state)
+        of_first = (each[:, :bulk] for each in given)
+        out, state = self._bulk((*of_first,), state)
         query, key, value, decay, beta = (each[:, bulk:] for each in given)
         tail, update = self._window(query, key, value, decay, beta, state, rows.masks)
         self._keep(rows.input_pos[-1:] + torch.arange(1 - ROLLBACK_ROWS, 1), key, update, decay)
@@ -145,10 +145,10 @@ class GatedDeltaState(nn.Module):
         update = torch.bmm(inverse, (value - reads[:, :length]) * beta.unsqueeze(-1))
         return reads[:, length:] + torch.bmm(dots[:, length:], update), update
 
-    def _bulk(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs [value heads, T, d_v] of rows that are committed, and the state behind them."""
+    def _bulk(self, given: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs [value heads, T, d_v] of rows that are committed, and the state behind them. ``given``:
+        query, key, value, decay and beta, as in ``forward``."""
+        query, key, value, decay, beta = given
         outs = []
         for start in range(0, key.shape[1], ROLLBACK_ROWS):
             part = slice(start, start + ROLLBACK_ROWS)

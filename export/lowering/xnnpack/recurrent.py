@@ -22,11 +22,10 @@ class InPlaceRing(Ring):
 class SequentialState(GatedDeltaState):
     """Runs the rows that are committed by ``llama::gated_delta_rule``, one after the other."""
 
-    def _bulk(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        given = self._for_values(query), self._for_values(key), value, decay.exp(), beta, state
-        out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in given))
+    def _bulk(self, given: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value, decay, beta = given
+        inputs = self._for_values(query), self._for_values(key), value, decay.exp(), beta, state
+        out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in inputs))
         return out[0], state[0]
 
 
