@@ -4,7 +4,8 @@ The exporter recorded each launch with its grid and the bytes that it reads (``e
 kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at least the longest of
 
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
-- issue: the warp instructions divided by four schedulers per SM; for a kernel with a matmul, those of its main loop;
+- issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
+  sm_90, whichever takes longer; for a kernel with a matmul, those of its main loop;
 - latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; behind
   attention the loads with which what its programs computed is added, by the last program or by a launch of its own.
 
@@ -33,7 +34,7 @@ from eagle3.runner.machine_code.sass import Code, Loop, read_codes
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
 LATENCY_SECONDS = 0.5e-6
-"""Latency of a load on a busy GPU."""
+"""The least latency of a load from memory. On a busy H200 the first one took 1 us."""
 WARP, SCHEDULERS = 32, 4
 SUMS_AHEAD = 2
 """The chunks whose sums attention's last program loads at a time."""
@@ -85,6 +86,13 @@ class Context(NamedTuple):
 
 
 NO_CONTEXT = Context()
+
+
+class Issued(NamedTuple):
+    """The warp instructions of a launch: ``all`` of them, and those of ``sass.ALU``."""
+
+    all: float
+    alu: float
 
 
 def chunks(positions: int, chunk: int, equal: int) -> int:
@@ -201,11 +209,12 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
     if loop:  # one iteration of the machine code does ``passes`` iterations of the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
-        instructions = loop.instructions * warps * products["iterations"] / passes
+        scale = warps * products["iterations"] / passes
+        issued = Issued(loop.instructions * scale, loop.alu * scale)
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
     else:
         per_weight, thread_bytes = None, code.load_bytes
-        instructions = code.instructions * warps * blocks
+        issued = Issued(code.instructions * warps * blocks, code.alu * warps * blocks)
     in_flight = thread_bytes * entry["threads"]
     return {
         **entry,
@@ -218,9 +227,7 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
         "seconds": {
-            gpu.name: _seconds(
-                entry, cache_bytes, buffer_bytes, blocks, code.registers, instructions, in_flight, adding, gpu
-            )
+            gpu.name: _seconds(entry, cache_bytes, buffer_bytes, blocks, code.registers, issued, in_flight, adding, gpu)
             for gpu in gpus
         },
     }
@@ -258,7 +265,7 @@ def _seconds(
     buffer_bytes: list[int],
     blocks: int,
     registers: int,
-    instructions: float,
+    issued: Issued,
     in_flight: int,
     adding: float,
     gpu: Gpu,
@@ -271,6 +278,6 @@ def _seconds(
     blocks = min(blocks, gpu.multiprocessors * on_one)
     return {
         "memory": size / gpu.bandwidth,
-        "issue": instructions / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
+        "issue": max(issued.all, gpu.alu_slots * issued.alu) / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
         "latency": adding + (LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0),
     }
