@@ -3,12 +3,14 @@
 import re
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from kernel_usage import usage
 from test_small_m import activations, int4_weight
 from torch import Tensor
-from triton_interpreter import interpreted
+from triton.runtime.interpreter import InterpreterBuilder
+from triton_interpreter import interpreted, words_read
 
 from eagle3.export.lowering.cuda.kernels import int4, int4_records, small_m, sums
 from eagle3.export.lowering.cuda.kernels.int4_records import records, shares, unpacked
@@ -165,6 +167,57 @@ def test_what_l2_is_asked_for_is_of_the_weights(asked):
     first, last = homes[of_next]
     assert ranges and all(first <= begin and end <= last for begin, end in ranges)
     assert all(begin % 16 == 0 and end % 16 == 0 for begin, end in ranges)
+
+
+def within(addresses: list, *tensors: Tensor) -> bool:
+    """Return True if words of 32 bits at all ``addresses`` lie in one of the tensors."""
+    places = np.concatenate([each.ravel() for each in addresses])
+    homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
+    return bool(np.any([(places >= first) & (places + 4 <= last) for first, last in homes], 0).all())
+
+
+def test_nothing_is_read_behind_the_records():
+    """They lie in the middle of a tensor: what is before and behind them is not touched."""
+    weight = records(*int4_weight(128, 768))
+    room = torch.zeros(3, weight.numel(), dtype=torch.uint8)
+    room[1] = weight.flatten()
+    packed = room[1].view(weight.shape)
+    with words_read() as read:
+        run(activations(3, 768), packed)
+    assert read and within(read, packed)
+
+
+def test_only_weights_are_read_before_the_wait_and_nothing_is_written():
+    """What another launch may still write is touched behind the wait alone, by every program."""
+    x, packed, before = activations(3, 768), records(*int4_weight(128, 768)), [True]
+    touched, place = [], InterpreterBuilder.set_grid_idx
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def placed(self, *at):
+        before[0] = True
+        place(self, *at)
+
+    def loaded(self, ptrs, mask, *rest):
+        if before[0]:
+            touched.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
+        return load(self, ptrs, mask, *rest)
+
+    def stored(self, *rest):
+        assert not before[0]
+        return store(self, *rest)
+
+    waits = {"gdc_wait": lambda: before.__setitem__(0, False), "gdc_launch_dependents": lambda: None}
+    builder = {"set_grid_idx": placed, "create_masked_load": loaded, "create_masked_store": stored}
+    with (
+        interpreted(sums, small_m, int4_records),
+        patch.multiple(int4_records, **waits),
+        patch.multiple(InterpreterBuilder, **builder),
+    ):
+        found = int4_records._launch_records(
+            int4_records.int4_records_kernel, x, packed, sums.counters(), "", 8, 1, EARLY=True
+        )
+    assert not before[0] and within(touched, packed)
+    assert torch.equal(found, run(x, packed))
 
 
 @pytest.mark.parametrize(("dtype", "k", "expected"), [

@@ -12,7 +12,8 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
 Without a context they are left out. Choices of experts are taken to differ as far as they can, which is the most that
 can be read: where rows choose alike, a call may take less. Kernels run one after the other, with ``LAUNCH_SECONDS``
-between them unless a CUDA graph is replayed. Nothing here is measured; a GPU takes longer.
+between them unless a CUDA graph is replayed. A bound is not measured, and a GPU takes longer: how long is estimated
+from measured times by ``estimate.py``.
 """
 
 import math
@@ -27,6 +28,7 @@ from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
+from eagle3.runner.cost.estimate import estimate, kernel_seconds, of_seconds
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 from eagle3.runner.machine_code.ptx import Load, loads
 from eagle3.runner.machine_code.sass import Code, Loop, read_codes
@@ -111,7 +113,7 @@ def cost(
     steps: int,
     context: Context = NO_CONTEXT,
 ) -> dict[str, Any]:
-    """Return the bounds of ``methods`` and of a ``round``; times are in seconds.
+    """Return the bounds and estimates of ``methods`` and of a ``round``; times are in seconds.
 
     A round is one ``target_verify`` and ``steps`` calls of ``draft_decode``, or one ``speculate``. ``kernels`` holds
     fatbins by method and name. Raises ValueError if a kernel is missing or does not fit on a GPU.
@@ -136,8 +138,8 @@ def cost(
 
 
 def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
-    """Return the calls, launches and bounds of a round. Its memory limit counts the target's weights and caches once
-    and the draft's once per step, whichever methods it calls."""
+    """Return the calls, launches, bounds and estimates of a round. Its memory limit counts the target's weights and
+    caches once and the draft's once per step, whichever methods it calls."""
     apart = {TARGET_VERIFY: 1} | ({DRAFT_DECODE: steps} if DRAFT_DECODE in methods else {})
     calls = {SPECULATE: 1} if SPECULATE in methods else apart
 
@@ -149,7 +151,13 @@ def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str,
         gpu.name: _bound(added("limit", apart, gpu), added("bound", calls, gpu), launches * LAUNCH_SECONDS)
         for gpu in gpus
     }
-    return {"calls": calls, "launches": launches, "bounds": bounds}
+    estimates = {
+        gpu.name: of_seconds(
+            sum(count * methods[name]["estimates"][gpu.name]["seconds"] for name, count in calls.items()), gpu
+        )
+        for gpu in gpus
+    }
+    return {"calls": calls, "launches": launches, "bounds": bounds, "estimates": estimates}
 
 
 def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list[Gpu]) -> dict[str, Any]:
@@ -171,6 +179,7 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
         "launches": by_kind | {"all": total},
         "kernels": found,
         "bounds": bounds,
+        "estimates": {gpu.name: estimate(found, gpu) for gpu in gpus},
     }
 
 
@@ -216,20 +225,22 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         per_weight, thread_bytes = None, code.load_bytes
         issued = Issued(code.instructions * warps * blocks, code.alu * warps * blocks)
     in_flight = thread_bytes * entry["threads"]
+    seconds = {
+        gpu.name: _seconds(entry, cache_bytes, buffer_bytes, blocks, code.registers, issued, in_flight, adding, gpu)
+        for gpu in gpus
+    }
+    launch = {**entry, "cache_bytes": cache_bytes}
     return {
-        **entry,
+        **launch,
         "kind": kind_of(entry["kernel"]),
-        "cache_bytes": cache_bytes,
         "registers": code.registers,
         "spill_bytes": code.spill_bytes,
         "instructions_per_weight": per_weight,
         "bytes_in_flight": in_flight,
         "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
-        "seconds": {
-            gpu.name: _seconds(entry, cache_bytes, buffer_bytes, blocks, code.registers, issued, in_flight, adding, gpu)
-            for gpu in gpus
-        },
+        "seconds": seconds,
+        "estimates": {gpu.name: kernel_seconds(launch, rows, gpu, max(seconds[gpu.name].values())) for gpu in gpus},
     }
 
 

@@ -1,5 +1,6 @@
 """Linear layers of few rows over INT4 weights in records: a second kernel beside that of ``int4.py``, with fewer
-instructions a weight and more programs on a multiprocessor. It was never timed, so no export takes it; ``scripts/gpu_tournament.py`` times both.
+instructions a weight and more programs on a multiprocessor. No export takes it, since it was never timed:
+``scripts/gpu_tournament.py`` times both.
 
 A record holds all that 32 outputs need of a block of 256 of K, 4,736 bytes: words [group 8][r 8][c 4][mid 4] of 8 codes
 each, scales and zero points [group][output][2], steps [output][2]. Output 4 r + mid, word c of a group: a lane's 16
@@ -261,6 +262,7 @@ def _finish(
     whole = lowest == highest
     if not whole:
         size = tl.full((), N, tl.int64) * M
+        PARTS = PARTS.to(tl.pointer_type(tl.float32), bitcast=True)  # counters where no tile is shared
         tl.store(PARTS + (pid - lowest) * size + at, total, mask=here)
         counter = ARRIVED + tl.program_id(1) * (N // 64) + tile
         if arrive(counter) == highest - lowest:
