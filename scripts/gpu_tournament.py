@@ -6,8 +6,10 @@
 The machine code is made by this machine's Triton; there it is launched through CUDA's driver. Stages of a run:
 
 1. ``right``: outputs against the plain product, the bits of variants that add in the same order, and counters.
-2. ``alone``: each variant on each linear, over weights that no L2 holds, twice: the difference is the noise.
-3. ``layers``: the linears of 60 layers in a row, with waits where attention and norms are, as in a round.
+2. ``gaps``: kernels that do nothing, in a row, launched early and not: what a launch costs in a graph.
+3. ``alone``: each variant on each linear, over weights that no L2 holds, twice: the difference is the noise.
+4. ``resident``: the same over one weight that L2 holds: what is left is not memory's.
+5. ``layers``: the linears of 60 layers in a row, with waits where attention and norms are, as in a round.
 """
 
 import json
@@ -29,12 +31,14 @@ from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels.sums import counters, gated, made_for_named
 
-STAGES = ("right", "alone", "layers")
+STAGES = ("right", "gaps", "alone", "resident", "layers")
 CLOSE = 2**-7
 """The largest error of an output, as a share of the largest output."""
 CHECKED = 1024
 """Outputs at each end, of each half of a gate, that are compared with the plain product."""
-LAYERS, COPIES = 60, 4
+LAYERS, COPIES, EMPTY = 60, 4, 500
+HELD = 30e6
+"""The most bytes of a weight that L2 holds for sure."""
 WAITS = {"sliding_qkv": 10_000, "sliding_o": 2_000, "down": 2_000}
 """Nanoseconds behind a linear: attention, and norms."""
 Linears = dict[str, tuple[int, int, str]]
@@ -146,6 +150,28 @@ class Run:
                 times = [microseconds(calls) for _ in range(2)]
                 self.found["alone"][name] = {"us": times, "bytes": size}
                 click.echo(f"alone  {name:50} {times[0]:8.2f} {times[1]:8.2f} us {size / times[1] / 1e6:6.2f} TB/s")
+
+    def gaps(self) -> None:
+        for early in (False, True):
+            us = microseconds(self.gap_calls(early))
+            self.found["gaps"]["early" if early else "plain"] = us
+            click.echo(f"gaps   {'early' if early else 'plain':50} {us:8.2f} us a kernel")
+
+    def gap_calls(self, early: bool) -> list[Callable[[], None]]:
+        return [partial(wait, Launching(wait_kernel, self.cubins), self.arrived, 0, early)] * EMPTY
+
+    def resident(self) -> None:
+        for linear, rows, variant in cases(self.linears):
+            n, k, activation = self.linears[linear]
+            name = name_of(linear, rows, variant)
+            weight = variant.lay_out(*made(variant.format, n, k, "meta"))
+            if sum(part.nbytes for part in weight) > HELD or self.found["right"].get(name):
+                continue
+            weight = variant.lay_out(*made(variant.format, n, k, self.device))
+            x = torch.randn(rows, k, device=self.device).bfloat16()
+            us = microseconds([partial(self.launch, variant, x, weight, activation, weight)] * 20)
+            self.found["resident"][name] = us
+            click.echo(f"resident {name:48} {us:8.2f} us")
 
     def layers(self) -> None:
         order = [linear for linear in ROUND if linear in self.linears]

@@ -36,6 +36,9 @@ def main() -> None:
             if variant.format == "int4":
                 weights = {name: variant.lay_out(*made("int4", *LINEARS[name][:2], "cpu")) for name in order}
                 run.layers_of(variant, order, inputs, [weights] * 4)()
+    for early in (False, True):
+        for call in run.gap_calls(early):
+            call()
     click.echo(f"{device.calls('cuLaunchKernelEx')} launches")
     assert device.journal() == [], device.journal()
 

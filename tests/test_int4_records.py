@@ -148,8 +148,14 @@ def test_each_program_has_an_even_share_and_no_tile_has_more_parts_than_there_is
             assert parts <= found.parts <= blocks
 
 
-@pytest.mark.parametrize("asked", [{"AHEAD": 4}, {"FIRST": 1}, {"OF_NEXT": 128}, {"AHEAD": 4, "FIRST": 2}])
-def test_what_l2_is_asked_for_is_of_the_weights(asked):
+@pytest.mark.parametrize(
+    ("asked", "any_asked"),
+    [
+        ({"AHEAD": 4}, True), ({"FIRST": 1}, True), ({"OF_NEXT": 128}, True), ({"AHEAD": 4, "FIRST": 2}, True),
+        ({"FIRST": 12}, False),  # more than any program's share
+    ],
+)  # fmt: skip
+def test_what_l2_is_asked_for_is_of_the_weights(asked, any_asked):
     """Of the program's own records and of the next matmul's weights, and nothing behind their ends."""
     x, packed, following = activations(2, 4096), records(*int4_weight(128, 4096)), records(*int4_weight(64, 512))
     ranges = []
@@ -165,7 +171,7 @@ def test_what_l2_is_asked_for_is_of_the_weights(asked):
     homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (packed, following)]
     of_next = "OF_NEXT" in asked
     first, last = homes[of_next]
-    assert ranges and all(first <= begin and end <= last for begin, end in ranges)
+    assert bool(ranges) == any_asked and all(first <= begin and end <= last for begin, end in ranges)
     assert all(begin % 16 == 0 and end % 16 == 0 for begin, end in ranges)
 
 

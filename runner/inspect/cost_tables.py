@@ -97,8 +97,8 @@ def _bounds_table(cost: dict[str, Any]) -> "Table":
         for gpu, bound in part["bounds"].items()
     )
     gap = cost["assumed"]["launch_seconds"] * 1e6
-    columns = ("call", "GPU", "memory limit", "bound", f"with {gap:.0f} us a launch", "share", "share with launches")
-    columns += (f"estimate, from an {MEASURED_ON}",)
+    shares = f"with {gap:.0f} us a launch", "share", "share with launches"
+    columns = ("call", "GPU", "memory limit", "bound", *shares, f"estimate, from an {MEASURED_ON}")
     caches = f" and the caches of {cost['context']:,} tokens" if cost["context"] else ""
     title = (
         f"Lower bounds and estimates in ms (memory limit: every weight{caches} read once; share: the limit's share of "
