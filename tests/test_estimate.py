@@ -95,4 +95,4 @@ def test_another_gpu_is_scaled_and_says_so():
 
 def test_no_estimate_is_below_the_bound_and_many_rows_take_a_multiple_of_it():
     assert kernel_seconds(entry("int4_small_m_kernel_0", 1000), 4, H200, 1.0) == 1.0
-    assert kernel_seconds(entry("_int4_matmul_kernel_0", 1000), 1024, H200, 1e-3) == pytest.approx(2.4e-3)
+    assert kernel_seconds(entry("_int4_matmul_kernel_0", 1000), 1024, H200, 1e-3) == pytest.approx(2.7e-3)
