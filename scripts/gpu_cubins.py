@@ -30,7 +30,7 @@ FREE_SHARED = 48 << 10
 
 
 class Kernel(Protocol):
-    """What a launch function takes in place of a kernel of Triton."""
+    """A stand-in for a kernel of Triton, as launch functions take one."""
 
     def __getitem__(self, grid: tuple[Any, ...], /) -> Callable[..., None]: ...
 

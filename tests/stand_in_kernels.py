@@ -134,7 +134,7 @@ class Kernels:
         """False: launches are checked, and leave memory as it is."""
         self.running: Launch | None = None
         self.waits = False
-        """Whether the program that runs now has yet to wait for the launches before it."""
+        """True while the program that runs now has yet to wait for the launches before it."""
         self.written: set[int] = set()
         """First addresses of the allocations that launches have written to."""
         device.start(self._found, self._launched)

@@ -18,7 +18,7 @@ from eagle3.runner.hardware.gpus import BY_ARCH
 
 TYPES = ["*bf16", "*u8", "*u8", "*i32", "*fp32", "*bf16", "i32"]
 LINEARS = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "o": (5376, 8192)}
-"""Of Gemma 4 31B, N x K."""
+"""Linears of Gemma 4 31B, N x K."""
 
 
 def run(x: Tensor, packed: Tensor, activation: str = "", multiprocessors: int = 1, arrived=None, **asked) -> Tensor:
@@ -156,7 +156,7 @@ def test_each_program_has_an_even_share_and_no_tile_has_more_parts_than_there_is
     ],
 )  # fmt: skip
 def test_what_l2_is_asked_for_is_of_the_weights(asked, any_asked):
-    """Of the program's own records and of the next matmul's weights, and nothing behind their ends."""
+    """It is asked for the program's own records and the next matmul's weights, and for nothing behind their ends."""
     x, packed, following = activations(2, 4096), records(*int4_weight(128, 4096)), records(*int4_weight(64, 512))
     ranges = []
 
@@ -194,7 +194,7 @@ def test_nothing_is_read_behind_the_records():
 
 
 def test_only_weights_are_read_before_the_wait_and_nothing_is_written():
-    """What another launch may still write is touched behind the wait alone, by every program."""
+    """Every program touches what another launch may still write behind the wait alone."""
     x, packed, before = activations(3, 768), records(*int4_weight(128, 768)), [True]
     touched, place = [], InterpreterBuilder.set_grid_idx
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
