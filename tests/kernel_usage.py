@@ -33,12 +33,17 @@ class Usage:
         return len(self.loop) * 32 * warps / weights
 
 
-def usage(kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int) -> Usage:
-    """``types`` are those of the arguments that are no constants. Fails where a barrier lacks."""
+def usage(
+    kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int, registers: int | None = None
+) -> Usage:
+    """``types`` are those of the arguments that are no constants; ``registers``: the most that it may take. Fails where
+    a barrier lacks."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "maxnreg": registers}
+    )
     assert faults(compiled.asm["ptx"], dict(enumerate(kernel.arg_names))) == []
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])

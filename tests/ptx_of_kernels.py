@@ -21,6 +21,7 @@ from eagle3.export.lowering.cuda.kernels import (
     int4,
     int4_experts,
     int4_matmul,
+    int4_records,
     int8_experts,
     int8_matmul,
     k_quant_matmul,
@@ -47,6 +48,7 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 CODES, STEPS = on_meta(TILES, BLOCKS, 8, 128, 2), on_meta(TILES, BLOCKS, 128, 2, dtype=torch.float16)
 INT4 = [on_meta(OUTPUTS, INPUTS // 2)], CODES, STEPS
 PAIR = INT4[0] * 2, *(on_meta(2 * TILES, *part.shape[1:], dtype=part.dtype) for part in INT4[1:])
+RECORDS = (on_meta(OUTPUTS // 32, BLOCKS, 4736),)
 INT8 = (
     on_meta(OUTPUTS, INPUTS, dtype=torch.int8),
     on_meta(OUTPUTS, INPUTS // 32, dtype=torch.bfloat16),
@@ -140,6 +142,11 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),
     "int4 of 16 rows": (int4.int4_small_m_kernel, product(int4._launch_int4, 16, INT4)),
     "int4 of a gate": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, PAIR, activation=GELU_TANH)),
+    "int4 records": (int4_records.int4_records_kernel, product(int4_records._launch_records, 4, RECORDS)),
+    "int4 records of a gate": (
+        int4_records.int4_records_kernel,
+        product(int4_records._launch_records, 4, RECORDS, activation=GELU_TANH),
+    ),
     "int8": (small_m._int8_small_m_kernel, product(small_m._launch_int8, 4, INT8)),
     "bf16": (bf16._bf16_small_m_kernel, product(bf16._launch_bf16, 4, BF16)),
     "bf16 of a gate": (bf16._bf16_small_m_kernel, product(bf16._launch_bf16, 4, BF16, activation=SILU)),
@@ -181,7 +188,7 @@ def ptx_of(kernel: triton.JITFunction, launch: Callable, arch: str) -> str:
     recorded = Recorded()
     launch(recorded)
     arguments, constants = recorded.calls[0]
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     types = [TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32" for value in arguments]
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}

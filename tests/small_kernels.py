@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from stand_in_driver import StandIn
+from stand_in_driver import Attribute, Configuration, StandIn
 from stand_in_kernels import Kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -43,6 +43,31 @@ def arrive_and_leave(ARRIVED, OUT, programs):
         tl.store(OUT, 1)
 
 
+def early(W, X, OUT, BLOCK: tl.constexpr):
+    tl.extra.cuda.gdc_launch_dependents()
+    at = tl.arange(0, BLOCK)
+    weight = tl.load(W + at)
+    tl.extra.cuda.gdc_wait()
+    tl.store(OUT + at, weight * tl.load(X + at))
+
+
+def early_with_its_input(W, X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(X + at)
+    tl.extra.cuda.gdc_wait()
+    tl.store(OUT + at, tl.load(W + at) * value)
+
+
+def early_with_its_output(W, X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(W + at))
+    tl.extra.cuda.gdc_wait()
+
+
+def early_without_a_wait(W, X, OUT, BLOCK: tl.constexpr):
+    tl.load(W + tl.arange(0, BLOCK))
+
+
 def two_apart(X, OUT, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     places = (X.to(tl.uint64) + 2 + at.to(tl.uint64) * 4).to(tl.pointer_type(tl.float32))
@@ -57,6 +82,10 @@ SIGNATURES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     ),
     "arrive": (arrive, {"ARRIVED": "*i32", "OUT": "*i32", "programs": "i32"}, {}),
     "arrive_and_leave": (arrive_and_leave, {"ARRIVED": "*i32", "OUT": "*i32", "programs": "i32"}, {}),
+    **{
+        function.__name__: (function, {"W": "*fp32", "X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 64})
+        for function in (early, early_with_its_input, early_with_its_output, early_without_a_wait)
+    },
     "two_apart": (two_apart, {"X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 16}),
 }  # fmt: skip
 THREADS = 32
@@ -92,13 +121,20 @@ class SmallKernels:
     def launch(
         self, name: str, *values: int, grid: tuple[int, int, int] = (1, 1, 1), threads: int = THREADS,
         stream: Any = None, shared: int = 0, function: ctypes.c_void_p | None = None,
+        attributes: dict[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """``values``: addresses and numbers, in the order of the signature; Triton's two pointers follow."""
+        """``values``: addresses and numbers, in the order of the signature; Triton's two pointers follow.
+        ``attributes``: values of a launch's attributes by number; None: a plain launch."""
         kinds = [*SIGNATURES[name][1].values(), "*", "*"]
         given = [SCALARS.get(kind, ctypes.c_uint64)(value) for kind, value in zip(kinds, (*values, 0, 0))]  # noqa: B905
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
-        block = threads, 1, 1, shared, stream, places, None
-        self.device.cuLaunchKernel(function or self.function(name), *grid, *block)
+        function = function or self.function(name)
+        if attributes is None:
+            self.device.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, places, None)
+            return
+        listed = (Attribute * len(attributes))(*(Attribute(id=each, value=value) for each, value in attributes.items()))
+        given = Configuration(*grid, threads, 1, 1, shared, 0, stream, ctypes.addressof(listed), len(listed))
+        self.device.cuLaunchKernelEx(ctypes.byref(given), function, places, None)
 
 
 def _kept(folder: Path, name: str, image: bytes) -> Path:

@@ -21,6 +21,7 @@ from eagle3.export.lowering.cuda.kernels import (
     int4,
     int4_experts,
     int4_matmul,
+    int4_records,
     int8_experts,
     int8_matmul,
     k_quant_matmul,
@@ -61,6 +62,13 @@ def int4_product(activation: str = "", count: int | None = 2, outputs: int = 130
     weight = parts(int4_weight(outputs, 512))
     given = _rows(rows, 512), *weight, sums.counters(), activation
     int4._launch_int4(int4.int4_small_m_kernel, *given, choice=choice)
+
+
+def int4_records_product(activation: str = "", rows: int = 3) -> None:
+    """Launch three programs for two tiles of three blocks: the tiles are shared, and a program has parts of both."""
+    weight = int4_records.records(*int4_weight(128, 768))
+    given = _rows(rows, 768), weight, sums.counters(), activation
+    int4_records._launch_records(int4_records.int4_records_kernel, *given, multiprocessors=1)
 
 
 def k_quant_product(count: int | None = 2, outputs: int = 70) -> None:
@@ -154,6 +162,8 @@ SMALL = {
     "int8": Small(int8_product, SMALL_M),
     "int4": Small(int4_product, SMALL_M),
     "int4, 16 rows": Small(lambda: int4_product(rows=16), SMALL_M),
+    "int4 records": Small(int4_records_product, (sums, small_m, int4_records)),
+    "int4 records, gated": Small(lambda: int4_records_product(sums.SILU), (sums, small_m, int4_records)),
     "K-quants": Small(k_quant_product, SMALL_M),
     "bf16, whole tiles": with_whole_tiles(bf16_product, 1, outputs=192),
     "bf16, gated, whole tiles": with_whole_tiles(bf16_product, 2, outputs=384, activation=sums.SILU),

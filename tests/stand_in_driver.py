@@ -18,7 +18,7 @@ SOURCES = Path(__file__).with_name("stand_in")
 HANDLES = ("block", "stream", "event", "module", "function", "graph", "executable", "pinned", "capture")
 
 LAUNCHED = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int64, *[ctypes.c_uint] * 3, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int
+    ctypes.c_int, ctypes.c_int64, *[ctypes.c_uint] * 3, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_int
 )
 FOUND = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p)
 
@@ -34,6 +34,23 @@ class Device(NamedTuple):
 H100 = Device(90, 232448)
 A100 = Device(80, 166912)
 RTX_3090 = Device(86, 101376)
+
+
+class Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``."""
+
+    _fields_ = (
+        ("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60),
+    )  # fmt: skip
+
+
+class Configuration(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads_x", "threads_y", "threads_z", "shared", "pad")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class CudaError(RuntimeError):
@@ -78,8 +95,9 @@ class StandIn:
         self.start()
 
     def start(self, found: Callable[..., int] | None = None, launched: Callable[..., int] | None = None) -> None:
-        """``found(image, size, name)`` gives a kernel's number, ``launched(number, x, y, z, arguments, count)`` runs it
-        and gives 0 or CUDA's code of what it did wrong. With neither, launches are checked and compute nothing."""
+        """``found(image, size, name)`` gives a kernel's number, ``launched(number, x, y, z, arguments, count, early)``
+        runs it and gives 0 or CUDA's code of what it did wrong. With neither, launches are checked and compute nothing.
+        """
         self._kept = FOUND(found) if found else FOUND(), LAUNCHED(launched) if launched else LAUNCHED()
         self.library.stand_in_start(*self._kept)
 

@@ -103,6 +103,78 @@ def right_at_131072_slots() -> None:
     assert out.cpu().tolist() == [-1] * 64
 
 
+EARLY = {6: 1}
+
+
+def early_behind_another(name: str, **more: object) -> torch.Tensor:
+    """Launch a kernel early behind one that writes its input, and return what it computes."""
+    weight, given, between, out = on_device(*[2.0] * 64), on_device(*range(64)), fresh(64), fresh(64)
+    launch("add_one", given.data_ptr(), between.data_ptr(), 64)
+    launch(name, weight.data_ptr(), between.data_ptr(), out.data_ptr(), **{"attributes": EARLY, **more})
+    return out.cpu()
+
+
+@fault
+def right_early() -> None:
+    assert early_behind_another("early").tolist() == [2 * (each + 1) for each in range(64)]
+    plain = early_behind_another("early_with_its_input", attributes={6: 0})  # behind all that is before it
+    assert plain.tolist() == [2 * (each + 1) for each in range(64)]
+
+
+@fault
+def right_early_in_a_graph() -> None:
+    weight, given, between, out = on_device(*[2.0] * 64), on_device(*range(64)), fresh(64), fresh(64)
+    add, multiply = KERNELS.function("add_one"), KERNELS.function("early")
+    with capturing() as graph:
+        launch("add_one", given.data_ptr(), between.data_ptr(), 64, stream=current(), function=add)
+        places = weight.data_ptr(), between.data_ptr(), out.data_ptr()
+        launch("early", *places, stream=current(), function=multiply, attributes=EARLY)
+    for _ in range(2):
+        graph.replay()
+        assert out.cpu().tolist() == [2 * (each + 1) for each in range(64)]
+    graph.reset()
+
+
+# --- early launches
+
+
+@fault
+def input_read_before_the_wait() -> None:
+    early_behind_another("early_with_its_input")
+
+
+@fault
+def output_written_before_the_wait() -> None:
+    early_behind_another("early_with_its_output")
+
+
+@fault
+def early_launch_without_a_wait() -> None:
+    early_behind_another("early_without_a_wait")
+
+
+@fault
+def early_launch_of_a_kernel_that_knows_none() -> None:
+    given, between, out = on_device(*range(64)), fresh(64), fresh(64)
+    launch("add_one", given.data_ptr(), between.data_ptr(), 64)
+    launch("add_one", between.data_ptr(), out.data_ptr(), 64, attributes=EARLY)
+    torch.cuda.synchronize()
+
+
+@fault
+def early_launch_on_sm_80() -> None:
+    functions = KERNELS.function("early")
+    DEVICE.become(A100)
+    given = on_device(*range(64))
+    launch("early", *[given.data_ptr()] * 3, attributes=EARLY, function=functions)
+
+
+@fault
+def unknown_launch_attribute() -> None:
+    given = on_device(1)
+    launch("add_one", given.data_ptr(), given.data_ptr(), 1, attributes={4: 1})
+
+
 # --- memory
 
 

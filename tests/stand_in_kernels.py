@@ -2,6 +2,7 @@
 
 1. Kernels: the source of each, found by its machine code; its arguments, checked against what it was compiled for.
 2. Accesses: each load, store and atomic is checked against the allocations before it touches anything.
+3. Early launches: before a program waits for the launches before it, it may load what no launch writes, and no more.
 """
 
 import ast
@@ -113,6 +114,7 @@ class Launch(NamedTuple):
     kernel: Kernel
     grid: tuple[int, int, int]
     arguments: dict[str, int | float]
+    early: bool = False
 
     @property
     def pointers(self) -> dict[str, int]:
@@ -131,20 +133,25 @@ class Kernels:
         self.computes = True
         """False: launches are checked, and leave memory as it is."""
         self.running: Launch | None = None
+        self.waits = False
+        """True while the program that runs now has yet to wait for the launches before it."""
+        self.written: set[int] = set()
+        """First addresses of the allocations that launches have written to."""
         device.start(self._found, self._launched)
 
     def _found(self, image: int, size: int, name: bytes) -> int:
         named = (number for number, kernel in enumerate(self.kernels) if kernel.name == name.decode())
         return next((number for number in named if self.kernels[number].is_in(image)), -1)
 
-    def _launched(self, number: int, x: int, y: int, z: int, arguments: Any, count: int) -> int:
+    def _launched(self, number: int, x: int, y: int, z: int, arguments: Any, count: int, early: int) -> int:
         kernel = self.kernels[number]
         try:
-            self.running = Launch(kernel, (x, y, z), kernel.values(arguments, count))
+            self.running = Launch(kernel, (x, y, z), kernel.values(arguments, count), bool(early))
             self._check(self.running)
             self.launches[str([x, y, z])] += 1
             if self.computes:
                 kernel(self.running.grid, self.running.arguments)
+                self.end_program()
                 self._look_behind(self.running)
             return 0
         except BaseException as error:  # a callback cannot raise
@@ -152,7 +159,25 @@ class Kernels:
             self.device.say(f"{kernel.name}: {wrong}" if isinstance(wrong, Wrong) else f"{kernel.name}: {error!r}")
             return wrong.code if isinstance(wrong, Wrong) else FAILED
         finally:
-            self.running = None
+            self.running, self.waits = None, False
+
+    def begin_program(self) -> None:
+        """A program begins, which ends the one before it."""
+        self.end_program()
+        self.waits = self.running is not None and self.running.early
+
+    def end_program(self) -> None:
+        if self.waits:
+            raise Wrong(FAILED, f"{self.running.kernel.name} is launched early and does not wait for what is before it")
+
+    def note_access(self, address: int, what: str) -> None:
+        """Raise Wrong for an access of an early launch that comes before its wait and may meet another launch."""
+        found = self.device.allocation(address)
+        home = found[0] if found else 0
+        if self.waits and (what != "reads" or home in self.written):
+            raise Wrong(FAILED, f"{what} {self.named(address)} before it waits for the launches before it")
+        if what != "reads":
+            self.written.add(home)
 
     def _check(self, launch: Launch) -> None:
         """Pointers lead to live device memory; what the compiler was told to be divisible by 16 is."""
@@ -205,6 +230,8 @@ def shown(kernels: Kernels, ptrs: TensorHandle, mask: np.ndarray | None, what: s
         why = "" if code.value == ILLEGAL_ADDRESS else "not aligned, "
         address = int(places.flat[wrong])
         raise Wrong(code.value, f"{what} {bytes_of_one} bytes at {address:#x}: {why}{kernels.named(address)}")
+    if wanted.any():
+        kernels.note_access(int(places[wanted][0]), what)
     return TensorHandle(instead, ptrs.dtype)
 
 
@@ -214,6 +241,7 @@ def on_device(kernels: Kernels) -> Iterator[None]:
     patched inside of this, and sees device addresses."""
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     swap, change = InterpreterBuilder.create_atomic_cas, InterpreterBuilder.create_atomic_rmw
+    place = InterpreterBuilder.set_grid_idx
 
     def loaded(self, ptrs, mask, *rest):
         return load(self, shown(kernels, ptrs, mask.data, "reads"), mask, *rest)
@@ -227,12 +255,24 @@ def on_device(kernels: Kernels) -> Iterator[None]:
     def changed(self, operation, ptr, value, mask, *rest):
         return change(self, operation, shown(kernels, ptr, mask.data, "changes"), value, mask, *rest)
 
-    with patch.multiple(
-        InterpreterBuilder,
-        create_masked_load=loaded,
-        create_masked_store=stored,
-        create_atomic_cas=swapped,
-        create_atomic_rmw=changed,
+    def placed(self, x, y, z):
+        kernels.begin_program()
+        place(self, x, y, z)
+
+    def waited():
+        kernels.waits = False
+
+    waits = patch.multiple(tl.extra.cuda, gdc_wait=waited, gdc_launch_dependents=lambda: None)
+    with (
+        waits,
+        patch.multiple(
+            InterpreterBuilder,
+            set_grid_idx=placed,
+            create_masked_load=loaded,
+            create_masked_store=stored,
+            create_atomic_cas=swapped,
+            create_atomic_rmw=changed,
+        ),
     ):
         yield
 

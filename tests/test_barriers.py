@@ -255,6 +255,23 @@ def test_steps_of_a_loop_meet_where_they_are_shorter_than_a_tile():
     assert set(found) == {"stored, loaded", "loaded, stored", "stored by two threads, two"}
 
 
+@triton.jit
+def _tiles(x, tiles, N: tl.constexpr, APART: tl.constexpr):
+    # Stores two halves of each tile; tile after tile, without a barrier or with one.
+    at = tl.arange(0, N)
+    place = at // (N // 2) * APART + at % (N // 2)
+    for tile in tl.range(0, tiles, num_stages=1):
+        tl.store(x + place + tile * (N // 2), at + tile)
+        if APART % 2 == 0:
+            tl.debug_barrier()
+
+
+def test_stores_of_two_iterations_meet_where_no_barrier_lies_between_them_and_those_of_one_do_not():
+    assert found_in(_tiles, X, 77, N=256, APART=4096) == []
+    assert found_in(_tiles, X, 77, N=256, APART=64) == ["stored by two threads, two"]  # of one tile
+    assert found_in(_tiles, X, 77, N=256, APART=4097) == ["stored by two threads, two"]
+
+
 # Paths
 
 HEAD = """

@@ -42,7 +42,7 @@ from eagle3.runner.cost.bound import (
 from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
 from eagle3.runner.inspect.cli import main
 from eagle3.runner.machine_code.ptx import Load, loads
-from eagle3.runner.machine_code.sass import Code, Loop, disassembler, read_codes
+from eagle3.runner.machine_code.sass import Code, Loop, disassembler, parse, read_codes
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
 
@@ -125,6 +125,16 @@ def test_the_main_loop_is_counted_as_it_stands_in_the_code(compiled, tmp_path):
     assert loop.ahead == STAGES - 1
 
 
+def test_the_half_rate_instructions_are_those_of_integers_comparisons_and_bits():
+    lines = ["LOP3.LUT R0, R1, R2, R3", "@!P0 IADD3 R1, R2, R3, RZ", "FFMA R0, R1, R2, R3", "PRMT R0, R1, R2"]
+    lines += ["LEA.HI.X R0, R1", "IMAD.WIDE R0, R1", "HMMA.16816.F32.BF16 R0, R4, R8, R0", "BRA 0x10"]
+    sass = "\n".join(f"        /*{16 * at:04x}*/  {line} ;" for at, line in enumerate(lines))
+    code = parse("REG:8 STACK:0", sass, "")
+    assert (code.instructions, code.alu) == (8, 4)
+    (loop,) = code.loops
+    assert (loop.instructions, loop.alu) == (7, 3)
+
+
 # A row of the tile of w or x is 256 bytes.
 
 
@@ -182,8 +192,8 @@ def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path
 
 # Bounds
 
-EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3) for m in (1, 2))
-CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0)), "")
+EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3, 40 * m) for m in (1, 2))
+CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0, 0)), "", 300)
 
 
 def launch(**changed):
@@ -247,6 +257,15 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
     assert bound["bound"] == 2 * max(seconds.values())
     assert bound["bound_with_launches"] == pytest.approx(bound["bound"] + 2 * LAUNCH_SECONDS)
     assert bound["share_of_limit"] == pytest.approx(1e9 / 4.8e12 / bound["bound"])
+
+
+@pytest.mark.parametrize(("gpu", "slots"), [("A100", 2), ("RTX 4090", 2), ("H200", 2), ("B200", 1), ("RTX 5090", 1)])
+def test_instructions_of_half_rate_take_two_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
+    half = replace(CODE, loops=(replace(EIGHT, alu=80),))
+    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, half))
+    (kernel,) = counted(launch(), gpu=gpu)["methods"][TARGET_VERIFY]["kernels"]
+    issue = max(100, slots * 80) * 4 * 1000 / (GPUS[gpu].multiprocessors * 4 * GPUS[gpu].clock)
+    assert kernel["seconds"][gpu]["issue"] == pytest.approx(issue)
 
 
 ATTENTION = {"slots": 4096, "position_bytes": 8192, "chunk": 128, "block": 64, "multiply_adds": 8192}
@@ -325,8 +344,8 @@ def test_the_chunks_of_a_context_double_as_the_kernels_do(positions, count):
 
 
 def test_a_buffer_counts_where_no_l2_holds_it(counted):
-    for gpu, read in (("H200", 60 << 20), ("RTX 4090", 0)):
-        found = counted(launch(weight_bytes=0, buffer_bytes=[60 << 20, 1 << 20]), gpu=gpu)
+    for gpu, read in (("H200", 61 << 20), ("RTX 4090", 0)):
+        found = counted(launch(weight_bytes=0, buffer_bytes=[61 << 20, 1 << 20]), gpu=gpu)
         (kernel,) = found["methods"][TARGET_VERIFY]["kernels"]
         assert kernel["seconds"][gpu]["memory"] == read / GPUS[gpu].bandwidth
 

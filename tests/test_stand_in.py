@@ -39,6 +39,13 @@ FAULTS = {
     "module_unloaded_before_a_replay": "add_one runs, its module is unloaded",
     "kernel_of_an_unloaded_module": "cuLaunchKernel of an unknown function",
     "stream_that_is_gone": "add_one in an unknown stream",
+    # early launches
+    "input_read_before_the_wait": "early_with_its_input: reads byte 0 of argument X, .* before it waits for the launch",
+    "output_written_before_the_wait": "early_with_its_output: writes byte 0 of argument OUT, .* before it waits",
+    "early_launch_without_a_wait": "early_without_a_wait is launched early and does not wait for what is before it",
+    "early_launch_of_a_kernel_that_knows_none": "add_one: reads byte 0 of argument X, .* before it waits",
+    "early_launch_on_sm_80": "early is launched early, on sm_80",
+    "unknown_launch_attribute": "add_one with launch attribute 4, which the stand-in does not know",
     # captures
     "capture_with_a_wait": "not permitted when stream is capturing",
     "capture_with_an_allocation": r"not permitted when stream is capturing \(cudaMalloc during a capture",
@@ -48,7 +55,14 @@ FAULTS = {
     "capture_ended_after_what_it_refused": "failed due to a previous error during capture",
     "capture_of_a_stream_that_is_not_joined": "capturing stream has unjoined work",
 }
-RIGHT = ("right", "right_in_a_graph", "right_across_streams", "right_at_131072_slots")
+RIGHT = (
+    "right",
+    "right_early",
+    "right_early_in_a_graph",
+    "right_in_a_graph",
+    "right_across_streams",
+    "right_at_131072_slots",
+)
 SCRIPT = Path(__file__).with_name("stand_in_faults.py")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

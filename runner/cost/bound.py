@@ -4,14 +4,16 @@ The exporter recorded each launch with its grid and the bytes that it reads (``e
 kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at least the longest of
 
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
-- issue: the warp instructions divided by four schedulers per SM; for a kernel with a matmul, those of its main loop;
+- issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
+  sm_90, whichever takes longer; for a kernel with a matmul, those of its main loop;
 - latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; behind
   attention the loads with which what its programs computed is added, by the last program or by a launch of its own.
 
 KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
 Without a context they are left out. Choices of experts are taken to differ as far as they can, which is the most that
 can be read: where rows choose alike, a call may take less. Kernels run one after the other, with ``LAUNCH_SECONDS``
-between them unless a CUDA graph is replayed. Nothing here is measured; a GPU takes longer.
+between them unless a CUDA graph is replayed. A bound is not measured, and a GPU takes longer: how long is estimated
+from measured times by ``estimate.py``.
 """
 
 import math
@@ -26,6 +28,7 @@ from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
+from eagle3.runner.cost.estimate import estimate, kernel_seconds, of_seconds
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 from eagle3.runner.machine_code.ptx import Load, loads
 from eagle3.runner.machine_code.sass import Code, Loop, read_codes
@@ -33,7 +36,7 @@ from eagle3.runner.machine_code.sass import Code, Loop, read_codes
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
 LATENCY_SECONDS = 0.5e-6
-"""Latency of a load on a busy GPU."""
+"""The least latency of a load from memory. On a busy H200 the first one took 1 us."""
 WARP, SCHEDULERS = 32, 4
 SUMS_AHEAD = 2
 """The chunks whose sums attention's last program loads at a time."""
@@ -87,6 +90,13 @@ class Context(NamedTuple):
 NO_CONTEXT = Context()
 
 
+class Issued(NamedTuple):
+    """The warp instructions of a launch: ``all`` of them, and those of ``sass.ALU``."""
+
+    all: float
+    alu: float
+
+
 def chunks(positions: int, chunk: int, equal: int) -> int:
     """Return the number of chunks that ``positions`` are in; see ``kernels/attention.py`` of the exporter."""
     if not equal or positions <= equal * chunk:
@@ -103,7 +113,7 @@ def cost(
     steps: int,
     context: Context = NO_CONTEXT,
 ) -> dict[str, Any]:
-    """Return the bounds of ``methods`` and of a ``round``; times are in seconds.
+    """Return the bounds and estimates of ``methods`` and of a ``round``; times are in seconds.
 
     A round is one ``target_verify`` and ``steps`` calls of ``draft_decode``, or one ``speculate``. ``kernels`` holds
     fatbins by method and name. Raises ValueError if a kernel is missing or does not fit on a GPU.
@@ -128,8 +138,8 @@ def cost(
 
 
 def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str, Any]:
-    """Return the calls, launches and bounds of a round. Its memory limit counts the target's weights and caches once
-    and the draft's once per step, whichever methods it calls."""
+    """Return the calls, launches, bounds and estimates of a round. Its memory limit counts the target's weights and
+    caches once and the draft's once per step, whichever methods it calls."""
     apart = {TARGET_VERIFY: 1} | ({DRAFT_DECODE: steps} if DRAFT_DECODE in methods else {})
     calls = {SPECULATE: 1} if SPECULATE in methods else apart
 
@@ -141,7 +151,13 @@ def _round(methods: Mapping[str, Any], gpus: list[Gpu], steps: int) -> dict[str,
         gpu.name: _bound(added("limit", apart, gpu), added("bound", calls, gpu), launches * LAUNCH_SECONDS)
         for gpu in gpus
     }
-    return {"calls": calls, "launches": launches, "bounds": bounds}
+    estimates = {
+        gpu.name: of_seconds(
+            sum(count * methods[name]["estimates"][gpu.name]["seconds"] for name, count in calls.items()), gpu
+        )
+        for gpu in gpus
+    }
+    return {"calls": calls, "launches": launches, "bounds": bounds, "estimates": estimates}
 
 
 def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list[Gpu]) -> dict[str, Any]:
@@ -163,6 +179,7 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
         "launches": by_kind | {"all": total},
         "kernels": found,
         "bounds": bounds,
+        "estimates": {gpu.name: estimate(found, gpu) for gpu in gpus},
     }
 
 
@@ -201,28 +218,29 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
     if loop:  # one iteration of the machine code does ``passes`` iterations of the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
-        instructions = loop.instructions * warps * products["iterations"] / passes
+        scale = warps * products["iterations"] / passes
+        issued = Issued(loop.instructions * scale, loop.alu * scale)
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
     else:
         per_weight, thread_bytes = None, code.load_bytes
-        instructions = code.instructions * warps * blocks
+        issued = Issued(code.instructions * warps * blocks, code.alu * warps * blocks)
     in_flight = thread_bytes * entry["threads"]
+    seconds = {
+        gpu.name: _seconds(entry, cache_bytes, buffer_bytes, blocks, code.registers, issued, in_flight, adding, gpu)
+        for gpu in gpus
+    }
+    launch = {**entry, "cache_bytes": cache_bytes}
     return {
-        **entry,
+        **launch,
         "kind": kind_of(entry["kernel"]),
-        "cache_bytes": cache_bytes,
         "registers": code.registers,
         "spill_bytes": code.spill_bytes,
         "instructions_per_weight": per_weight,
         "bytes_in_flight": in_flight,
         "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
-        "seconds": {
-            gpu.name: _seconds(
-                entry, cache_bytes, buffer_bytes, blocks, code.registers, instructions, in_flight, adding, gpu
-            )
-            for gpu in gpus
-        },
+        "seconds": seconds,
+        "estimates": {gpu.name: kernel_seconds(launch, rows, gpu, max(seconds[gpu.name].values())) for gpu in gpus},
     }
 
 
@@ -258,7 +276,7 @@ def _seconds(
     buffer_bytes: list[int],
     blocks: int,
     registers: int,
-    instructions: float,
+    issued: Issued,
     in_flight: int,
     adding: float,
     gpu: Gpu,
@@ -271,6 +289,6 @@ def _seconds(
     blocks = min(blocks, gpu.multiprocessors * on_one)
     return {
         "memory": size / gpu.bandwidth,
-        "issue": instructions / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
+        "issue": max(issued.all, gpu.alu_slots * issued.alu) / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
         "latency": adding + (LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0),
     }

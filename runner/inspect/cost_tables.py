@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS
 from eagle3.runner.console.tables import table
+from eagle3.runner.cost.estimate import MEASURED_ON
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,20 +84,24 @@ def _short(kernel: str) -> str:
 
 
 def _bounds_table(cost: dict[str, Any]) -> "Table":
-    parts = {name: method["bounds"] for name, method in cost["methods"].items()}
-    parts[_round_name(cost)] = cost["round"]["bounds"]
+    parts = cost["methods"] | {_round_name(cost): cost["round"]}
     rows = (
         (
             name,
             gpu,
             *(f"{bound[key] * 1e3:,.3f}" for key in ("limit", "bound", "bound_with_launches")),
             *(f"{bound[key]:.2f}" for key in ("share_of_limit", "share_with_launches")),
+            f"{part['estimates'][gpu]['seconds'] * 1e3:,.3f}{' scaled' * part['estimates'][gpu]['scaled']}",
         )
-        for name, bounds in parts.items()
-        for gpu, bound in bounds.items()
+        for name, part in parts.items()
+        for gpu, bound in part["bounds"].items()
     )
     gap = cost["assumed"]["launch_seconds"] * 1e6
-    columns = ("call", "GPU", "memory limit", "bound", f"with {gap:.0f} us a launch", "share", "share with launches")
+    shares = f"with {gap:.0f} us a launch", "share", "share with launches"
+    columns = ("call", "GPU", "memory limit", "bound", *shares, f"estimate, from an {MEASURED_ON}")
     caches = f" and the caches of {cost['context']:,} tokens" if cost["context"] else ""
-    title = f"Lower bounds in ms (memory limit: every weight{caches} read once; share: the limit's share of the bound)"
+    title = (
+        f"Lower bounds and estimates in ms (memory limit: every weight{caches} read once; share: the limit's share of "
+        "the bound; estimate: from measured times of kernels, by a CUDA graph)"
+    )
     return table(title, columns, rows, numbers=columns[2:])

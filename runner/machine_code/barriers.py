@@ -134,8 +134,8 @@ class _Kernel:
                 cached = "nc" in self.flow.instructions[at].parts
                 for stores, what in ((stored if cached else 0, CACHED), (weakly, WEAK), (unfollowed, UNFOLLOWED)):
                     yield from self._met(at, stores, what)
-            if kind == STORE:
-                yield from self._overwritten(at, at)
+            if kind == STORE:  # those of other iterations are among the recent ones, if no barrier lies between
+                yield from self._overwritten(at, at, together=True)
             if kind == ATOMIC and is_strong(self.flow.instructions[at]):
                 yield from self._unreleased(at, recent)
 
@@ -164,9 +164,10 @@ class _Kernel:
             for argument in shared:
                 yield self._fault(argument, first, second, what)
 
-    def _overwritten(self, first: int, second: int) -> Iterator[Fault]:
+    def _overwritten(self, first: int, second: int, together: bool = False) -> Iterator[Fault]:
         shared = self.arguments(first) & self.arguments(second)
-        if shared and self.places.overwrite(self.flow.instructions[first], self.flow.instructions[second]):
+        stores = self.flow.instructions[first], self.flow.instructions[second]
+        if shared and self.places.overwrite(*stores, together):
             for argument in shared:
                 yield self._fault(argument, first, second, OVERWRITTEN)
 

@@ -30,18 +30,26 @@ BRANCH = re.compile(r"BRA\b.*\b0x([0-9a-f]+)$")
 WAIT = re.compile(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)")
 WIDTH = re.compile(r"\.[US]?(8|16|32|64|128|256)\b")
 MATRIX = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b|HGMMA\.(64)x(\d+)x(16)")
+ALU = {
+    *("BMSK", "F2FP", "FMNMX", "FSEL", "FSETP", "I2FP", "IABS", "IADD3", "IMNMX", "ISETP", "LEA", "LOP3", "P2R"),
+    *("PLOP3", "PRMT", "R2P", "SEL", "SGXT", "SHF", "VIMNMX", "VOTE"),
+}
+"""The instructions of the pipe for integers, comparisons and bits, which is 16 lanes wide up to sm_90 ("Arithmetic
+Instructions" of the CUDA C++ Programming Guide: 64 results a cycle and multiprocessor). They may be followed by a dot
+and modifiers."""
 
 
 @dataclass(frozen=True)
 class Loop:
     """One iteration of a loop: ``multiply_adds`` per warp, bytes per thread. ``ahead`` is how many iterations before
-    their use the copies to shared memory are issued."""
+    their use the copies to shared memory are issued. ``alu``: how many of the instructions are in ``ALU``."""
 
     instructions: int
     multiply_adds: int
     load_bytes: int
     copy_bytes: int
     ahead: int
+    alu: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Code:
 
     ``spill_bytes``: bytes reloaded from fixed places of the stack, which also holds small tables (of sine and cosine).
     ``load_bytes``: the bytes of every load instruction, each counted once. ``ptx``: the kernel's PTX, "" if there is
-    none.
+    none. ``alu``: how many of the instructions are in ``ALU``.
     """
 
     registers: int
@@ -59,6 +67,7 @@ class Code:
     load_bytes: int
     loops: tuple[Loop, ...]
     ptx: str
+    alu: int
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ def parse(usage: str, sass: str, ptx: str) -> Code:
     loops = (_loop([text for at, text in code if start <= at <= end]) for start, end in sorted(ends.items()))
     texts = [text for _, text in code if text != "NOP"]  # they fill up the last lines
     load_bytes = _bytes(texts, "LDG.", "LDGSTS.")
-    return Code(int(used[1]), _spilled(texts), len(texts), load_bytes, tuple(loops), ptx)
+    return Code(int(used[1]), _spilled(texts), len(texts), load_bytes, tuple(loops), ptx, _alu(texts))
 
 
 def _spilled(texts: list[str]) -> int:
@@ -159,7 +168,12 @@ def _loop(body: list[str]) -> Loop:
     groups = sum(text.startswith("LDGDEPBAR") for text in body)
     waits = [int(match[1], 16) for text in body if (match := WAIT.match(text))]
     ahead = max(waits, default=0) // groups + 1 if groups else 0
-    return Loop(len(body), sum(map(_multiply_adds, body)), _bytes(body, "LDG."), _bytes(body, "LDGSTS."), ahead)
+    loaded, copied = _bytes(body, "LDG."), _bytes(body, "LDGSTS.")
+    return Loop(len(body), sum(map(_multiply_adds, body)), loaded, copied, ahead, _alu(body))
+
+
+def _alu(body: list[str]) -> int:
+    return sum(re.split(r"[. ]", text, maxsplit=1)[0] in ALU for text in body)
 
 
 def _bytes(body: list[str], *opcodes: str) -> int:

@@ -65,15 +65,16 @@ class Places:
         ``other``; False if that is unknown."""
         return self._touched_by_two(one, other) is False
 
-    def overwrite(self, one: Instruction, other: Instruction) -> bool:
+    def overwrite(self, one: Instruction, other: Instruction, together: bool = False) -> bool:
         """Return True if two threads may store different values to the same byte, one through ``one`` and another
-        through ``other``; False if they do not, or if the addresses are unknown.
+        through ``other``; False if they do not, or if the addresses are unknown. ``together``: both are in the same
+        iteration of every loop.
 
         A thread whose predicate is unknown may store.
         """
-        return self._touched_by_two(one, other) is True and not self._store_the_same(one, other)
+        return self._touched_by_two(one, other, together) is True and not self._store_the_same(one, other)
 
-    def _touched_by_two(self, one: Instruction, other: Instruction) -> bool | None:
+    def _touched_by_two(self, one: Instruction, other: Instruction, together: bool = False) -> bool | None:
         """Return whether two threads can touch the same byte through the two accesses; None if that is unknown."""
         try:
             first, second = (self._address(each) for each in (one, other))
@@ -82,7 +83,7 @@ class Places:
         difference = first.plus(second, -1)
         if difference.common:
             return None
-        step = difference.step
+        step = 0 if together else difference.step
         distance = first.by_thread[:, None] - second.by_thread[None, :]
         near = np.zeros_like(distance, dtype=bool)
         for start, size in ((distance, accessed_bytes(other)), (-distance, accessed_bytes(one))):

@@ -156,6 +156,7 @@ struct Launch {
   Function* function;
   std::string name;
   unsigned x, y, z;
+  bool early;  // it may begin before the launch before it has ended
   std::vector<char> values;
   std::vector<Parameter> parameters;
 };
@@ -183,14 +184,14 @@ static void run(const Launch& launch) {
   for (auto& parameter : launch.parameters) arguments.push_back(const_cast<char*>(launch.values.data()) + parameter.offset);
   auto kernel = launch.function->kernel;
   s.mutex.unlock();
-  int code = s.launched(kernel, launch.x, launch.y, launch.z, arguments.data(), int(arguments.size()));
+  int code = s.launched(kernel, launch.x, launch.y, launch.z, arguments.data(), int(arguments.size()), launch.early);
   s.mutex.lock();
   if (code) break_down(code, last_text.empty() ? "a kernel failed" : last_text);
 }
 
 static int launch(
     Function* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned dynamic, Stream* stream,
-    void** arguments) {
+    void** arguments, bool early = false) {
   auto name = function->name.c_str();
   auto& code = function->code;
   if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535)
@@ -203,7 +204,7 @@ static int launch(
   if (dynamic > function->most_dynamic || dynamic > allowed_shared(*function))
     return fail(INVALID_VALUE, "%s with %u bytes of shared memory, allowed are %u", name, dynamic,
                 std::min(function->most_dynamic, allowed_shared(*function)));
-  Launch one{function, function->name, x, y, z, {}, code.parameters};
+  Launch one{function, function->name, x, y, z, early, {}, code.parameters};
   for (unsigned index = 0; index < code.parameters.size(); index++) {
     auto [offset, size] = code.parameters[index];
     if (!readable(arguments + index, sizeof(void*)) || !readable(arguments[index], size))

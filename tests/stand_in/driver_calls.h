@@ -93,3 +93,36 @@ int cuLaunchKernel(
   if (extra || !arguments) return fail(INVALID_VALUE, "%s without a list of its arguments", function->name.c_str());
   return launch(function, x, y, z, threads_x * threads_y * threads_z, dynamic, on, arguments);
 }
+
+struct LaunchAttribute {
+  int id, pad, value;
+  char rest[60];
+};
+
+struct LaunchConfiguration {
+  unsigned x, y, z, threads_x, threads_y, threads_z, dynamic;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned count;
+};
+
+int cuLaunchKernelEx(const LaunchConfiguration* given, void* handle, void** arguments, void** extra) {
+  CALL("cuLaunchKernelEx");
+  constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+  auto function = known<Function>("function", handle);
+  if (!function) return fail(INVALID_HANDLE, "cuLaunchKernelEx of an unknown function");
+  auto name = function->name.c_str();
+  auto on = stream_of(given->stream);
+  if (!on) return fail(INVALID_HANDLE, "%s in an unknown stream", name);
+  if (extra || !arguments) return fail(INVALID_VALUE, "%s without a list of its arguments", name);
+  bool early = false;
+  for (unsigned index = 0; index < given->count; index++) {
+    auto& attribute = given->attributes[index];
+    if (attribute.id != PROGRAMMATIC_STREAM_SERIALIZATION)
+      return fail(INVALID_VALUE, "%s with launch attribute %d, which the stand-in does not know", name, attribute.id);
+    early |= attribute.value != 0;
+  }
+  if (early && state().arch < 90) return fail(INVALID_VALUE, "%s is launched early, on sm_%u", name, state().arch);
+  auto threads = given->threads_x * given->threads_y * given->threads_z;
+  return launch(function, given->x, given->y, given->z, threads, given->dynamic, on, arguments, early);
+}

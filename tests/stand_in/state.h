@@ -46,7 +46,7 @@ inline const char* text_of(int code) {
 }
 
 using Found = int64_t (*)(const char* image, uint64_t size, const char* name);
-using Launched = int (*)(int64_t kernel, unsigned x, unsigned y, unsigned z, void** arguments, int count);
+using Launched = int (*)(int64_t kernel, unsigned x, unsigned y, unsigned z, void** arguments, int count, int early);
 
 struct State {
   Memory memory;

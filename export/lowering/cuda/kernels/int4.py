@@ -16,7 +16,7 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the grou
 
 The sums over k run on tensor cores, bf16 to float32, all else is float32: weights are never rounded. 128 + q comes from
 the bits of q without a conversion, 0x4300 | q is bf16(128 + q) (Kim et al., "Who Says Elephants Can't Run", 2022,
-do so in fp16). The main loop takes 2.4 to 2.6 instructions a weight for up to 8 rows and 3.9 to 4.0 for up to 16,
+do so in fp16). The main loop takes 2.5 to 2.6 instructions a weight for up to 8 rows and 3.8 to 4.0 for up to 16,
 counted in the machine code for sm_80 to sm_120 (timed on an H200: README.md of lowering/cuda).
 
 A program takes a tile of 128 outputs, or half of one for up to 16 rows, and a run of blocks of 256 of K, 8 groups of
@@ -54,8 +54,9 @@ TILE = 128
 MOST = 3
 """The most weights with the same input in one launch: those of query, key and value."""
 INT4 = Blocks(n=TILE, stages=3)
-"""32 KB of codes in flight; two programs fit on an SM of sm_80 and sm_90. A block more took 2 to 5% longer on an H200
-(scripts/bench_small_m.py)."""
+"""Two programs fit on an SM of sm_80 and sm_90. The copies of a block are issued late in the loop, behind its second
+barrier, so that mostly one block is in flight, 16 KB of codes. A block more took 2 to 5% longer on an H200
+(scripts/bench_small_m.py): the multiprocessor is what limits, not memory."""
 OUTPUTS = {8: TILE, 16: TILE // 2}
 """The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM. With 64 two of
 one weight do; three weights take 158 registers on sm_80."""
@@ -131,6 +132,8 @@ def int4_small_m_kernel(
     # Offsets of 32 bits within the tile, from pointers of 64.
     X += m0.to(tl.int64) * K
     WORDS = Q.to(tl.pointer_type(tl.uint32), bitcast=True) + n0.to(tl.int64) * (K // 8)  # 8 codes each
+    # Rows past the last are the last, fetched again (2 KB of a block's 20 with 4 rows), and not stored. A mask takes 1
+    # to 5% more instructions, and with a gate more than 128 registers on sm_120.
     x_at = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - m0)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     if N0 % 128 == 0 and N1 % 128 == 0 and N2 % 128 == 0:
         words0_at = row[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
@@ -152,7 +155,7 @@ def int4_small_m_kernel(
         words0 = tl.load(WORDS + block * 32 + words0_at)
         if PROGRAMS == 1:
             words1 = tl.load(WORDS + block * 32 + words1_at)
-        x = tl.load(X + block * BLOCK_K + x_at)  # rows past the last are the last, and not stored
+        x = tl.load(X + block * BLOCK_K + x_at)
         after = tl.minimum(block + 1, BLOCKS - 1)
         codes_after, steps_after = (
             tl.load(CODES + after * (GROUPS * 128) + codes_at),

@@ -1,0 +1,78 @@
+"""Estimates the time of a CUDA method's call from times that were measured on a GPU, kernel by kernel.
+
+A kernel of few rows takes a fixed time and one that grows with the bytes of its weights. Both are fits of the times on
+one H200 (driver 580.159, PyTorch 2.11, kernels by Triton 3.7.1), which ``export/lowering/cuda/README.md`` lists; where
+one kernel of a kind was timed, its fixed time is INT4's. Many rows take ``OF_BOUND`` times their bound. Between two
+kernels of a CUDA graph lies a gap. On another GPU the speed of quantized weights is scaled by multiprocessors and
+clock, since they are limited by instructions, and that of bfloat16 by memory's bandwidth; fixed times are not scaled.
+The speed of attention behind long contexts was not measured with the kernels of today.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from eagle3.runner.artifact.cuda_library import kind_of
+from eagle3.runner.hardware.gpus import GPUS, Gpu
+
+MEASURED_ON = "H200"
+GAP_SECONDS = 0.8e-6
+"""From the end of a kernel to the begin of the next in a CUDA graph: 10.06 ms a round, 9.68 of them kernels."""
+OF_BOUND = 2.7
+"""The time of a prefill of 1,024 rows, in bounds at the clock that was seen: 0.29 s, 0.12 s counted at 1.755 GHz."""
+FEW = 16
+"""The most rows of a kernel of few rows."""
+
+
+class Speed(NamedTuple):
+    """``fixed`` seconds, and then so many bytes a second. ``by_memory``: they are limited by memory."""
+
+    fixed: float
+    bytes: float
+    by_memory: bool = False
+
+
+SPEEDS: dict[str, tuple[Speed, Speed]] = {
+    r"int4_small_m": (Speed(5.8e-6, 3.27e12), Speed(14.6e-6, 2.38e12)),
+    r"_int8_small_m": (Speed(7.7e-6, 3.58e12), Speed(8.6e-6, 2.05e12)),
+    r"_k_quant_small_m": (Speed(5.8e-6, 3.0e12), Speed(5.8e-6, 1.7e12)),
+    r"_bf16_small_m": (Speed(9.8e-6, 3.91e12, True), Speed(9.8e-6, 3.91e12, True)),
+    r".*experts_small_m": (Speed(5.8e-6, 3.27e12), Speed(14.6e-6, 2.38e12)),
+}
+"""Speeds of matmuls, by the beginning of a kernel's name, with up to 8 rows and with up to 16. Experts were not timed
+and are taken for INT4."""
+ATTENTION = Speed(11.2e-6, 4.25e12, True)
+OTHER = Speed(4.0e-6, 4.25e12, True)
+"""Norms took 4 us, whatever their rows; a copy moves 4.25 TB/s."""
+
+
+def kernel_seconds(entry: Mapping[str, Any], rows: int, gpu: Gpu, bound: float) -> float:
+    """Return the estimate of one launch. ``entry``: a recorded launch with its ``cache_bytes``; ``bound``: its
+    bound."""
+    kernel, kind = entry["kernel"], kind_of(entry["kernel"])
+    if rows > FEW:
+        return max(OTHER.fixed, OF_BOUND * bound)
+    speeds = next((speeds for name, speeds in SPEEDS.items() if re.match(name, kernel)), None)
+    of_others = ATTENTION if kind == "attention" and entry.get("cache") else OTHER
+    speed = speeds[rows > 8] if speeds else of_others
+    read = entry["weight_bytes"] + entry["cache_bytes"]
+    return max(bound, speed.fixed + read / (speed.bytes * scale(gpu, speed)))
+
+
+def scale(gpu: Gpu, speed: Speed) -> float:
+    """Return how many times as fast as ``MEASURED_ON`` a GPU is for a kernel."""
+    measured = GPUS[MEASURED_ON]
+    if speed.by_memory:
+        return gpu.bandwidth / measured.bandwidth
+    return gpu.multiprocessors * gpu.clock / (measured.multiprocessors * measured.clock)
+
+
+def estimate(kernels: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, Any]:
+    """Return the estimate of a method from those of its kernels: ``seconds`` by a CUDA graph, the GPU that it was
+    ``measured_on``, and whether it is ``scaled`` from that one to ``gpu``."""
+    seconds = sum(entry["count"] * (entry["estimates"][gpu.name] + GAP_SECONDS) for entry in kernels)
+    return of_seconds(seconds, gpu)
+
+
+def of_seconds(seconds: float, gpu: Gpu) -> dict[str, Any]:
+    return {"seconds": seconds, "measured_on": MEASURED_ON, "scaled": gpu.name != MEASURED_ON}

@@ -1,0 +1,170 @@
+"""Compiles launches of Triton kernels without a GPU, and launches the machine code on one.
+
+A launch function of ``export/lowering/cuda/kernels`` takes a kernel as its first argument. ``Compiling`` in that place
+compiles what would be launched; ``Launching`` launches what was compiled, by CUDA's driver. Both name a launch by its
+kernel, its arguments' types and its constants, so the Triton of the machine with the GPU does not matter.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+MANIFEST = "manifest.json"
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+EARLY = "EARLY"
+"""The constant of a kernel that waits for the launch before it by itself: it is launched early."""
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+SERIALIZATION, MOST_SHARED = 6, 8  # CU_LAUNCH_ATTRIBUTE_..., CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+FREE_SHARED = 48 << 10
+
+
+class Kernel(Protocol):
+    """A stand-in for a kernel of Triton, as launch functions take one."""
+
+    def __getitem__(self, grid: tuple[Any, ...], /) -> Callable[..., None]: ...
+
+
+def types_of(arguments: tuple[Any, ...]) -> list[str]:
+    return [TYPES[each.dtype] if isinstance(each, Tensor) else "i32" for each in arguments]
+
+
+def key_of(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> str:
+    named = json.dumps([name, types_of(arguments), sorted(constants.items())])
+    return f"{name.strip('_')}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+
+
+class Compiling:
+    """A kernel that writes the machine code of its launches for ``arch`` to ``folder``, and notes them in
+    ``manifest``."""
+
+    def __init__(self, kernel: triton.JITFunction, folder: Path, manifest: dict[str, Any], arch: str = "sm_90"):
+        self.kernel, self.folder, self.manifest, self.arch = kernel, folder, manifest, arch
+
+    def __getitem__(self, _grid: tuple[Any, ...]) -> Callable[..., None]:
+        return self._compile
+
+    def _compile(self, *arguments: Any, **constants: Any) -> None:
+        from triton.compiler import ASTSource
+        from triton.runtime import driver
+
+        from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+        from eagle3.runner.hardware.gpus import BY_ARCH
+
+        name = self.kernel.fn.__name__
+        key = key_of(name, arguments, constants)
+        if key in self.manifest:
+            return
+        options = {each: constants.pop(each) for each in OPTIONS if constants.get(each) is not None}
+        names, types = self.kernel.arg_names, types_of(arguments)
+        signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
+        values = {(names.index(each),): value for each, value in constants.items()}
+        os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # no paths of this machine in what is carried
+        with compiling(BY_ARCH[self.arch]):
+            source = ASTSource(self.kernel, signature, values, aligned)
+            made = triton.compile(source, target=driver.active.get_current_target(), options=options)
+        (self.folder / f"{key}.cubin").write_bytes(made.asm["cubin"])
+        self.manifest[key] = {
+            "entry": made.metadata.name, "threads": 32 * made.metadata.num_warps, "shared": made.metadata.shared,
+            "early": bool(constants.get(EARLY)), "constants": constants,
+        }  # fmt: skip
+
+
+class Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``."""
+
+    _fields_ = (
+        ("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60),
+    )  # fmt: skip
+
+
+class Configuration(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads_x", "threads_y", "threads_z", "shared", "pad")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+class Driver:
+    """CUDA's driver, whose calls raise RuntimeError."""
+
+    def __init__(self, library: str = "libcuda.so.1"):
+        self.library = ctypes.CDLL(library)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if code := getattr(self.library, name)(*arguments):
+                text = ctypes.c_char_p()
+                self.library.cuGetErrorString(code, ctypes.byref(text))
+                raise RuntimeError(f"{name}: {code}, {(text.value or b'').decode()}")
+
+        return call
+
+
+class Cubins:
+    """The machine code in ``folder``. ``driver``: an object with the driver's calls. ``stream``: gives the stream of a
+    launch."""
+
+    def __init__(self, folder: Path, driver: "Driver", stream: Callable[[], int]):
+        self.folder, self.driver, self.stream = folder, driver, stream
+        self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        self.functions: dict[str, ctypes.c_void_p] = {}
+
+    def function(self, key: str) -> ctypes.c_void_p:
+        """Return a loaded kernel. Raises ValueError for a launch that was not compiled."""
+        if key not in self.manifest:
+            raise ValueError(f"{key} is not in {self.folder}: make the cubins again with the same sources")
+        if key not in self.functions:
+            module, function, about = ctypes.c_void_p(), ctypes.c_void_p(), self.manifest[key]
+            self.driver.cuModuleLoadData(ctypes.byref(module), (self.folder / f"{key}.cubin").read_bytes())
+            self.driver.cuModuleGetFunction(ctypes.byref(function), module, about["entry"].encode())
+            if about["shared"] > FREE_SHARED:
+                self.driver.cuFuncSetAttribute(function, MOST_SHARED, about["shared"])
+            self.functions[key] = function
+        return self.functions[key]
+
+    def launch(self, key: str, grid: tuple[int, ...], values: list[Any]) -> None:
+        """``values``: ctypes of what the kernel takes. Triton's own two pointers follow."""
+        about, function = self.manifest[key], self.function(key)
+        held = [*values, ctypes.c_void_p(0), ctypes.c_void_p(0)]
+        places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
+        attribute = Attribute(id=SERIALIZATION, value=1)
+        early = about["early"]
+        x, y, z = (*grid, 1, 1)[:3]
+        configuration = Configuration(
+            x, y, z, about["threads"], 1, 1, about["shared"], 0, self.stream(),
+            ctypes.addressof(attribute) if early else None, int(early),
+        )  # fmt: skip
+        self.driver.cuLaunchKernelEx(ctypes.byref(configuration), function, places, None)
+
+
+class Launching:
+    """A kernel of ``cubins``, by the name of its function."""
+
+    def __init__(self, kernel: triton.JITFunction, cubins: Cubins):
+        self.name, self.cubins = kernel.fn.__name__, cubins
+
+    def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
+        def run(*arguments: Any, **constants: Any) -> None:
+            if 0 in grid:
+                return
+            values = [
+                ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int(each)
+                for each in arguments
+            ]
+            self.cubins.launch(key_of(self.name, arguments, constants), grid, values)
+
+        return run

@@ -1,0 +1,135 @@
+"""The kernels of few rows and their variants that ``gpu_tournament.py`` compares, and the linears that they run on.
+
+A new kernel, or another way to launch one, is a line in ``VARIANTS``. Variants of one ``format`` compute the same
+products from the same weights; those of one ``order`` add in the same order, and so give the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from bench_small_m import LINEARS
+from gpu_cubins import Kernel
+from torch import Tensor
+
+from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, small_m
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
+
+ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
+"""The linears of a layer of Gemma 4 31B, in the order of a round, with their activations."""
+ALONE = ROUND | {"lm_head": ""}
+NEXT_BYTES = 20 << 20
+"""The most of the next weights that L2 is asked for."""
+Weight = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``lay_out`` makes its weight of the common one; ``launch(kernel, x, weight, arrived, activation, following)``
+    runs it, ``following`` being the weight of the next matmul."""
+
+    name: str
+    format: str
+    order: str
+    kernel: triton.JITFunction
+    lay_out: Callable[..., Weight]
+    launch: Callable[..., Tensor]
+    rows: tuple[int, ...] = (4, 16)
+
+
+def most_rows(x: Tensor) -> int:
+    return 8 if x.shape[0] <= 8 else 16
+
+
+def _tiled(
+    kernel: Kernel, x: Tensor, weight: Weight, arrived: Tensor, activation: str, _following: Weight | None
+) -> Tensor:
+    qdata, codes, steps = weight
+    given = qdata.chunk(2) if activation else [qdata]
+    return int4._launch_int4(kernel, x, given, codes, steps, arrived, activation)
+
+
+def _records(name: str, order: str = "records", rows: tuple[int, ...] = (4, 16), **asked: int) -> Variant:
+    def launch(
+        kernel: Kernel, x: Tensor, weight: Weight, arrived: Tensor, activation: str, following: Weight | None
+    ) -> Tensor:
+        (packed,), more = weight, dict[str, Any](asked)
+        if more.pop("next", False):
+            after = packed if following is None else following[0]
+            programs = int4_records.shares(
+                packed.shape[0] * int4_records.OUTPUTS, x.shape[1], 132 * int4_records.TOGETHER[most_rows(x)]
+            ).programs
+            more["OF_NEXT"] = min(NEXT_BYTES, after.numel()) // programs // 16 * 16
+            more["following"] = after
+        return int4_records._launch_records(kernel, x, packed, arrived, activation, most_rows(x), **more)
+
+    kernel = int4_records.int4_records_kernel
+    return Variant(name, "int4", order, kernel, lambda *parts: (int4_records.records(*parts),), launch, rows)
+
+
+def _bf16(
+    kernel: Kernel, x: Tensor, weight: Weight, arrived: Tensor, activation: str, _following: Weight | None
+) -> Tensor:
+    return bf16._launch_bf16(kernel, x, *weight, arrived, activation)
+
+
+def _int8(
+    kernel: Kernel, x: Tensor, weight: Weight, arrived: Tensor, _activation: str, _following: Weight | None
+) -> Tensor:
+    return small_m._launch_int8(kernel, x, *weight, arrived)
+
+
+VARIANTS = (
+    Variant("tiled", "int4", "tiled", int4.int4_small_m_kernel, lambda q, *rest: (q, *int4.tiled(*rest)), _tiled),
+    _records("records"),
+    _records("records, 4 blocks ahead in L2", AHEAD=4),
+    _records("records, the next in L2", rows=(4,), next=True),
+    _records("records, early", rows=(4,), EARLY=True, FIRST=3),
+    _records("records, early, the next in L2", rows=(4,), EARLY=True, FIRST=3, next=True),
+    Variant("bf16", "bf16", "bf16", bf16._bf16_small_m_kernel, lambda w: (w,), _bf16, (4,)),
+    Variant("int8", "int8", "int8", small_m._int8_small_m_kernel, lambda *parts: parts, _int8, (4,)),
+)
+
+
+def made(format: str, n: int, k: int, device: str) -> Weight:
+    """Return a random weight of a format: for INT4 the parts of a ``CudaCoalescedInt4Tensor``."""
+
+    def codes(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        least = torch.iinfo(dtype).min
+        return torch.randint(least, least + 256, shape, dtype=dtype, device=device)
+
+    def steps(largest: float) -> Tensor:
+        return (torch.rand(n, k // 256, device=device) * largest / 255).half()
+
+    if format == "bf16":
+        return (torch.randn(n, k, device=device).bfloat16(),)
+    if format == "int8":
+        scale = torch.rand(n, k // 32, device=device).bfloat16() / 100
+        return codes(n, k, dtype=torch.int8), scale, codes(n, k // 32, dtype=torch.int8)
+    return codes(n, k // 2), codes(n, k // 32), steps(0.1), codes(n, k // 32), steps(15)
+
+
+def dense(format: str, weight: Weight) -> Tensor:
+    """Return float32 [N, K] of a weight as ``made`` makes it."""
+    if format == "bf16":
+        return weight[0].float()
+    if format == "int8":
+        return small_m.int8_dequantized(*weight)
+    return int4.dequantized([weight[0]], *int4.tiled(*weight[1:]))[0]
+
+
+def cases(linears: dict[str, tuple[int, int, str]]) -> list[tuple[str, int, Variant]]:
+    """Return each linear, number of rows and variant."""
+    return [
+        (linear, rows, variant)
+        for linear, (_, _, activation) in linears.items()
+        for variant in VARIANTS
+        for rows in variant.rows
+        if not activation or variant.format != "int8"
+    ]
+
+
+GEMMA = {name: (*LINEARS[name], activation) for name, activation in ALONE.items()}
+"""The linears that the tournament runs on: N, K and activation."""

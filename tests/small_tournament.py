@@ -1,0 +1,5 @@
+"""The linears of a small tournament, with the names of Gemma 4 31B's."""
+
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
+
+LINEARS = {"gate_up": (512, 512, GELU_TANH), "down": (128, 768, "")}
