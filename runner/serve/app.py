@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from eagle3.runner.serve import chat, completions, responses
 from eagle3.runner.serve.errors import APIError, Refused, as_response, body, line, on_api_error
 from eagle3.runner.serve.gate import Gate, check_type
-from eagle3.runner.serve.limits import check_sizes
+from eagle3.runner.serve.limits import check_sizes, check_values
 from eagle3.runner.serve.page import add_page
 from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
 from eagle3.runner.serve.service import Service
@@ -132,6 +132,7 @@ async def _sent(
 
 
 def _parsed(service: Service, kind: type[Asked], given: bytes) -> Asked:
+    check_values(given, service.model.metadata.max_seq_len)
     try:
         read = json.loads(given)
     except (ValueError, RecursionError) as error:

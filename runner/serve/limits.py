@@ -18,10 +18,21 @@ MOST_STOP_CHARACTERS = 1000
 MOST_ENUM_VALUES = 1000
 MOST_STRING, MOST_CHARACTERS = 15_000, 120_000
 MOST_DEPTH, MOST_NODES = 64, 20_000
+MOST_VALUES, MOST_VALUES_A_TOKEN = 1 << 16, 4
+"""Values that a body may have, and more of them for each token of the context: a prompt may be a list of ids."""
 
 SCHEMAS = ("response_format", "structured_outputs", "text", "tools")
 PROSE = frozenset(("description", "title", "$comment", "examples", "default"))
 """Keys whose values no grammar is made of."""
+
+
+def check_values(given: bytes, context: int) -> None:
+    """Raise ``Refused`` for a body with too many values, by its commas and brackets: parsing a million takes seconds,
+    in which no other thread runs."""
+    most = MOST_VALUES + MOST_VALUES_A_TOKEN * context
+    values = sum(map(given.count, (b",", b"[", b"{")))
+    if values > most:
+        raise Refused(f"the body has {values:,} commas and brackets, but at most {most:,} are read", status=413)
 
 
 def check_sizes(given: object, context: int) -> None:
