@@ -13,6 +13,7 @@ from typing import Any
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.runner.chat import role_in
 from eagle3.runner.console.text_input import check_unicode, shown
 from eagle3.runner.model import Model
 from eagle3.runner.serve.errors import Refused, line
@@ -192,10 +193,8 @@ class Dialogue:
                 message.content = _joined(message.content, f"messages.{number}.content")
             _check_text(message.content or "", f"messages.{number}.content")
         self._check_length("\n".join(message.content or "" for message in messages))
-        if "developer" not in str(self._template.chat_template_str()):  # a role that this template does not know
-            messages = [
-                each.model_copy(update={"role": "system"}) if each.role == "developer" else each for each in messages
-            ]
+        template = self._template.chat_template_str()
+        messages = [each.model_copy(update={"role": role_in(template, each.role)}) for each in messages]
         try:
             return self._template.render_to(ending, list(messages), tools, kwargs)
         except Exception as error:  # a template is a program of the model's authors
