@@ -26,6 +26,11 @@ def check_messages(messages: object) -> list[Message]:
     return messages
 
 
+def role_in(template: object, role: str) -> str:
+    """Return a message's role in a chat template: a developer is the system where it has no such role."""
+    return "system" if role == "developer" and role not in str(template) else role
+
+
 class ChatTemplate:
     """The chat template and the tokenizer in ``folder``. Raises ValueError if there is no template or the tokenizer
     does not load."""
@@ -53,9 +58,10 @@ class ChatTemplate:
 
         Raises ValueError if ``messages`` are not a conversation, or with the template's own message if it rejects them.
         """
-        check_messages(messages)
+        template = self._tokenizer.chat_template
+        told = [{**each, "role": role_in(template, each["role"])} for each in check_messages(messages)]
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return self._tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # a template is a program by the model's authors and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template in {self._folder} does not take these messages: {reason}") from error

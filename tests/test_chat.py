@@ -49,6 +49,19 @@ def test_the_shipped_template_makes_scripts_that_end_as_files_do(text):
     )
 
 
+@pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_the_template_has_no_such_role(with_template, template, role):
+    text = with_template(template + "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    asked = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
+    ids = text.encode_messages(asked)
+    assert text.decode(ids) == f"{role}:Be brief.;user:x;" and asked[0]["role"] == "developer"
+
+
+def test_the_shipped_template_takes_a_developer_as_the_system(text):
+    developer = [{**TURNS[0], "role": "developer"}, *TURNS[1:]]
+    assert TURNS[0]["role"] == "system" and text.encode_messages(developer) == text.encode_messages(TURNS)
+
+
 def test_what_was_answered_is_where_the_next_turn_goes_on(text):
     answer = text.tokenizer.encode('("opened")\n<eos>', add_special_tokens=False).ids
     before = text.encode_messages(TURNS[:2]) + answer

@@ -8,7 +8,9 @@ from scripted import scripted_metadata
 from scripted_logits import LogitsSession
 from served import dialogue_in
 from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer
 
+from eagle3.runner.serve.template import Ending
 from eagle3.runner.text import Text
 from eagle3.targets import TARGETS
 
@@ -66,3 +68,63 @@ def test_a_token_that_is_part_of_a_character_has_its_bytes(tmp_path):
     ids = text.tokenizer.encode("\U0001f40d", add_special_tokens=False).ids
     assert len(ids) > 1 and b"".join(map(text.token_bytes, ids)) == "\U0001f40d".encode()
     assert json.dumps(list(text.token_bytes(ids[0])))
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BEGUN = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, "}]
+
+
+@pytest.mark.parametrize(
+    ("ending", "says"),
+    [
+        (Ending(), "<assistant>One, two,</assistant><assistant>"),
+        (Ending(False), "<assistant>One, two,</assistant>"),
+        (Ending(False, True), "<assistant>One, two,"),
+    ],
+)
+def test_a_prompt_ends_as_transformers_ends_it(ending, says, tmp_path):
+    dialogue = dialogue_in(CHATML, Scripted(), tmp_path)
+    messages = [ChatMessage(**each) for each in BEGUN]
+    rendered = dialogue._render(messages, None, None, ending)
+    assert rendered == "<user>Count.</user>" + says
+    assert rendered == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        BEGUN, tokenize=False, add_generation_prompt=ending.opens_turn, continue_final_message=ending.continues
+    )
+
+
+@pytest.mark.parametrize(
+    ("begun", "opened"), [("<think>Let me", True), ("<think>Let me</think>\n\nOne", False), ("One", False)]
+)
+def test_an_answer_goes_on_within_the_reasoning_that_it_had_opened(begun, opened, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+    dialogue = dialogue_in(template, Scripted(), tmp_path)
+    messages = [ChatMessage(role="assistant", content=begun)]
+    assert dialogue.turn(messages, {}, ending=Ending(False, True)).reasoning is opened
+
+
+def test_a_continued_answer_is_the_rest_of_the_whole_one(server):
+    asked = [{"role": "user", "content": "Open a file and read its lines."}]
+    whole = server.post("/chat/completions", {"messages": asked}).json()["choices"][0]["message"]["content"]
+    begun = {"role": "assistant", "content": whole[:12]}
+    given = {"messages": [*asked, begun], "add_generation_prompt": False, "continue_final_message": True}
+    for each in (given, {name: value for name, value in given.items() if name != "add_generation_prompt"}):
+        [choice] = server.post("/chat/completions", each).json()["choices"]
+        assert whole[:12] + choice["message"]["content"] == whole and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"add_generation_prompt": True}, "are both true"),
+        ({"messages": BEGUN[:1]}, "the last message has the role 'user'"),
+        ({"messages": [*BEGUN[:1], {"role": "assistant", "content": ""}]}, "the last message has no content"),
+        ({"messages": HISTORY}, "the last message has tool calls"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(server, given, words):
+    answer = server.post("/chat/completions", {"messages": BEGUN, "continue_final_message": True} | given)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]

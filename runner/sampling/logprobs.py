@@ -25,6 +25,17 @@ class TokenLogprobs:
         return {"token_id": self.token_id, "logprob": round(self.logprob, 5), "top": top}
 
 
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return how likely each of ``tokens`` is by its row of ``logits`` [T, V], with the ``count`` likeliest."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    values, ids = (best.tolist() for best in logprobs.topk(count))
+    return [
+        TokenLogprobs(token, logprob, list(zip(top_ids, top_values, strict=True)))
+        for token, logprob, top_ids, top_values in zip(tokens, chosen, ids, values, strict=True)
+    ]
+
+
 class Logprobs:
     """A ``Choice`` that is another's, and keeps in ``tokens`` how likely each accepted token was."""
 
@@ -49,9 +60,5 @@ class Logprobs:
 
     def accept(self, tokens: list[int]) -> None:
         assert self._logits is not None  # the target chose the tokens
-        logprobs = torch.log_softmax(self._logits[: len(tokens)], dim=-1)
-        chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-        values, ids = (best.tolist() for best in logprobs.topk(self._count))
-        for token, logprob, top_ids, top_values in zip(tokens, chosen, ids, values, strict=True):
-            self.tokens.append(TokenLogprobs(token, logprob, list(zip(top_ids, top_values, strict=True))))
+        self.tokens += token_logprobs(self._logits[: len(tokens)], tokens, self._count)
         self._choice.accept(tokens)

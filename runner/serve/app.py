@@ -107,7 +107,8 @@ def _endpoint(
         service.engine.check_room(asked.generations)  # before anything is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
-            return Response(made.model_dump_json(exclude_unset=True), media_type="application/json")
+            text = made.model_dump_json(exclude_unset=True, warnings=False)  # null, where openai's types have none
+            return Response(text, media_type="application/json")
         lines = stream(service, asked, request)
         first = await _while_connected(request, anext(lines))  # what is refused is refused with a status
         return StreamingResponse(_sent(first, lines, done, written), media_type="text/event-stream")

@@ -24,6 +24,7 @@ from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.markup import CONTENT, FIELDS, REASONING, Part
 from eagle3.runner.serve.requests import ChatBody, length
 from eagle3.runner.serve.service import Service
+from eagle3.runner.serve.template import Ending
 
 
 def asked(service: Service, body: ChatBody) -> Turn:
@@ -45,8 +46,23 @@ def asked(service: Service, body: ChatBody) -> Turn:
         raise Refused(
             "return_speculation needs stream to be true: usage has the counts of an answer", "return_speculation"
         )
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise Refused(
+            "continue_final_message and add_generation_prompt are both true, but a prompt ends in one way: leave one "
+            "of them out",
+            "continue_final_message",
+        )
+    opens_turn = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     turn = service.dialogue.turn(
-        body.messages, options, body.tools, body.tool_choice, body.parallel_tool_calls, body.response_format, kwargs
+        body.messages,
+        options,
+        body.tools,
+        body.tool_choice,
+        body.parallel_tool_calls,
+        body.response_format,
+        kwargs,
+        Ending(opens_turn, continues),
     )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     turn.options["max_new_tokens"] = length(service.model, turn.prompt, getattr(body, name), name)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -12,10 +12,12 @@ from starlette.requests import Request
 
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import new_id, token_text, usage
+from eagle3.runner.serve.engine import Echo
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.requests import CompletionBody, check_length, length
 from eagle3.runner.serve.service import Service
+from eagle3.runner.text import TextStream
 
 
 def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
@@ -42,16 +44,14 @@ def options(service: Service, body: CompletionBody) -> dict[str, Any]:
     if body.logprobs is not None:
         if not 0 <= body.logprobs <= MOST_LOGPROBS:
             raise Refused(f"logprobs is {body.logprobs}, but must be from 0 to {MOST_LOGPROBS}", "logprobs")
-        if body.echo:
-            raise Refused(
-                "echo with logprobs is not supported: the prompt's log-probabilities are not computed", "echo"
-            )
         found["logprobs"] = body.logprobs
     return found
 
 
 def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
-    """Return the most tokens to generate; OpenAI's default is 16."""
+    """Return the most tokens to generate; OpenAI's default is 16. It is 1 where none are, behind an echo."""
+    if body.echo and body.max_tokens == 0:
+        return length(service.model, prompt, 1, "max_tokens")
     room = service.model.metadata.max_seq_len - len(prompt)
     wanted = min(16, max(room, 1)) if body.max_tokens is None else body.max_tokens
     return length(service.model, prompt, wanted, "max_tokens")
@@ -68,24 +68,29 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
         "created": int(time.time()),
         "model": service.model_id,
     }
+    echo = Echo(body.logprobs, body.max_tokens == 0) if body.echo else Echo()
+    ends = () if body.echo else service.model.metadata.eos_ids
     async with AsyncExitStack() as stack:
         groups = [
-            await stack.enter_async_context(service.jobs(request, prompt, each, body.choices)) for prompt, each in sized
+            await stack.enter_async_context(service.jobs(request, prompt, each, body.choices, echo=echo))
+            for prompt, each in sized
         ]
         index = 0
         for (prompt, _), jobs in zip(sized, groups, strict=True):
             for job in jobs:
                 echoed = service.model.text.decode(prompt) if body.echo else ""
-                offset = len(echoed)
+                offset, waits = len(echoed), echo.logprobs is not None
                 async with aclosing(job.deltas()) as deltas:
                     async for delta in deltas:
-                        logprobs = None
+                        logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None
                         if body.logprobs is not None and delta.logprobs:
-                            logprobs, offset = _logprobs(service, delta.logprobs, offset)
+                            said, offset = _logprobs(service, delta.logprobs, offset, ends)
+                            logprobs = _joined(logprobs, said)
                         yield Completion(choices=[_choice(index, echoed + delta.text, None, logprobs)], **made)
-                        echoed = ""
+                        echoed, waits = "", False
+                logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None  # nothing was generated
                 reason = "length" if job.result is not None and job.result.finish_reason == "length" else "stop"
-                yield Completion(choices=[_choice(index, echoed, reason, None)], **made)
+                yield Completion(choices=[_choice(index, echoed, reason, logprobs)], **made)
                 index += 1
     yield Completion(
         choices=[], usage=usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)]), **made
@@ -96,18 +101,36 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs
     return CompletionChoice.construct(index=index, text=text, finish_reason=finish_reason, logprobs=logprobs)
 
 
-def _logprobs(service: Service, given: list[TokenLogprobs], offset: int) -> tuple[Logprobs, int]:
+def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: Collection[int]) -> tuple[Logprobs, int]:
+    """Return tokens in OpenAI's shape, without ``ends``, and the offset behind them."""
     text, tokens, logprobs, tops, offsets = service.model.text, [], [], [], []
     for each in given:
-        if each.token_id in service.model.metadata.eos_ids:
+        if each.token_id in ends:
             continue
         tokens.append(token_text(text, each.token_id))
         logprobs.append(max(each.logprob, -9999.0))
-        tops.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in each.top})
+        best = reversed(each.top)  # of tokens that read the same, such as parts of characters, the likeliest stays
+        tops.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in best})
         offsets.append(offset)
         offset += len(tokens[-1])
     found = Logprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=tops, text_offset=offsets)
     return found, offset
+
+
+def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> Logprobs:
+    """Return a prompt in OpenAI's shape: nothing stands before its first token, which has null. Offsets are into the
+    echoed text, which special tokens are not part of."""
+    found, _ = _logprobs(service, given, 0, ())
+    decoder, offsets, offset = TextStream(service.model.text), list[int](), 0
+    for token in prompt:
+        offsets.append(offset)
+        offset += len(decoder.push([token]))
+    return Logprobs.construct(
+        tokens=[token_text(service.model.text, prompt[0]), *(found.tokens or ())],
+        token_logprobs=[None, *(found.token_logprobs or ())],
+        top_logprobs=[None, *(found.top_logprobs or ())],
+        text_offset=offsets,
+    )
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Completion:
@@ -126,7 +149,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
 def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
     if one is None or other is None:
         return one or other
-    return Logprobs(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
+    return Logprobs.construct(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
 
 
 async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[str, None]:
@@ -135,4 +158,4 @@ async def stream(service: Service, body: CompletionBody, request: Request) -> As
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
             if chunk.choices or with_usage:
-                yield chunk.model_dump_json(exclude_unset=True)
+                yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # null where openai's types have none

@@ -10,13 +10,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from executorch.examples.llm_server.python.chat_template import ChatTemplate
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.runner.chat import role_in
 from eagle3.runner.console.text_input import check_unicode, shown
 from eagle3.runner.model import Model
-from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.errors import Refused, line
 from eagle3.runner.serve.markup import (
     TOOL_MARKS,
     TOOL_PARSERS,
@@ -25,6 +25,7 @@ from eagle3.runner.serve.markup import (
     reasoning_marks,
     tool_parser,
 )
+from eagle3.runner.serve.template import OPENS_TURN, Ending, Template, check_continued
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
@@ -107,7 +108,7 @@ class Dialogue:
         self._model, self._added = model, set(model.text.tokenizer.get_vocab(with_added_tokens=True))
         self._reason = ""
         try:
-            self._template = ChatTemplate(str(folder))
+            self._template: Any = Template(str(folder))  # None where none works, as ``turn`` says
         except Exception as error:  # whatever a library makes of files that it does not know
             self._template, self._reason = None, " ".join(str(error).split())
             return
@@ -134,6 +135,7 @@ class Dialogue:
         parallel: bool | None = None,
         response_format: dict[str, Any] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        ending: Ending = OPENS_TURN,
     ) -> Turn:
         """Return the prompt of what comes next. Raises ``Refused`` for what the template, the tools or the format are
         not."""
@@ -145,12 +147,16 @@ class Dialogue:
             if name in TAKEN_BY_NAME:
                 raise Refused(f"chat_template_kwargs may not have {name}: leave it out", "chat_template_kwargs")
         tools = read_tools(given_tools, tool_choice, parallel)
-        rendered = self._render(messages, given_tools if tools.choice != NONE else None, template_kwargs)
+        rendered = self._render(messages, given_tools if tools.choice != NONE else None, template_kwargs, ending)
         self._check_length(rendered)
         prompt = self._encode(rendered)
         marks = self._marks
         opened = marks is not None and rendered.rstrip().endswith(marks.begin.rstrip())
         closed = marks is not None and rendered.rstrip().endswith(marks.end)
+        if marks is not None and ending.continues:
+            begun = messages[-1].content or ""
+            opened = begun.rfind(marks.begin.strip()) > begun.rfind(marks.end.strip())
+            closed = not opened
         options = dict(options)
         if self._end_ids:
             options["stop_token_ids"] = [*options.get("stop_token_ids", ()), *self._end_ids]
@@ -171,25 +177,31 @@ class Dialogue:
             return {}
         return {"reasoning_end": marks.end_token} | ({} if opened else {"reasoning_begin": marks.begin_token})
 
-    def _render(self, messages: Sequence[ChatMessage], tools: list | None, kwargs: dict[str, Any] | None) -> str:
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: list | None,
+        kwargs: dict[str, Any] | None,
+        ending: Ending = OPENS_TURN,
+    ) -> str:
         if not messages:
             raise Refused("messages must be a list of one or more", "messages")
+        if ending.continues:
+            check_continued(messages[-1])
         for number, message in enumerate(messages):
             if isinstance(message.content, list):
                 message.content = _joined(message.content, f"messages.{number}.content")
             _check_text(message.content or "", f"messages.{number}.content")
         self._check_length("\n".join(message.content or "" for message in messages))
-        if "developer" not in str(self._template.chat_template_str()):  # a role that this template does not know
-            messages = [
-                each.model_copy(update={"role": "system"}) if each.role == "developer" else each for each in messages
-            ]
+        template = self._template.chat_template_str()
+        messages = [each.model_copy(update={"role": role_in(template, each.role)}) for each in messages]
         try:
-            return self._template.render(list(messages), tools, kwargs)
+            return self._template.render_to(ending, list(messages), tools, kwargs)
         except Exception as error:  # a template is a program of the model's authors
             for other in _other_forms(messages):
                 with suppress(Exception):
-                    return self._template.render(other, tools, kwargs)
-            reason = " ".join(str(error).split()) or type(error).__name__
+                    return self._template.render_to(ending, other, tools, kwargs)
+            reason = line(error) or type(error).__name__
             raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
 
     def _check_length(self, text: str) -> None:

@@ -7,19 +7,22 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3.runner.cache import common_prefix
+from eagle3.runner.loop import LENGTH
 from eagle3.runner.model import Model, Result, Stream
 from eagle3.runner.options import Options
+from eagle3.runner.prompt_logprobs import prompt_logprobs
 from eagle3.runner.sampling.constrained import GrammarFailed
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.errors import Busy, GenerationError, Refused, Unavailable, line
 from eagle3.runner.serve.grammars import GrammarCompiler
+from eagle3.runner.statistics import GenerationStats
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,18 @@ class Times:
     ended: float = 0.0
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt's part of an answer, before what is generated.
+
+    ``logprobs``: the number of likeliest tokens beside each of its tokens, None for no log-probabilities; ``alone``:
+    nothing is generated.
+    """
+
+    logprobs: int | None = None
+    alone: bool = False
+
+
 @dataclass(eq=False)
 class Job:
     """One generation that was asked for. ``result`` is what there is once ``deltas`` have ended."""
@@ -55,6 +70,10 @@ class Job:
     times: Times
     constraint: Constraint | None = None
     """The grammar of its ``structured_outputs``, compiled."""
+    echo: Echo = field(default_factory=Echo)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token of the prompt but the first, complete before the first delta; empty unless ``echo`` asks for
+    them."""
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     result: Result | None = None
     left: bool = False
@@ -85,6 +104,8 @@ class Place:
     model: Model
     job: Job | None = None
     stream: Stream | None = None
+    scores: Generator[list[TokenLogprobs], None, None] | None = None
+    """The log-probabilities of the job's prompt, window by window; None where there are no more to compute."""
     used: float = 0.0
     given: int = 0
     """Tokens that the job has been given log-probabilities of."""
@@ -121,7 +142,7 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
-    async def submit(self, prompt: list[int], each: Sequence[dict[str, Any]]) -> list[Job]:
+    async def submit(self, prompt: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None) -> list[Job]:
         """Put a generation of ``prompt`` for each of these options at the queue's end.
 
         Raises ValueError for what the model does not take, before anything waits, ``Busy`` where too many wait,
@@ -133,7 +154,8 @@ class Engine:
         asked = checked.structured_outputs
         constraint = None if asked is None else await self._grammars.compile(asked)
         await asyncio.to_thread(Stream, self.model, prompt, checked, constraint)
-        jobs = [Job(prompt, self._common | options, loop, Times(now), constraint) for options in each]
+        echo = echo or Echo()
+        jobs = [Job(prompt, self._common | options, loop, Times(now), constraint, echo) for options in each]
         with self._changed:
             self.check_room(len(each))
             self._waiting += jobs
@@ -196,11 +218,24 @@ class Engine:
             place = max(free, key=lambda each: (common_prefix(job.prompt, each.model.cached.tokens), -each.used))
             place.job, place.given, place.used = job, 0, time.perf_counter()
             job.times.started = place.used
+            if job.echo.logprobs is not None:
+                place.scores = prompt_logprobs(place.model, job.prompt, job.echo.logprobs)
 
     def _round(self, place: Place, job: Job) -> None:
-        """Generate one piece of a job's text, or end it."""
+        """Compute one window of a job's prompt or generate one piece of its text, or end it."""
         try:
             if job.left:
+                self._end(place, job, None)
+                return
+            if place.scores is not None:
+                if (fresh := next(place.scores, None)) is None:
+                    place.scores = None
+                else:
+                    job.prompt_logprobs += fresh
+                return
+            if job.echo.alone:
+                options, stats = Options.of(**job.options), GenerationStats(prompt_tokens=len(job.prompt))
+                job.result = Result(job.prompt, [], "", LENGTH, None, options, stats)
                 self._end(place, job, None)
                 return
             if place.stream is None:
@@ -223,8 +258,10 @@ class Engine:
             self._end(place, job, error)
 
     def _end(self, place: Place, job: Job, error: Exception | None) -> None:
-        stream = place.stream
-        place.job = place.stream = None
+        stream, scores = place.stream, place.scores
+        place.job = place.stream = place.scores = None
+        if scores is not None:
+            scores.close()
         if stream is not None:
             stream.close()
             job.result = stream.result

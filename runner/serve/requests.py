@@ -100,6 +100,9 @@ class ChatBody(Asked, ChatCompletionRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """True unless said, or unless the last message is continued (vLLM's names)."""
+    continue_final_message: bool | None = None
     return_speculation: bool | None = None
     """A field of this server alone: each chunk of a stream says what was proposed and accepted (``authors.py``)."""
 

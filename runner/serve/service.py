@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.dialogue import Dialogue, Turn
-from eagle3.runner.serve.engine import Engine, Job
+from eagle3.runner.serve.engine import Echo, Engine, Job
 from eagle3.runner.serve.errors import ModelNotFound, Refused
 from eagle3.runner.serve.grammars import GrammarRefused
 from eagle3.runner.serve.metrics import Metrics
@@ -38,7 +38,13 @@ class Service:
 
     @asynccontextmanager
     async def jobs(
-        self, request: Request, prompt: list[int], options: dict[str, Any], count: int, form: str = "structured_outputs"
+        self,
+        request: Request,
+        prompt: list[int],
+        options: dict[str, Any],
+        count: int,
+        form: str = "structured_outputs",
+        echo: Echo | None = None,
     ) -> AsyncIterator[list[Job]]:
         """``count`` generations of a prompt. Left before they end, they end within a round. ``form``: the field that
         the grammar is of.
@@ -46,7 +52,7 @@ class Service:
         Raises ``Refused`` for options that the model does not take, ``Busy`` where too many wait.
         """
         try:
-            jobs = await self.engine.submit(prompt, with_own_seeds(options, count))
+            jobs = await self.engine.submit(prompt, with_own_seeds(options, count), echo)
         except GrammarRefused as error:
             raise Refused(str(error), form) from None
         except (ValueError, FileNotFoundError) as error:
