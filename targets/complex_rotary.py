@@ -1,4 +1,4 @@
-"""Computes in real numbers the rotary embeddings that transformers computes in complex numbers (Llama 4).
+"""Computes in real numbers the rotary embeddings that transformers computes in complex ones (Llama 4, DeepSeek V2).
 
 Neither backend lowers complex tensors. Within ``RealRotary``, the results of ``torch.polar`` and of
 ``torch.view_as_complex`` are real tensors of interleaved pairs. The products and sums are the same:
@@ -30,6 +30,11 @@ class _Rotation:
     def __mul__(self, factor: float) -> "_Rotation":
         return _Rotation(self.real * factor, self.imaginary * factor)
 
+    def unsqueeze(self, dim: int) -> "_Rotation":
+        if dim < 0:  # behind the pairs, where theirs and the complex numbers' dimensions differ
+            raise TypeError(f"unsqueeze({dim}) of complex numbers is not known here")
+        return _Rotation(self.real.unsqueeze(dim), self.imaginary.unsqueeze(dim))
+
     def to(self, device: torch.device) -> "_Rotation":
         return _Rotation(self.real.to(device), self.imaginary.to(device))
 
@@ -39,6 +44,10 @@ class _Pairs:
 
     def __init__(self, pairs: Tensor):
         self.pairs = pairs
+
+    @property
+    def device(self) -> torch.device:
+        return self.pairs.device
 
     def __mul__(self, by: _Rotation) -> "_Pairs":
         return _Pairs(self.pairs * by.real + rotate_half(self.pairs) * by.imaginary)

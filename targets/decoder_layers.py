@@ -31,7 +31,7 @@ from eagle3.targets.experts import Experts
 from eagle3.targets.gated_delta import GatedDeltaState, is_gated_delta, use_gated_delta
 from eagle3.targets.recurrent import RecurrentPositions, RecurrentRows
 from eagle3.targets.softcap import softcapped
-from eagle3.targets.spec import RECURRENT, Convert, Skeleton, Weights, Window, layer_windows
+from eagle3.targets.spec import RECURRENT, Convert, Skeleton, Weights, Window, has_field, layer_windows
 from eagle3.targets.text_part import TextPart, build
 
 SOFTCAP = "final_logit_softcapping"
@@ -70,8 +70,8 @@ class DecoderLayersTarget(nn.Module):
             own = config.per_layer_config[index]
             ring = ring_window(window.tokens, max_seq_len)
             heads = own.num_attention_heads
-            kv_heads = getattr(own, "num_key_value_heads", None) or heads
             keys = getattr(attn, "qk_head_dim", None) or attn.head_dim
+            kv_heads = _key_heads(attn, own, keys)
             head_dim = max(keys, getattr(attn, "v_head_dim", None) or 0)  # the narrower of keys and values is padded
             sinks = has_sinks(attn)
             shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
@@ -302,6 +302,18 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:  # noqa: A
     conversion = Conversion(model)
 
     return Skeleton(model, lambda name: conversion.name(text_name(name)), tied, conversion)
+
+
+def _key_heads(attn: nn.Module, config: PreTrainedConfig, width: int) -> int:
+    """Return the number of a layer's heads of keys, each ``width`` wide: what its own projection makes, or the field.
+
+    MiMo V2 Flash has twice the field's in sliding layers. A class without the field, as Persimmon's, does not read it.
+    """
+    projection = getattr(attn, "k_proj", None)
+    if isinstance(projection, nn.Linear):
+        return projection.out_features // width
+    shared = getattr(config, "num_key_value_heads", None) if has_field(config, "num_key_value_heads") else None
+    return shared or config.num_attention_heads
 
 
 def _check_parts(model: PreTrainedModel | TextPart) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import activations
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
@@ -89,7 +90,7 @@ def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
     """Replace transformers' own experts by ``Experts`` and routers that are linears by ``Router``, on the meta device.
 
     Returns for each tensor that they held its new name and the function that converts it. Raises ValueError for an
-    unknown kind of experts.
+    unknown kind of experts, and for an activation that has weights in each.
     """
     replaced: dict[str, tuple[str, Flatten]] = {}
     for path, parent in list(model.named_modules()):
@@ -101,12 +102,25 @@ def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
                 experts = _experts_for(child)
             if experts is None:
                 continue
+            _refuse_learnt_activation(model, child)
             setattr(parent, name, experts)
             if isinstance(parent, Llama4TextMoe):
                 parent.forward = MethodType(_llama4_forward, parent)
             prefix = f"{path}.{name}"
             replaced |= {f"{prefix}.{was}": (f"{prefix}.{own}", flatten) for was, own, flatten in experts.sources()}
     return replaced
+
+
+def _refuse_learnt_activation(model: nn.Module, stacked: nn.Module) -> None:
+    """Raise ValueError for experts whose activation has weights (xIELU): ``Experts`` loads those of matrices alone."""
+    for activation in stacked.children():
+        if type(activation).__module__ == activations.__name__ and (names := dict(activation.named_parameters())):
+            config: Any = model.config
+            field = next(name for name in ("hidden_act", "hidden_activation") if hasattr(config, name))
+            raise ValueError(
+                f"{field} = {getattr(config, field)!r}: this value is not supported in experts, because it has weights "
+                f"of its own ({', '.join(names)}): activations without weights are, such as silu and gelu"
+            )
 
 
 def _experts_for(module: nn.Module) -> Experts | None:

@@ -201,8 +201,7 @@ def layer_windows(config: "PreTrainedConfig") -> list[Window]:
     """
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        heeds = any(field.name == "sliding_window" for field in fields(config))
-        tokens = getattr(config, "sliding_window", None) if heeds else None
+        tokens = getattr(config, "sliding_window", None) if has_field(config, "sliding_window") else None
         return [Window(tokens or 0)] * config.num_hidden_layers
     for kind in kinds:
         if kind not in _WINDOW_FIELDS:
@@ -211,6 +210,12 @@ def layer_windows(config: "PreTrainedConfig") -> list[Window]:
                 "eagle3-export --list-targets lists models"
             )
     return [_window(config, kind) for kind in kinds]
+
+
+def has_field(config: "PreTrainedConfig", name: str) -> bool:
+    """Return whether the class of a configuration has a field. transformers keeps any other key of a file too, and
+    reads it nowhere."""
+    return any(field.name == name for field in fields(config))
 
 
 def _window(config: "PreTrainedConfig", kind: str) -> Window:

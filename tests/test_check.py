@@ -244,3 +244,18 @@ def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path
     session = eager_session(plan)
     stats = complete(session, sample_prompts(TINY.checkpoint, plan)[0], max_new_tokens=40).stats
     assert stats.acceptance_rate_per_position[0] < check.HOPELESS
+
+
+@pytest.mark.parametrize(("base", "named"), [(500000.0, "10000"), (10000.0, "file, if config.json has another")])
+def test_the_causes_of_a_hopeless_head_name_its_rope_and_what_measures_them(base, named):
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack", draft_rope_theta=base))
+    lines = check.likely_causes(plan, plan.checkpoint, 0.01)
+    (rope,) = [line for line in lines if "RoPE" in line]
+    assert f"({base:.10g})" in rope and f"type --draft-rope-theta {named}" in rope
+    assert lines[-1] == f"which of them it is, eagle3-fit {plan.checkpoint} {plan.draft.folder} measures"
+
+
+def test_what_cannot_be_measured_is_not_sent_to_be(plan):
+    short = dataclasses.replace(plan, config=dataclasses.replace(plan.config, max_seq_len=64))
+    lines = check.likely_causes(short, plan.checkpoint, 0.01)
+    assert short.max_seq_len == 64 and not any("eagle3-fit" in line for line in lines)

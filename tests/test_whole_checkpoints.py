@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
@@ -230,3 +231,32 @@ def test_a_model_without_positions_or_heads_is_refused_in_a_line(name, tmp_path)
     transformers.CONFIG_MAPPING[name]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"json \({name}\) has no (max_position|num_attention)\w+, which every"):
         read_target_config(tmp_path, "auto")
+
+
+@pytest.mark.parametrize("usual", [True, False], ids=["beside the usual file", "alone"])
+def test_weights_of_another_name_that_transformers_would_read_are_refused(usual, tmp_path):
+    model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE))
+    model.save_pretrained(tmp_path)
+    draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, 1, 2))
+    weights = {name: value + 1 for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    if not usual:
+        (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"transformers_weights": "other.safetensors"}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+    with pytest.raises(ValueError, match="transformers_weights is 'other.safetensors', and transformers reads it"):
+        planned(tmp_path)
+    own = draft / "config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(ValueError, match="draft/config.json: transformers_weights"):
+        open_source(draft)
+
+
+def test_the_usual_weights_may_be_named(tmp_path):
+    AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"transformers_weights": "model.safetensors"}))
+    assert open_source(tmp_path).headers()

@@ -20,7 +20,10 @@ from eagle3.export.backends import BACKENDS
 from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 from eagle3.export.checks.proposals import compare_proposals
 from eagle3.export.draft.description import EagleDescription
+from eagle3.export.draft.dialects.dialect import IGNORED_BASE
 from eagle3.export.draft.kinds import MTP
+from eagle3.export.draft.rope_reading import FILE
+from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
@@ -224,6 +227,13 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
         said = str(draft.norm_before_residual).lower()
         other = str(not draft.norm_before_residual).lower()
         lines.append(f"  norm_before_residual ({said}): type --norm-before-residual {other}")
+        base = draft.layer.rope_parameters["rope_theta"]
+        lines.append(
+            f"  the RoPE's base ({base:.10g}), which some trainers do not take from the file: type --draft-rope-theta "
+            + (f"{IGNORED_BASE:.10g}" if base != IGNORED_BASE else f"{FILE}, if config.json has another rope_theta")
+        )
     if not (folder / "tokenizer.json").is_file():
         lines.append("  the prompts: there is no tokenizer.json, so they were random ids")
+    if why_not_measured(plan, asked=True) is None:
+        lines.append(f"which of them it is, eagle3-fit {plan.checkpoint} {draft.folder} measures")
     return lines

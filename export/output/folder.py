@@ -69,12 +69,7 @@ def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        chain: list[BaseException] = []
-        cause: BaseException | None = error
-        while cause is not None:
-            chain.append(cause)
-            cause = cause.__cause__ or cause.__context__
-        if not any("No space left on device" in str(link) for link in chain):
+        if not is_full_disk(error):
             raise
         places = {"output": folder.resolve().parent, "temporary files": Path(tempfile.gettempdir())}
         free = ", ".join(
@@ -84,6 +79,16 @@ def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
             f"no space left on the disk; the artifact takes about {needed / 1e9:.1f} GB, free for {free}: "
             "make room, name another --output-dir, or set TMPDIR"
         ) from error
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, says that a disk is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "No space left on device" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _resolved(folder: Path) -> Path:

@@ -17,6 +17,8 @@ def check_draft(draft: DraftDescription, taps: int, norm_before_residual: bool |
     file = draft.folder / "config.json"
     try:
         compared = KINDS[draft.kind].load().compare(draft, taps, norm_before_residual)
+    except OSError:  # of the disk, not of the head
+        raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{file} describes a draft head that cannot be computed: {reason}") from error

@@ -6,8 +6,6 @@ its sliding window.
 
 import json
 from copy import deepcopy
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +24,7 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.rope_reading import FILE, RopeFlags
 from eagle3.export.draft.tensor_names import own_name
 from eagle3.export.twin.comparison import Comparison
+from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.shrink import shrink
 from eagle3.targets.attention import EagerAttention
@@ -38,8 +37,8 @@ CHUNK, CHAIN = 7, 3  # rows
 
 
 def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, seed: int = 0) -> Comparison:
-    with torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as name:
-        folder, generator = Path(name), torch.Generator().manual_seed(seed)
+    with torch.no_grad(), twin_folder() as folder:
+        generator = torch.Generator().manual_seed(seed)
         small = _small_layer(draft)
         config = _shrunken(draft, small, overridden)
         width = small.hidden_size + 16 * (not draft.takes_final_state and draft.taps_width != taps * draft.hidden_size)

@@ -23,8 +23,12 @@ def unusual_fields(config: "PreTrainedConfig") -> dict[str, Any]:
         usual = _flat(type(config)().to_dict())
     except Exception:  # a class whose fields have no defaults
         usual = {}
-    given = _flat(fields_of(config))
-    return {name: value for name, value in given.items() if value != usual.get(name)}
+    return {name: value for name, value in all_fields(config).items() if value != usual.get(name)}
+
+
+def all_fields(config: "PreTrainedConfig") -> dict[str, Any]:
+    """Return each field by dotted name, without sizes."""
+    return _flat(fields_of(config))
 
 
 def reset(config: "PreTrainedConfig", name: str) -> "PreTrainedConfig":

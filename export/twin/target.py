@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
-from eagle3.export.twin.fields import reset, unusual_fields
+from eagle3.export.twin.fields import all_fields, reset, unusual_fields
+from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import TRIED, passed_lengths, prompt_length, unnamed_lengths, with_value
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import common_fields, from_common_fields, known_fields, shrink
@@ -46,7 +46,7 @@ BEFORE = 5
 chunk's is odd."""
 MOST_FIELDS_TRIED = 12
 DISTRIBUTED_TENSORS = "torch.distributed.tensor"
-MOST_CHARACTERS = 200  # of an error of transformers or torch
+MOST_CHARACTERS = 200  # of an error of transformers or torch, and of a value
 
 
 @dataclass(frozen=True)
@@ -88,31 +88,53 @@ def check_target(spec: TargetSpec, name: str, checkpoint: Path, config: "PreTrai
     twin = _shrunk(file, config)
     try:
         compared = best_comparison(spec, twin)
+    except OSError:  # of the disk, not of the model
+        raise
     except Exception as error:
         reason = _line(error)
         if not isinstance(error, ValueError):  # not one of our own refusals
             reason = f"its layers are not of the kind that we adapt ({type(error).__name__}, {reason})"
         raise ValueError(
-            f"{name} cannot compute {file} ({config.model_type}): {reason}; {_named(unusual_fields(twin.config))}"
+            f"{name} cannot compute {file} ({config.model_type}): {reason}; {_named(unusual_fields(config))}"
         ) from error
     if compared.difference > TOLERANCE:
         raise ValueError(
             f"{name} would not compute {file} ({config.model_type}) as transformers does: {compared.worst()} in a "
-            f"small copy with random weights; {_culprits(spec, twin)}"
+            f"small copy with random weights; {_culprits(spec, twin, config)}"
         )
     return compared.as_json() | {"layers": twin.config.num_hidden_layers}
 
 
 def _shrunk(file: Path, config: "PreTrainedConfig") -> Twin:
     try:
-        twin = make_twin(config)
-        _reference(twin.config)(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+        return _running(config)
     except Exception as error:
-        reason = _line(error)
+        causes = {field: value for field, value in _tried(config) if _runs(reset(config, field))}
+        fact = f"with {_listed(causes)} " if causes else ""
         raise ValueError(
-            f"{file}: transformers makes no model of it that runs ({reason}): copy or correct the file"
+            f"{file}: {fact}transformers makes no model of it that runs ({_line(error)}): copy or correct the file"
         ) from error
+
+
+def _running(config: "PreTrainedConfig") -> Twin:
+    """Return the twin of a configuration. Raises whatever transformers does where it makes no model or none that
+    runs."""
+    twin = make_twin(config)
+    _reference(twin.config)(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     return twin
+
+
+def _tried(config: "PreTrainedConfig") -> list[tuple[str, Any]]:
+    return list(unusual_fields(config).items())[:MOST_FIELDS_TRIED]
+
+
+def _runs(config: "PreTrainedConfig") -> bool:
+    """Return whether transformers makes a twin of a configuration that runs."""
+    try:
+        _running(config)
+    except Exception:  # whatever it raises, it does not run
+        return False
+    return True
 
 
 def best_comparison(spec: TargetSpec, twin: Twin) -> Comparison:
@@ -135,7 +157,7 @@ def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
         for what, value in given.items():
             compared.add(what, start, value, expected[what][:, start : start + value.shape[1]], expected[what])
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as folder:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), twin_folder() as folder:
         torch.manual_seed(seed)
         reference = _reference(config)
         randomize(reference, seed)
@@ -144,9 +166,9 @@ def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
         expected = _recomputed(reference, tokens)
         for end in twin.lengths:
             add(0, _recomputed(reference, tokens[:, :end]))
-        _save(reference, Path(folder))
+        _save(reference, folder)
         del reference
-        weights = open_source(Path(folder)).tensors()
+        weights = open_source(folder).tensors()
         target = spec.module().load(weights, deepcopy(config), length + WRONG_ROWS, torch.float32, EagerAttention)
         rows = max(1, min(spec.max_forward_len(config), (length - STEPS * STEP_ROWS) // 2))
         taps = tuple(range(config.num_hidden_layers + 1))
@@ -162,7 +184,10 @@ def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
 
 def _line(error: Exception) -> str:
     """Return an error's message on one line, cut to ``MOST_CHARACTERS``."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    return _cut(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
@@ -281,20 +306,19 @@ def _steps(start: int, end: int, rows: int) -> Iterator[Forward]:
         yield from _chunks(at, min(at + STEP_ROWS, end), rows)
 
 
-def _culprits(spec: TargetSpec, twin: Twin) -> str:
-    """Find the cause: set each unusual field back to its default by itself, and name those with which the twins
-    agree."""
-    unusual = unusual_fields(twin.config)
-    causes = {}
-    for field in list(unusual)[:MOST_FIELDS_TRIED]:
+def _culprits(spec: TargetSpec, twin: Twin, config: "PreTrainedConfig") -> str:
+    """Find the cause: set each unusual field of the twin back to its default by itself, and name those with which the
+    twins agree, with their values in ``config``, which the twin was shrunk from."""
+    given, causes = all_fields(config), {}
+    for field, value in _tried(twin.config):
         try:
             if compare(spec, replace(twin, config=reset(twin.config, field)), SEEDS[0]).difference <= TOLERANCE:
-                causes[field] = unusual[field]
+                causes[field] = given.get(field, value)
         except Exception:  # transformers cannot build a model without this value: nothing is learnt
             continue
     if causes:
         return f"{_listed(causes)}: this value is not supported"
-    return _named(unusual)
+    return _named(unusual_fields(config))
 
 
 def _named(unusual: dict[str, Any]) -> str:
@@ -302,4 +326,4 @@ def _named(unusual: dict[str, Any]) -> str:
 
 
 def _listed(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name} = {value!r}" for name, value in fields.items())
+    return ", ".join(f"{name} = {_cut(repr(value))}" for name, value in fields.items())

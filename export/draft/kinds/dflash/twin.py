@@ -8,8 +8,6 @@ by themselves.
 import json
 import re
 from copy import deepcopy
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +25,7 @@ from eagle3.export.draft.kinds.dflash.reading import read
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.tensor_names import SELECTOR
 from eagle3.export.twin.comparison import Comparison
+from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.shrink import shrink
 from eagle3.targets.attention import EagerAttention
@@ -41,8 +40,8 @@ SCALE = 1.5
 
 
 def compare(draft: DFlashDescription, taps: int, _overridden: bool | None = None, seed: int = 0) -> Comparison:
-    with torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as name:
-        folder, generator = Path(name), torch.Generator().manual_seed(seed)
+    with torch.no_grad(), twin_folder() as folder:
+        generator = torch.Generator().manual_seed(seed)
         config, layer = _shrunken(draft)
         width = layer.hidden_size + 16 * (draft.taps_width != taps * draft.hidden_size)
         tensors = _random_tensors(draft, layer, taps, width, generator)

@@ -7,8 +7,6 @@ sliding layer as the window has (its own mask would let one more through).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from eagle3.export.draft.kinds.gemma4_assistant.reading import LM_HEAD, Assistan
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.patches import original, replaced
 from eagle3.export.twin.comparison import Comparison
+from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import shrink
@@ -32,8 +31,7 @@ KV_SHARING = "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.k
 
 
 def compare(draft: AssistantDescription, _taps: int, _overridden: bool | None = None, seed: int = 0) -> Comparison:
-    with torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as name, states_are_shared(type(draft.layer)):
-        folder = Path(name)
+    with torch.no_grad(), twin_folder() as folder, states_are_shared(type(draft.layer)):
         reference = small_reference(draft, seed)
         left_out = {LM_HEAD} if draft.config.tie_word_embeddings else set()
         tensors = {name: value for name, value in reference.state_dict().items() if name not in left_out}

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.own_layer import read_own_layer
 from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
 from eagle3.export.twin.eagle_draft import CHAIN, CHUNK, play, stand_in
+from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import shrink
@@ -41,10 +41,10 @@ def compare(draft: MTPDescription, _taps: int, _overridden: bool | None = None) 
 
 
 def _compare(draft: MTPDescription, seed: int) -> Comparison:
-    with torch.no_grad(), TemporaryDirectory(prefix="eagle3-twin-") as name:
+    with torch.no_grad(), twin_folder() as folder:
         generator = torch.Generator().manual_seed(seed)
         small, target = small_head(draft, seed), stand_in(vocabulary := 96, shrink(draft.layer).hidden_size, generator)
-        twin = small.saved(Path(name), draft)
+        twin = small.saved(folder, draft)
         length = max(prompt_length(small.config.to_dict()), 2 * CHUNK + CHAIN)
         head: Any = load_draft(twin, length, torch.float32, EagerAttention, target)
         states = [torch.randn(1, length, small.config.hidden_size, generator=generator)]

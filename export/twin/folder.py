@@ -1,0 +1,28 @@
+"""The temporary folder in which a twin's checkpoint is written, for our loader to read."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagle3.export.output.folder import is_full_disk
+
+
+@contextmanager
+def twin_folder() -> Iterator[Path]:
+    """Yield a folder that is deleted at the end. Raises OSError where the disk has no room for what is written there.
+
+    Any such error says that of the disk, and nothing of the model: it must not become a refusal of the model.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="eagle3-twin-") as folder:
+            yield Path(folder)
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        place = tempfile.gettempdir()
+        raise OSError(
+            f"{place} is full ({shutil.disk_usage(place).free / 1e6:.1f} MB free), and the twin check writes small "
+            "copies of the models there: make room, or set TMPDIR to another folder"
+        ) from error
