@@ -114,7 +114,7 @@ FAMILIES = {
     "llama3.1-8B": lambda size: LlamaForCausalLM(LlamaConfig(**size, rope_parameters=LLAMA3_ROPE)),
     "qwen3-4B": lambda size: Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)),
     "mistral-7B": lambda size: MistralForCausalLM(MistralConfig(**size, sliding_window=16)),
-    "phi4": lambda size: Phi3ForCausalLM(Phi3Config(**size, pad_token_id=0, sliding_window=None)),
+    "phi4": lambda size: Phi3ForCausalLM(Phi3Config(**size, pad_token_id=0, eos_token_id=2, sliding_window=None)),
     "granite3-8B": lambda size: GraniteForCausalLM(GraniteConfig(**size, **GRANITE)),
     "gemma3-27B": lambda size: Gemma3ForCausalLM(Gemma3TextConfig(**size, sliding_window=16)),
     "gpt-oss-20b": lambda size: GptOssForCausalLM(GptOssConfig(**size, **GPT_OSS)),

@@ -150,7 +150,8 @@ TOKENS = [f"<{id}>" for id in range(88)]
 
 def tokenizer(folder: Path, count: int) -> None:
     vocabulary = {f"<{id}>": id for id in range(count - 1)}
-    added = [{"id": count - 1, "content": "<last>", "special": True}]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": count - 1, "content": "<last>", "special": True, **plain}]
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<0>"}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": added}))
 

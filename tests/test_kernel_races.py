@@ -17,6 +17,7 @@ from eagle3.export.lowering.cuda.kernels import (
     heads,
     int4,
     int4_matmul,
+    int4_records,
     int8_matmul,
     k_quant_matmul,
     k_quants,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.races(())  # they watch for themselves
 
 
 USERS = {
-    sums: (small_m, bf16, int4, k_quants, large_m, attention),
+    sums: (small_m, bf16, int4, int4_records, k_quants, large_m, attention),
     large_m: (int4_matmul, int8_matmul, k_quant_matmul),
     heads: (attention,),
 }
