@@ -208,6 +208,7 @@ def load(
     target = Gemma4TapTarget(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     if config.dtype is not None:  # transformers rounds the factor to the checkpoint's dtype, as in training
-        model.embed_normalizer = model.embed_normalizer.to(config.dtype).float()
+        stored = getattr(torch, str(config.dtype).removeprefix("torch."))  # a saved configuration has its name
+        model.embed_normalizer = model.embed_normalizer.to(stored).float()
     use_rotary_tables(model, config)
     return target.eval().requires_grad_(False)

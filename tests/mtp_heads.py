@@ -47,6 +47,8 @@ OWN = {
 """Targets with an MTP layer of their own: with latent attention and groups of experts, with partial rotary and experts,
 with latent attention and a list of which layers have experts, dense; recurrent layers, dense and with experts. The last
 three are named as Qwen3-Next's is."""
+ON_THE_CPU = {"backend": "xnnpack", "cuda_arch": None, "max_prefill": None}
+"""Flags for targets with recurrent layers."""
 MTP_KEYS = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
 """The keys by which transformers makes such a layer, of which Qwen3's and GLM-4.7-Flash's configurations have none."""
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mtp_heads import CASES, GOLDEN, OWN, drafter_of, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, ON_THE_CPU, OWN, drafter_of, plan_of, save_target, transformers_head
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -123,7 +123,8 @@ def test_latent_attention_with_values_wider_than_keys_is_computed(tmp_path):
 @pytest.fixture(scope="module", params=OWN)
 def own(request, tmp_path_factory):
     folder = save_target(tmp_path_factory.mktemp(request.param), request.param)
-    return SimpleNamespace(folder=folder, plan=plan_of(folder))
+    flags = ON_THE_CPU if "linear_attention" in OWN[request.param].get("layer_types", ()) else {}
+    return SimpleNamespace(folder=folder, plan=plan_of(folder, **flags))
 
 
 def test_its_twin_is_its_formulas(own):

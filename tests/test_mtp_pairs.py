@@ -9,7 +9,7 @@ import torch
 from commands import fail_command, run_command
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
-from mtp_heads import CASES, GOLDEN, changed, drafter_of, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, ON_THE_CPU, changed, drafter_of, plan_of, save_target, transformers_head
 from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file
 from scripted import ThreeMethods
@@ -31,8 +31,6 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.targets.gated_delta import token_by_token
 
-ON_THE_CPU = {"backend": "xnnpack", "cuda_arch": None, "max_prefill": None}
-"""Flags for targets with recurrent layers."""
 SHARED = "the target's embedding (a copy would take 0.0 MB), the target's lm_head"
 
 
@@ -210,7 +208,7 @@ def test_draft_may_be_left_out_where_the_checkpoint_has_a_layer(glm, qwen):
     assert "MTP head of the target's own checkpoint" in said and SHARED in said
     assert "taps     the target's final state after its norm" in said
     code, line = fail_command(export_main, "--checkpoint", qwen, "--dry-run", "--backend", "xnnpack")
-    assert code == 1 and "or --draft mtp if the target's checkpoint has an MTP layer" in line
+    assert code == 1 and "or --draft mtp if its checkpoint has an MTP layer" in line
 
 
 def test_random_weights_of_fewer_layers_keep_the_layer(glm):
