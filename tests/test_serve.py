@@ -396,7 +396,7 @@ def test_what_is_no_request(server, given, status, words, stream):
     assert "\n" not in error["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"messages": NaN}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 50_000, b'{"messages": NaN}'])
 def test_what_is_no_json(server, body):
     answer = httpx.post(f"{server.url}/chat/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
