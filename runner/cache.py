@@ -21,7 +21,8 @@ class CachedTokens:
         self._committed = self._saved = 0
 
     def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.tokens, self.draft_slots, self._highest = [], 0, -1
+        self._committed = self._saved = 0
 
     def run(self, start: int, rows: int, rollback_rows: int | None) -> None:
         """Record that the target is about to compute ``rows`` from position ``start`` on.

@@ -1,5 +1,6 @@
 """The prefix in the caches is reused wherever it can be, and nowhere else, whatever came in between."""
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -228,3 +229,23 @@ def test_a_ring_of_unknown_length_is_not_taken_up(cached):
     object.__setattr__(session.metadata, "draft_sliding_window", None)
     assert reused(session, cached, PROMPT, chain=0) == len(PROMPT) - 1
     assert reused(session, cached, PROMPT) == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "fresh", "reused"),
+    [
+        (44, 2, 43),  # nothing of it is committed but what is before the last window
+        (41, 30, 41),
+        (30, 30, 24),  # the state that the prompt's chunk saved
+        (30, 3, 0),  # too few tokens for the long chunk that reads it
+        (20, 40, 0),  # before what was saved
+    ],
+)
+def test_recurrent_layers_go_on_from_what_they_have_not_committed_or_from_the_saved_state(kept, fresh, reused):
+    metadata = replace(scripted_metadata(), rollback_rows=16, min_prefill=18, max_prefill=40, max_seq_len=128)
+    cached = CachedTokens()
+    cached.run(0, 40, metadata.rollback_rows)
+    cached.run(40, 4, metadata.rollback_rows)
+    cached.tokens = list(range(44))
+    assert cached.reuse([*range(kept), *[90] * fresh], metadata, draft=False) == reused
+    assert cached.tokens == (list(range(reused + 1)) if reused else [])
