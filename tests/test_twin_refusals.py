@@ -1,4 +1,4 @@
-"""What a refusal of the twin check says: the file's field and value, and a full disk called that; and families that
+"""Tests of what a refusal of the twin check says: the file's field and value, and a full disk called that; and families that
 were refused by an error from inside torch."""
 
 import json
