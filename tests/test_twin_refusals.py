@@ -1,5 +1,5 @@
-"""Tests of what a refusal of the twin check says: the file's field and value, and a full disk called that; and families that
-were refused by an error from inside torch."""
+"""Refusals of the twin check say the file's field and value, and call a full disk that; families that were refused by an
+error from inside torch are computed or named."""
 
 import json
 import os
