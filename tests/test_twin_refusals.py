@@ -1,5 +1,5 @@
-"""Refusals of the twin check say the file's field and value, and call a full disk that; families that were refused by an
-error from inside torch are computed or named."""
+"""Refusals of the twin check say the file's field and value, and call a full disk that; families that were refused by
+an error from inside torch are computed or named."""
 
 import json
 import os
