@@ -132,7 +132,7 @@ class Model:
         """
         asked = Options.of(**options)
         ids = self.encode(prompt)
-        if isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping) and not asked.ignore_eos:
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping) and not asked.ignore_eos:
             ends = [end for end in self.text.turn_end_ids if end < self.metadata.vocab_size]
             asked = replace(asked, stop_token_ids=(*asked.stop_token_ids, *ends))
         return Stream(self, ids, asked)

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commands import fail_command, run_command
@@ -192,7 +193,8 @@ def test_the_first_divergence_is_found(ours, theirs, where):
         (("--chain-len", "3,4"), "line 1: chain length 4, but the artifact verifies at most 3"),
         (("--temperature", "-1"), "temperature"),
         (("--markdown", "--json"), "give one of --markdown and --json"),
-        (("--checkpoint", "nowhere"), "config.json is missing: --checkpoint needs a Hugging Face folder"),
+        (("--checkpoint", "nowhere"), "Path 'nowhere' does not exist"),
+        (("--checkpoint", Path(__file__).parent), "config.json is missing: --checkpoint needs a Hugging Face folder"),
         (("--plot", "out.txt"), "out.txt: pictures cannot be written as .txt"),
         (("--plot", "nowhere/out.png"), "nowhere/out.png cannot be written"),
     ],

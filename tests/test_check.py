@@ -256,6 +256,6 @@ def test_the_causes_of_a_hopeless_head_name_its_rope_and_what_measures_them(base
 
 
 def test_what_cannot_be_measured_is_not_sent_to_be(plan):
-    short = dataclasses.replace(plan, config=dataclasses.replace(plan.config, max_seq_len=64))
+    short = dataclasses.replace(plan, max_seq_len=64)
     lines = check.likely_causes(short, plan.checkpoint, 0.01)
-    assert short.max_seq_len == 64 and not any("eagle3-fit" in line for line in lines)
+    assert not any("eagle3-fit" in line for line in lines)

@@ -88,7 +88,7 @@ def test_parts_are_means_over_the_same_typical_calls():
 
 
 def test_prompts_and_a_profile_are_two_things(artifact):
-    for given in ([], ["--profile", "--prompts", "x.jsonl"]):
+    for given in ([], ["--profile", "--prompts", __file__]):
         assert "give one of --prompts and --profile" in fail_command(main, artifact, *given)[1]
 
 

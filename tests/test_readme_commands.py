@@ -23,6 +23,7 @@ from commands import run_command
 from test_run import PROMPT, Terminal
 
 from eagle3.export.cli import main as export_main
+from eagle3.export.fit.cli import main as fit_main
 from eagle3.runner import load
 from eagle3.runner.bench.cli import main as bench_main
 from eagle3.runner.inspect.cli import main as inspect_main
@@ -30,13 +31,14 @@ from eagle3.runner.run.cli import main as run_main
 from eagle3.runner.serve.cli import main as serve_main
 
 ROOT = Path(__file__).resolve().parent.parent
-READMES = ("README.md", ".github/CONTRIBUTING.md", "export/README.md", "export/draft/README.md", "runner/README.md")
-READMES += ("export/lowering/cuda/README.md", "export/lowering/xnnpack/README.md", "export/lowering/edge/README.md")
-READMES += ("runner/serve/README.md", "targets/README.md", "targets/gemma4_tiny/README.md", "scripts/README.md")
+ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")
+ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
+READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
 
 HUB = "asks the hub for a published model; tests/test_hub.py asks a stand-in"
 GPU = "takes a GPU, or minutes of compiling for one"
 CUDA = "reads a CUDA artifact; tests/test_inspect_cuda.py makes one"
+OWN = "takes a checkpoint of one's own"
 LONG = "takes minutes, or a build of llama.cpp"
 NOT_RUN = {
     "flags ─ plan": "a picture",
@@ -49,6 +51,8 @@ NOT_RUN = {
     "eagle3-export --checkpoint ORG/": HUB,
     "eagle3-export --target-model gemma4-tiny --cuda-arch": GPU,
     "eagle3-export --target-model gemma4-tiny --checkpoint COPY": "takes a changed copy of the shipped checkpoint",
+    "eagle3-fit my-llama": OWN,
+    "eagle3-export --checkpoint my-llama": OWN,
     "eagle3-inspect out-cuda": CUDA,
     "eagle3-bench out-heads": "its chain length is longer than that of the shared artifact",
     "eagle3-bench out-long": "takes an artifact of 16,640 slots",
@@ -64,6 +68,7 @@ NOT_RUN = {
 
 COMMANDS = {
     "eagle3-export": export_main,
+    "eagle3-fit": fit_main,
     "eagle3-run": run_main,
     "eagle3-bench": bench_main,
     "eagle3-inspect": inspect_main,

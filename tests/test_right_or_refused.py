@@ -28,7 +28,7 @@ def outcome(config, target: str, tmp_path) -> tuple[str, str]:
         expected = greedy(model)
     except Exception as error:
         return NO_MODEL, str(error)
-    model.generation_config.eos_token_id = None  # of the published model's vocabulary
+    model.generation_config.eos_token_id = model.config.eos_token_id = None  # of the published model's vocabulary
     model.save_pretrained(tmp_path / "target")
     layers = model.config.num_hidden_layers
     draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, layers // 2, layers))

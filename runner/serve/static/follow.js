@@ -6,7 +6,9 @@ let following = false;
 let last = 0;
 
 function toEnd() {
-  if (following) page.scrollTop = page.scrollHeight;
+  if (!following) return;
+  page.scrollTop = page.scrollHeight;
+  last = page.scrollTop; // a reader may scroll up before the event of this comes
 }
 
 export function follow() {
