@@ -1,5 +1,4 @@
-"""The backends, a record each. A new one is a folder in ``lowering`` with a ``Backend``, and an entry in
-``BACKENDS``."""
+"""The table of backends. A new backend is a folder in ``lowering`` with a ``Backend``, and an entry in ``BACKENDS``."""
 
 import importlib
 import importlib.util
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class WeightConversion(Protocol):
-    """A conversion of the target's tensors, each as it is read."""
+    """Converts the target's tensors, each as it is read."""
 
     def __call__(self, name: str, value: "Tensor", /) -> "Tensor":
         """Return the tensor that the model holds in place of ``value``."""
 
     def record(self) -> dict[str, Any]:
-        """Return the manifest's entry on the conversion, once all tensors were read."""
+        """Return the manifest's entry on the conversion, after all tensors have been read."""
 
 
 class Backend(Protocol):
-    """The part of a backend in an export, in the order of the calls."""
+    """What an export calls of a backend, in the order of the calls."""
 
     dtype: "torch.dtype"
     """The dtype of activations and caches."""
@@ -44,7 +43,7 @@ class Backend(Protocol):
 
     @property
     def attention(self) -> "AttentionFactory":
-        """Makes the attention of both models' layers."""
+        """Return the factory of the attention modules of both models' layers."""
 
     def check(self, plan: "Plan") -> None:
         """Raise ValueError or FileNotFoundError for a plan that cannot be lowered here, before any weight is read."""
@@ -63,7 +62,7 @@ class Backend(Protocol):
         mapped."""
 
     def held_bytes(self, plan: "Plan", /) -> int:
-        """Return the bytes of the target's weights that the export makes, which may lie in files instead."""
+        """Return the bytes of the target's prepared weights, which may lie in files instead of memory."""
 
     def conversion(self, plan: "Plan") -> WeightConversion: ...
 
@@ -100,39 +99,42 @@ class BackendEntry:
     summary: str
     module: str
     quantizes: bool = False
-    """True where weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes. The
-    other backends dequantize one as it loads."""
+    """True where weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes.
+    Other backends dequantize a quantized checkpoint while it loads."""
     recipes: tuple[str, ...] = ("none",)
     """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
     draft_recipe: str = "none"
     """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
     small_recipe: str | None = None
-    """The recipe to propose for a large target that no recipe quantizes by default."""
+    """The recipe that is proposed for a large target if no recipe quantizes it by default."""
     fuses_below: float = 0
-    """A greedy round is one method by default where the target's checkpoint has fewer bytes than this. That saves what
-    each call costs beside its work, and takes the time and the room of another method."""
+    """A greedy round becomes one method (``speculate``) by default if the target's checkpoint has fewer bytes than
+    this. That method saves the fixed costs of a round's calls; it takes time to export and space in the file."""
     fast_rows: Mapping[str, int] = field(default_factory=dict)
-    """The rows that the kernels take at once, so that one more costs nothing, by recipe. Without an entry it is the
-    first of ``window_rows``."""
+    """The number of rows that the kernels compute in one pass, by recipe; adding rows up to it costs nothing. For a
+    recipe without an entry it is the first of ``window_rows``."""
     window_rows: tuple[int, ...] = (8, 16)
-    """The bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the window."""
+    """The possible bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the
+    window."""
     rolls_back_states: bool = False
-    """True where layers with a recurrent state are computed."""
+    """True if the backend computes layers with a recurrent state."""
     flags: frozenset[str] = frozenset()
-    """Fields of ``ExportConfig`` that only this backend reads; they are refused with another one."""
+    """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 
     packages: tuple[str, ...] = ()
     """Packages that the extra of the backend's name installs."""
     gpu: str | None = None
-    """The module that defines ``local_arch``, for a backend of GPUs. Light to import, unlike ``module``."""
+    """The module that defines ``local_arch``; None for a backend that does not lower for GPUs. Importing it is quick,
+    unlike importing ``module``."""
 
     def local_arch(self) -> str | None:
-        """Return the architecture of the GPU at hand, such as "sm_90". None without one, and for backends of none."""
+        """Return the architecture of the GPU at hand, such as "sm_90". Returns None if there is no GPU, or if the
+        backend does not lower for GPUs."""
         return importlib.import_module(self.gpu).local_arch() if self.gpu is not None else None
 
     def few_rows(self, window: int) -> int:
-        """Return the bound of the calls that are as long as a verify window of ``window`` rows; prefill begins behind
-        it."""
+        """Return the first of ``window_rows`` that holds a verify window of ``window`` rows; prefill takes more rows
+        than this."""
         return next((rows for rows in self.window_rows if window <= rows), self.window_rows[-1])
 
     def load(self) -> Backend:
@@ -170,7 +172,8 @@ BACKENDS: dict[str, BackendEntry] = {
         rolls_back_states=True,
         small_recipe="8da8w",
         draft_recipe="8da8w",
-        fuses_below=1e8,  # where a round takes a millisecond it gains a twelfth; at the widths of a 4B model nothing
+        # It makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B model.
+        fuses_below=1e8,
         fast_rows=FAST_ROWS_OF_AVX2 if lacks_avx512() else FAST_ROWS_OF_AVX512,
     ),
 }

@@ -1,4 +1,5 @@
-"""``eagle3-export``. Nothing heavy is imported before an export is really wanted: ``--help`` answers at once."""
+"""The command ``eagle3-export``. Heavy packages are imported only when an export begins, so that ``--help`` answers at
+once."""
 
 import json
 from dataclasses import replace
@@ -32,7 +33,7 @@ Examples:
 
 
 def _list_targets(as_json: bool) -> None:
-    """Print each target with its repository on the hub and its draft heads, numbered as ``--draft`` takes them."""
+    """Print each target with its repository on the hub and its draft heads, with the numbers that ``--draft`` takes."""
     if as_json:
         entries = {
             name: {"summary": spec.summary, "repository": spec.repository, "heads": list(spec.heads)}
@@ -48,8 +49,8 @@ def _list_targets(as_json: bool) -> None:
 
 
 def _list_drafts(as_json: bool) -> None:
-    """Print each kind of draft head with what it takes and keeps, and published heads. Those that targets name are
-    EAGLE-3's unless another kind lists them."""
+    """Print each kind of draft head with what it takes as input, and the published heads of that kind. A head that a
+    target's entry names is EAGLE-3's, unless another kind lists it."""
     listed = {head for kind in KINDS.values() for head in kind.published}
     named = (head for spec in TARGETS.values() for head in spec.heads if head not in listed)
     heads = {name: list(kind.published) for name, kind in KINDS.items()}
@@ -71,7 +72,7 @@ def _layer_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 
 
 class NumberOrFile(click.FloatRange):
-    """A number, or ``file`` for what the draft's config.json says."""
+    """Accepts a number, or ``file`` for the value in the draft's config.json."""
 
     name = "number or file"
 

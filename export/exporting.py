@@ -1,7 +1,7 @@
-"""An export from its flags to the artifact, as the command ``eagle3-export`` makes it.
+"""Makes an export from its flags to the artifact, as the command ``eagle3-export`` does.
 
-What imports torch is imported on use: flags that cannot be right are refused at once, and a dry run imports nothing
-that lowers programs.
+Modules that import torch are imported on use: invalid flags are refused at once, and a dry run imports nothing that
+lowers programs.
 """
 
 import os
@@ -29,7 +29,7 @@ Twin = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """An export that was planned and checked. No weight was read."""
+    """An export that has been planned and checked without reading any weight."""
 
     plan: "Plan"
     twin: Twin
@@ -43,7 +43,7 @@ class Exported:
 
     plan: "Plan"
     record: dict[str, Any]
-    """The content of ``export.json``."""
+    """The contents of ``export.json``."""
 
     @property
     def folder(self) -> Path:
@@ -76,8 +76,8 @@ def export(config: ExportConfig, *, download: bool = False, progress: Progress |
 def prepare(config: ExportConfig, *, download: bool = False, progress: Progress | None = None) -> Prepared:
     """Plan an export and check everything that can be checked before any weight is read.
 
-    With ``config.dry_run`` no weights are downloaded, unless ``download`` asks for them: of repositories on the hub the
-    configurations and headers suffice. Takes and raises what ``export`` does.
+    With ``config.dry_run`` no weights are downloaded unless ``download`` is True: configurations and headers are
+    enough. Arguments and errors are those of ``export``.
     """
     with _prepared(config, download, progress or Progress()) as known:
         return known
@@ -85,8 +85,8 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
 
 @contextmanager
 def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
-    """Yield the plan of an export that is not made, while its weights are there. Takes and raises what ``export`` does;
-    asks for no GPU, and for no output folder."""
+    """Yield the plan of an export that is not made, while its weights are on this machine. Arguments and errors are
+    those of ``export``; neither a GPU nor an output folder is needed."""
     from eagle3.export.planning.plan import make_plan
 
     check_names(config)
@@ -101,8 +101,8 @@ def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
 
 @contextmanager
 def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Iterator[Prepared]:
-    """Yield the plan while the files that it names are there. Headers stand in for weights that are not needed, and
-    until everything else is checked, so that a wrong pair is not downloaded."""
+    """Yield the plan while the files that it names exist. Headers stand in for weights that are not needed. They also
+    stand in until all other checks have passed, so that a wrong pair is not downloaded."""
     config = settled(config)
     sources, twin = find_sources(config, download), None
     if sources.missing and (download or config.reads_weights):
@@ -136,7 +136,7 @@ def _random(config: ExportConfig) -> AbstractContextManager[ExportConfig]:
 
 
 def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: Twin | None = None) -> Prepared:
-    """Plan and check the export. With ``twin``, the result of the checks, only plan it."""
+    """Plan and check the export. If ``twin`` has the result of checks that were made before, only the plan is made."""
     from eagle3.export.checks.preflight import preflight
     from eagle3.export.planning.plan import make_plan
 
@@ -154,7 +154,8 @@ def _say_sources(sources: Sources, progress: Progress) -> None:
 
 
 def settled(config: ExportConfig) -> ExportConfig:
-    """Return the flags with an output folder. Raises ValueError or OSError for names and folders that cannot be."""
+    """Return the flags with the output folder filled in. Raises ValueError or OSError for names or folders that cannot
+    be used."""
     check_names(config)
     check_flags(config)
     config = with_output(config)
@@ -166,14 +167,14 @@ def settled(config: ExportConfig) -> ExportConfig:
 
 
 def check_arch(config: ExportConfig) -> None:
-    """Raise ValueError if there is no GPU whose architecture an export for GPUs could take, and none is given."""
+    """Raise ValueError if the backend needs a GPU's architecture, none is given, and this machine has no GPU."""
     backend = BACKENDS[config.backend]
     if backend.gpu is not None and config.cuda_arch is None and backend.local_arch() is None:
         raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
 
 
 def with_output(config: ExportConfig) -> ExportConfig:
-    """Return the flags with an output folder: the default has the names of target, backend and architecture."""
+    """Return the flags with an output folder; the default is named after target, backend and architecture."""
     if config.output_dir is not None:
         return config
     name = output_name(config.target_model, config.checkpoint, config.backend, config.cuda_arch)
@@ -200,7 +201,7 @@ def own_name(checkpoint: Path) -> str:
 
 
 def check_names(config: ExportConfig) -> None:
-    """Raise ValueError for a target or a backend that there is not, and for ``layers`` of given weights."""
+    """Raise ValueError for an unknown target or backend, and for ``layers`` without random weights."""
     if config.layers is not None and not config.random_weights:
         raise ValueError(f"--layers {config.layers} is for --random-weights: type both, or leave it out")
     known: tuple[tuple[str, str, Mapping[str, Any]], ...] = (

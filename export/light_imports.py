@@ -1,7 +1,7 @@
-"""Puts off imports of other packages that a plan and its twin check do not need, two of their five seconds.
+"""Delays imports of other packages that a plan and its twin check do not need. They would take two of its five seconds.
 
-With any model transformers imports torch.distributed, torchao, SciPy and flex attention, because they are installed,
-and Dynamo, for three decorators that concern ``torch.compile`` alone. An export imports what it needs of them later.
+With any model, transformers imports torch.distributed, torchao, SciPy and flex attention because they are installed,
+and Dynamo for three decorators that only ``torch.compile`` needs. An export imports the ones that it needs later.
 """
 
 import importlib
@@ -18,14 +18,14 @@ PLANNERS = ("planning.plan", "checks.preflight", "output.report")
 DYNAMO = "torch._dynamo"
 DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
 MASKS = "_trace_wrapped_higher_order_op"
-"""The one module of Dynamo that transformers' masks need; it imports nothing of the rest."""
+"""The only module of Dynamo that transformers' masks need; it imports no other module of Dynamo."""
 ASKED = ("is_torch_distributed_available", "is_torchao_available", "is_scipy_available", "is_torch_flex_attn_available")
 PATCHED = tuple(f"transformers.{place}.{name}" for place in ("utils", "utils.import_utils") for name in ASKED)
 
 
 class LateDynamo(ModuleType):
-    """Stands in for Dynamo until anything of it is used but ``MASKS`` and ``DECORATORS``, which leave a function as it
-    is."""
+    """Stands in for Dynamo until something other than ``MASKS`` and ``DECORATORS`` is used. Its decorators return the
+    function unchanged."""
 
     def __init__(self) -> None:
         import torch
@@ -52,10 +52,10 @@ def _undecorated(function: Callable | None = None, *_args: Any, **_options: Any)
 
 @contextmanager
 def imported_lightly() -> Iterator[None]:
-    """Import transformers' models as if only PyTorch were installed, and the modules of the planning at once.
+    """Import transformers' models as if only PyTorch were installed, together with the modules of planning.
 
-    Modules imported in the context stay as they are, so this is for a command's own process. A Dynamo that is imported
-    already is left alone.
+    Modules that are imported in the context keep this state, so it is for a command's own process only. If Dynamo is
+    already imported, it stays.
     """
     with ExitStack() as stack:
         if DYNAMO not in sys.modules:

@@ -190,7 +190,7 @@ def test_shapes_that_do_not_agree_are_named():
         int4_experts.int4_experts_small_m(x, *weights, chosen, factors[:, :1], SILU)
     with pytest.raises(ValueError, match=r"factors are \(3, 1\), choices \(3, 2\)"):
         computed(x, weights, chosen, factors[:, :1])
-    with pytest.raises(ValueError, match="x has 2 rows, 3 rows chose 2 each"):
+    with pytest.raises(ValueError, match="x has 2 rows; expected 3 .one a token. or 6 .one a chosen expert."):
         computed(x[:2], weights, chosen, factors)
     with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
         computed(x.float(), *(weights, chosen, factors))

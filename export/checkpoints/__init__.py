@@ -1,4 +1,4 @@
-"""Reading checkpoints, strictly. A kind of file is a ``Source`` and a place in ``SOURCES``."""
+"""Reads checkpoints strictly. Each kind of file is a ``Source`` with a place in ``SOURCES``."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from eagle3.export.checkpoints.source import Source
 
 SOURCES: tuple[type[Source], ...] = (GGUFFile, Mxfp4Folder, PackedFolder, SafetensorsFolder, PickledFolder)
 WEIGHTS_KEY = "transformers_weights"
-"""The key of ``config.json`` by which transformers takes another file of weights than those of the usual names."""
+"""The key of ``config.json`` that makes transformers load weights from another file than the usual names."""
 
 
 def open_source(path: Path) -> Source:
-    """Return the checkpoint at ``path``; one that no source recognizes fails as a folder of safetensors does.
+    """Return the checkpoint at ``path``; a path that no source recognizes fails as a folder of safetensors does.
 
     Raises ValueError for a folder whose ``config.json`` names another file of weights than the one that is read.
     """

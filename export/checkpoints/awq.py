@@ -1,6 +1,7 @@
-"""AWQ's packing, version gemm, as AutoAWQ writes it: 4 bits, along the outputs, eight of them in an order of its own.
+"""AWQ's packing, version gemm, as AutoAWQ writes it: 4-bit codes, packed along the outputs, eight to a word in AWQ's
+own order.
 
-``qweight`` int32 [K, N / 8], ``qzeros`` int32 [groups, N / 8] and ``scales`` [groups, N].
+The parts are ``qweight`` int32 [K, N / 8], ``qzeros`` int32 [groups, N / 8] and ``scales`` [groups, N].
 """
 
 from pathlib import Path
@@ -37,7 +38,7 @@ class Awq(Format):
         self.group = check_group(where, config)
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm" or config.get("backend") == "llm-awq":
-            raise ValueError(f"{where} has the version {version}, but gemm is what is read: {ANOTHER}")
+            raise ValueError(f"{where} has the version {version}, but only gemm is read: {ANOTHER}")
 
     def layout(self, linear: str, parts: Parts, _read: Read) -> PackedLinear:
         columns, words = matrix(linear, QWEIGHT, parts[QWEIGHT])
@@ -61,5 +62,5 @@ class Awq(Format):
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """int32 [R, N / 8] -> uint8 [R, N]."""
+    """Unpack int32 [R, N / 8] to uint8 [R, N], with the outputs in order."""
     return unpacked(words, 4).unflatten(1, (-1, 8))[:, :, PLACES].flatten(1)

@@ -1,7 +1,9 @@
-"""compressed-tensors' pack-quantized, as llm-compressor writes it (w4a16, w8a16): the weights alone are quantized.
+"""The format pack-quantized of compressed-tensors, as llm-compressor writes it (w4a16, w8a16): only weights are
+quantized.
 
-Codes lie along a row in int32 words, the lowest bits first; signed ones are stored with half their range added, zero
-points likewise, packed along the rows (``compressed_tensors/compressors/pack_quantized`` of compressed-tensors 0.20).
+Codes are packed along a row into int32 words, the lowest bits first. Signed codes are stored with half their range
+added. Zero points are stored in the same way, but packed along the rows
+(``compressed_tensors/compressors/pack_quantized`` of compressed-tensors 0.20).
 """
 
 import json
@@ -32,7 +34,7 @@ PACKED, SCALE, SHAPE, ZERO, G_IDX = (f"weight_{part}" for part in ("packed", "sc
 
 @dataclass(frozen=True)
 class Scheme:
-    """A group of quantization_config: ``group`` columns share a scale, -1: a whole row."""
+    """One group of ``config_groups``: ``group`` columns share a scale; -1 means that a whole row shares one."""
 
     targets: tuple[str, ...]
     bits: int
@@ -91,7 +93,8 @@ class CompressedTensors(Format):
         return as_tensor(layout, read(PACKED).view(torch.uint8), read(SCALE), zero)
 
     def _scheme_of(self, linear: str) -> Scheme:
-        """Return a linear's scheme. Names match before patterns, patterns before classes (compressed-tensors)."""
+        """Return a linear's scheme. Names match before patterns, and patterns before classes, as in
+        compressed-tensors."""
         for matches in (
             lambda target: target == linear,
             lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), linear),
@@ -109,10 +112,10 @@ class CompressedTensors(Format):
 
 def _scheme(where: str, group: object, config: dict[str, Any]) -> Scheme:
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-        raise ValueError(f"{where} says nothing of weights: copy config.json again")
+        raise ValueError(f"{where} does not describe weights: copy config.json again")
     stored, weights = group.get("format") or config.get("format"), group["weights"]
     if stored != "pack-quantized":
-        raise ValueError(f"{where} has the format {_shown(stored)}, but pack-quantized is what is read: {ANOTHER}")
+        raise ValueError(f"{where} has the format {_shown(stored)}, but only pack-quantized is read: {ANOTHER}")
     for field in ("input_activations", "output_activations"):
         if group.get(field):
             raise ValueError(f"{where} has {field}, but activations are not quantized here: {ANOTHER}")
@@ -129,11 +132,13 @@ def _scheme(where: str, group: object, config: dict[str, Any]) -> Scheme:
             taken = " or ".join(map(_shown, known))
             raise ValueError(f"{where} has {field} {_shown(value)}, but must have {taken} to be read: {ANOTHER}")
     if strategy == "group" and (type(size) is not int or size < 1):
-        raise ValueError(f"{where} has group_size {_shown(size)}, no number of columns: copy config.json again")
+        raise ValueError(
+            f"{where} has group_size {_shown(size)}, which is not a number of columns: copy config.json again"
+        )
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(map(_is_target, targets)):
         raise ValueError(
-            f"{where} has targets {_shown(targets)}, which is no list of names and patterns: copy config.json again"
+            f"{where} has targets {_shown(targets)}, which is not a list of names and patterns: copy config.json again"
         )
     return Scheme(
         tuple(targets), weights.get("num_bits", 8), size if strategy == "group" else -1, weights.get("symmetric", True)

@@ -1,4 +1,4 @@
-"""Refuses checkpoints whose weights are not finite. One NaN makes a model say token 0 forever."""
+"""Refuses checkpoints whose weights are not finite. A single NaN in the weights makes a model emit token 0 forever."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,8 +12,8 @@ from eagle3.export.checkpoints.source import Source
 
 
 def check_finite(source: Source, is_read: Callable[[str], bool]) -> None:
-    """Read every floating-point tensor whose name ``is_read`` once. Raises ValueError naming the first that holds NaN
-    or an infinity."""
+    """Read every floating-point tensor for whose name ``is_read`` returns True. Raises ValueError naming the first
+    tensor that holds NaN or an infinity."""
     for name, value in source.tensors():
         for tensor in _parts(value) if is_read(name) else ():
             if tensor.is_floating_point() and tensor.numel() and not _finite(tensor):
@@ -25,7 +25,7 @@ def check_finite(source: Source, is_read: Callable[[str], bool]) -> None:
 
 
 def _parts(value: Tensor) -> Iterator[Tensor]:
-    """Yield a plain tensor, or what one of torchao's is made of."""
+    """Yield a plain tensor itself, or the plain tensors inside a tensor of torchao's."""
     if not isinstance(value, TorchAOBaseTensor):
         yield value
         return
@@ -37,6 +37,7 @@ def _parts(value: Tensor) -> Iterator[Tensor]:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Judge by the extremes, which a NaN passes through. That reads the tensor once and takes no memory."""
-    wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()  # float8 has no extremes
+    """Return True if the tensor's minimum and maximum are finite: a NaN anywhere makes both NaN. That reads the tensor
+    once and takes no memory."""
+    wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()  # aminmax does not take float8
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

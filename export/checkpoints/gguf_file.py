@@ -1,8 +1,8 @@
-"""A GGUF file, whole or split: llama.cpp's format, its weights quantized in blocks, read where they lie.
+"""Reads GGUF, llama.cpp's format, from one file or a split one; its weights, quantized in blocks, stay memory-mapped.
 
-K-quants (Q4_K, Q5_K, Q6_K) come as ExecuTorch's ``ExportableGGUFTensor``, their blocks untouched; every other kind of
-block comes dequantized in float32, which is exact. Configuration and tokenizer are the original model's, from its
-Hugging Face folder; what the file says of the model must agree with them (``gguf_metadata``).
+K-quants (Q4_K, Q5_K, Q6_K) become ExecuTorch's ``ExportableGGUFTensor`` with their blocks unchanged. Blocks of every
+other type are dequantized to float32, which is exact. Configuration and tokenizer come from the original model's
+Hugging Face folder; the file's metadata must agree with them (``gguf_metadata``).
 """
 
 import re
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 K_QUANTS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
-"""The kinds that stay as they are for a backend with kernels for them, and their bits."""
+"""The block types that a backend with kernels for them keeps quantized, and their bits."""
 BLOCKS = (*K_QUANTS, "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
-"""The quantized kinds that are read."""
+"""The block types that are read."""
 _FLOATS = ("F32", "F16", "BF16")
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 class GGUFFile(Source):
-    """Tensors go by the names of the model that they are for; one that it has no name for keeps its own."""
+    """Tensors have the names of the model that the file is for; a tensor without such a name keeps its own."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:
         return path.suffix.lower() == SUFFIX and not path.is_dir()
 
     def files(self) -> list[Path]:
-        """Raises FileNotFoundError naming a part of a split file that is not there, ValueError for a part that is not
-        the first."""
+        """Raises FileNotFoundError if a part of a split file is missing, and ValueError if the path is not the first
+        part."""
         split = _SPLIT.fullmatch(self.path.name)
         if split is None:
             return [self.path]
@@ -56,13 +56,13 @@ class GGUFFile(Source):
         return parts
 
     def headers(self) -> dict[str, TensorHeader]:
-        """Raises ValueError for a tensor of a kind that is not read."""
+        """Raises ValueError for a tensor of a block type that is not read."""
         headers = {}
         for name, tensor in self._named():
             kind = tensor.tensor_type.name
             if kind not in (*_FLOATS, *BLOCKS):
                 raise ValueError(
-                    f"{self.path}: {tensor.name} is {kind}, but {', '.join((*_FLOATS, *BLOCKS))} are what is read: "
+                    f"{self.path}: {tensor.name} is {kind}, but only {', '.join((*_FLOATS, *BLOCKS))} are read: "
                     "name a file of another quantization, such as Q4_K_M"
                 )
             shape = tuple(reversed(tensor.shape.tolist()))
@@ -75,7 +75,7 @@ class GGUFFile(Source):
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Raises ValueError for one that is not read, and for a file that holds no language model."""
+        """Raises ValueError for an architecture that is not read, and for a file that holds no language model."""
         name, kind = self.field("general.architecture"), self.field("general.type")
         if kind not in (None, "model") or name == "clip":
             raise ValueError(
@@ -83,32 +83,32 @@ class GGUFFile(Source):
             )
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"{self.path}: general.architecture is {name}, but {', '.join(ARCHITECTURES)} are what is read from "
+                f"{self.path}: general.architecture is {name}, but only {', '.join(ARCHITECTURES)} are read from "
                 "GGUF: name the model's Hugging Face folder"
             )
         return ARCHITECTURES[name]
 
     def field(self, key: str) -> Any:  # noqa: ANN401 - of whatever type the file gives it
-        """Return a value of the file's metadata, a list for an array; None where it has none. ``{arch}`` stands for the
-        architecture's name."""
+        """Return a value of the file's metadata, an array as a list; None if the file lacks the key. ``{arch}`` stands
+        for the architecture's name."""
         fields = self._readers[0].fields
         if "{arch}" in key:
             key = key.format(arch=self.field("general.architecture"))
         return fields[key].contents() if key in fields else None
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the metadata under the architecture's name, without that."""
+        """Return the metadata under the architecture's name, with that prefix removed from the keys."""
         prefix = f"{self.field('general.architecture')}."
         names = [key for key in self._readers[0].fields if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.field(key) for key in names}
 
     def length(self, key: str) -> int | None:
-        """Return the number of texts in an array of the metadata; None where there is no such array."""
+        """Return the number of strings in an array of the metadata; None if there is no such array."""
         field = self._readers[0].fields.get(key)
         return None if field is None else text_count(field)
 
     def by_own_name(self, name: str) -> Tensor | None:
-        """Return a plain tensor by its name in the file; None where it has none."""
+        """Return a plain tensor by its name in the file; None if the file lacks it."""
         found = (tensor for reader in self._readers for tensor in reader.tensors if tensor.name == name)
         return next((_value(tensor) for tensor in found), None)
 
@@ -145,7 +145,8 @@ class GGUFFile(Source):
         return value
 
     def _heads(self, key: str, default: int | None = None) -> int:
-        """Return the number of heads, the same in every layer in all models whose rows llama.cpp reorders."""
+        """Return the number of heads. Raises ValueError if layers differ, which no model does whose rows llama.cpp
+        reorders."""
         found = self.field(f"{{arch}}.{key}")
         heads = set(found) if isinstance(found, list) else {default if found is None else found}
         number = heads.pop() if len(heads) == 1 else None
@@ -157,7 +158,8 @@ class GGUFFile(Source):
 
 
 def part_names(file: str) -> list[str]:
-    """Return the names of all parts of a split file, given the name of one. A whole file is its only part."""
+    """Return the names of all parts of a split file, given the name of one. For a file that is not split, that is its
+    own name alone."""
     split = _SPLIT.fullmatch(file)
     if split is None:
         return [file]
@@ -166,8 +168,8 @@ def part_names(file: str) -> list[str]:
 
 
 def super_scales(value: "ExportableGGUFTensor") -> Tensor:
-    """Return all that is no whole number in a K-quant, as views of its blocks: the float16 scale of each 256 weights,
-    and that of their minima where there are any. [N, K / 256, 2] or [N, K / 256]."""
+    """Return the float16 numbers of a K-quant, as views of its blocks: the scale of each 256 weights and, except in
+    Q6_K, the scale of their minima. The shape is [N, K / 256, 2], or [N, K / 256] for Q6_K."""
     n, k = value.shape
     blocks = value.raw.view(n, k // 256, -1)
     of_minima = value.ggml_type != "q6_k"
@@ -175,7 +177,7 @@ def super_scales(value: "ExportableGGUFTensor") -> Tensor:
 
 
 def _value(tensor: "ReaderTensor") -> Tensor:
-    """Return a tensor [N, K] in PyTorch's order of dimensions; a matrix of K-quants as its blocks."""
+    """Return a tensor [N, K] in PyTorch's order of dimensions; a matrix of K-quants keeps its blocks."""
     import gguf
     from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 
@@ -190,8 +192,9 @@ def _value(tensor: "ReaderTensor") -> Tensor:
 
 
 def _halves_apart(value: Tensor, heads: int) -> Tensor:
-    """Move rows of q or k from llama.cpp's order, in which those that are rotated together are neighbours, to
-    transformers', in which they are half a head apart. Blocks run along a row and stay whole."""
+    """Move rows of q or k from llama.cpp's order, in which the two rows of a rotated pair are neighbours, to
+    transformers' order, in which they are half a head apart. Quantization blocks run along a row, so they stay
+    whole."""
     from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 
     if isinstance(value, ExportableGGUFTensor):

@@ -1,5 +1,5 @@
-"""Derives from a configuration each key of a GGUF file's metadata: sizes, constants and switches by which llama.cpp
-computes. llama.cpp's converter writes them (``conversion/`` there, per architecture)."""
+"""Derives from a configuration each key of a GGUF file's metadata: the sizes, constants and switches by which llama.cpp
+computes, as its converter writes them (``conversion/`` there, per architecture)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
-"""Keys that say nothing of what is computed."""
+"""Keys that do not change what is computed."""
 
 
 class Implied(NamedTuple):
-    """``key`` in the metadata without the architecture's name, ``field`` in ``config.json`` and the ``value`` there:
-    one, or a list by layer; None: it is not compared. ``absent``: what llama.cpp takes where the file lacks the key;
-    None: the same as the configuration's."""
+    """``key`` is the metadata's key without the architecture's name, ``field`` the field of ``config.json``.
+    ``value`` is what the configuration implies: one value, or a list with one for each layer; None means that the
+    key is not compared. ``absent`` is the value that llama.cpp uses if the file lacks the key; None means that it
+    uses ``value``."""
 
     key: str
     field: str
@@ -53,7 +54,8 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
 
 
 def _widths(config: "PreTrainedConfig") -> int | list[int]:
-    """Return the width of the MLPs, or of each layer's: Gemma 4 E2B's layers that share keys have twice the width."""
+    """Return the width of the MLPs, or a list of each layer's width if they differ: Gemma 4 E2B's layers that share
+    keys have twice the width."""
     width = config.intermediate_size
     if not getattr(config, "use_double_wide_mlp", False):
         return width
@@ -61,7 +63,7 @@ def _widths(config: "PreTrainedConfig") -> int | list[int]:
 
 
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
-    """Return the rope parameters of each kind of layer: one for all, or one each."""
+    """Return the rope parameters of each kind of layer; both kinds may have the same ones."""
     given = config.rope_parameters
     return {kind: given.get(kind, given) for kind in ("full_attention", "sliding_attention")}
 
@@ -71,14 +73,14 @@ def _scale_field(config: "PreTrainedConfig") -> str:
 
 
 def _scale(config: "PreTrainedConfig", width: int) -> float:
-    """Return the factor of attention's products of queries and keys, as in transformers' classes."""
+    """Return the factor by which attention scales its scores, as in transformers' classes."""
     if config.model_type == "gemma4_text":
-        return 1.0  # its norms of queries and keys hold it
+        return 1.0  # the norms of its queries and keys include the factor
     return (getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5
 
 
 def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
-    """Return the value of a model that has no such field: 0, or 1 for a factor."""
+    """Yield the keys for optional features; a model without the field has the value 0, or 1 for a factor."""
 
     def said(*names: str) -> Any:  # noqa: ANN401 - of the type of the configuration's field
         return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)
@@ -112,7 +114,7 @@ def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterat
     yield Implied("rope.scaling.type", field, kind, "none")
     factor = rope.get("factor") if kind != "none" else 1
     yield Implied("rope.scaling.factor", "factor of rope_parameters", factor)
-    yield Implied("rope.scale_linear", "factor of rope_parameters", factor)  # its older name
+    yield Implied("rope.scale_linear", "factor of rope_parameters", factor)  # the older name of this key
     attention = rope.get("attention_factor") or rope.get("attn_factor") or 1
     yield Implied("rope.scaling.attn_factor", "attention_factor", attention)
     length = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -127,7 +129,8 @@ def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterat
 
 
 def _rotated(rope: dict[str, Any], width: int) -> int:
-    """Return how many dimensions of a head rotate; Gemma 4's proportional rope leaves some of all of them at rest."""
+    """Return how many dimensions of a head are rotated. Gemma 4's proportional rope counts all, and gives some the
+    frequency 0."""
     if rope.get("rope_type") == "proportional":
         return width
     return int(width * (rope.get("partial_rotary_factor") or 1))

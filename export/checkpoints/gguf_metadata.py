@@ -1,7 +1,8 @@
 """Compares a GGUF file's metadata with ``config.json``, so that a file of another model is refused.
 
-The configuration is what is computed; the file has the sizes and constants that llama.cpp would compute with. Where the
-two disagree one of them is of another model. A key that is compared with nothing is refused, unless it is 0 or empty.
+The export computes what the configuration says; the file holds the sizes and constants that llama.cpp would use. Where
+the two disagree, they belong to different models. A key that has no counterpart in the configuration is refused, unless
+its value is 0 or empty.
 """
 
 import math
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _LIKELY = "likely not of the same model: type --config with the Hugging Face folder that the file was made from"
 _UNROTATED = 1e30
-"""llama.cpp divides the frequencies of dimensions that are not rotated by this."""
+"""llama.cpp divides the frequencies of unrotated dimensions by this number."""
 FACTORS: tuple[str, ...] = (
     "logit_scale",
     "embedding_scale",
@@ -29,13 +30,13 @@ FACTORS: tuple[str, ...] = (
     "rope.scaling.factor",
 )
 FACTORS += ("rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
-"""Keys whose value 0 means that llama.cpp takes its own default."""
+"""Keys whose value 0 makes llama.cpp use its own default."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_ids: tuple[int, ...] = ()) -> None:
-    """Check a GGUF file against ``config``, transformers' text configuration in ``folder``, ``stop_ids`` the stop
-    tokens there. Raises ValueError naming the first key that disagrees, and both values."""
+    """Check a GGUF file against ``config``, transformers' text configuration in ``folder``, and against the folder's
+    stop tokens ``stop_ids``. Raises ValueError naming the first key that disagrees, and both values."""
     own = file.architecture.model_types
     if config.model_type not in own:
         raise ValueError(
@@ -86,7 +87,7 @@ def rows_of_embedding(
 
 
 def template_note(file: GGUFFile, folder: Path) -> list[str]:
-    """Return a line on which chat template is used, where the file brings one that is not the folder's."""
+    """Return a line that says which chat template is used, if the file has one that differs from the folder's."""
     own, used = file.field("tokenizer.chat_template"), _template(folder)
     if not isinstance(own, str) or not own or own == used:
         return []
@@ -98,12 +99,12 @@ def template_note(file: GGUFFile, folder: Path) -> list[str]:
 
 
 def _template(folder: Path) -> str | None:
-    """Return the chat template that transformers finds: a file of its own comes before ``tokenizer_config.json``."""
+    """Return the chat template that transformers finds: a separate file comes before ``tokenizer_config.json``."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_object(folder / name).get("chat_template") if (folder / name).is_file() else None
-        if isinstance(found, list):  # several, by name
+        if isinstance(found, list):  # a list of named templates
             found = next((each.get("template") for each in found if each.get("name") == "default"), None)
         if isinstance(found, str):
             return found
@@ -111,7 +112,8 @@ def _template(folder: Path) -> str | None:
 
 
 def _tokens(file: GGUFFile, folder: Path) -> int | None:
-    """Return the number of tokens by the file's own list or the folder's tokenizer; None where neither says."""
+    """Return the number of tokens in the file's own list, or else in the folder's tokenizer; None if there is
+    neither."""
     listed = file.length("tokenizer.ggml.tokens")
     if listed is not None:
         return listed
@@ -130,7 +132,7 @@ def _may_be_cut(file: GGUFFile, key: str, found: object, config: "PreTrainedConf
 
 
 def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_ids: tuple[int, ...]) -> None:
-    """Check the file's first token and its stop token against the configuration's, where that has any."""
+    """Check the file's bos and eos tokens against the configuration's, where it has any."""
     ends = config.eos_token_id
     ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
     ends, begins = sorted({*ends, *stop_ids}), config.bos_token_id
@@ -145,8 +147,8 @@ def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_id
 
 
 def _by_layer(key: str, found: object, expected: object) -> object:
-    """Expand what is given by layer. A pattern of windows may be one number n, by which every n-th layer attends to
-    all; sections of a rope may end in zeros."""
+    """Expand a value to one for each layer. A pattern of sliding windows may be one number n: every n-th layer has full
+    attention. Trailing zeros of rope sections are dropped."""
     pattern = key == "attention.sliding_window_pattern"
     if pattern and isinstance(found, int) and not isinstance(found, bool) and isinstance(expected, list):
         return [found == 0 or bool((layer + 1) % found) for layer in range(len(expected))]
@@ -165,12 +167,12 @@ def _agree(found: object, expected: object) -> bool:
     if isinstance(expected, list):
         return all(_agree(found, each) for each in expected)
     if isinstance(found, int | float) and isinstance(expected, int | float):
-        return math.isclose(found, expected, rel_tol=1e-6)  # the file has float32
+        return math.isclose(found, expected, rel_tol=1e-6)  # the file stores float32
     return found == expected
 
 
 def _shown(value: object, other: object) -> str:
-    """Return a value; of a list, what is at the first place where the two differ."""
+    """Format a value; of a list, only the entry of the first layer where the two differ."""
     if isinstance(value, list):
         pairs = enumerate(zip(value, other if isinstance(other, list) else [other] * len(value), strict=False))
         layer = next((number for number, pair in pairs if not _agree(*pair)), None)
@@ -179,14 +181,14 @@ def _shown(value: object, other: object) -> str:
 
 
 def _check_rope_factors(file: GGUFFile, config: "PreTrainedConfig", folder: Path, described: bool) -> None:
-    """Check the factors that llama.cpp divides the frequencies of full layers by against transformers' own
-    frequencies."""
+    """Check the divisors of full layers' rope frequencies in the file against transformers' own frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")
     kind: str = rope.get("rope_type", "default")
     expected: torch.Tensor | None = None
-    if kind in ROPE_INIT_FUNCTIONS and kind not in ("linear", "yarn"):  # which have keys in the metadata, no factors
+    # those two have metadata keys instead of divisors
+    if kind in ROPE_INIT_FUNCTIONS and kind not in ("linear", "yarn"):
         by_layer = {} if rope is config.rope_parameters else {"layer_type": "full_attention"}
         expected, _ = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **by_layer)
     given = expected if factors is None else factors

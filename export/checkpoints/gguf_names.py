@@ -1,7 +1,7 @@
-"""The architectures of GGUF files that are read: whose models they are, and what their tensors are called there.
+"""The GGUF architectures that are read: the models that use each, and the names of their tensors.
 
-llama.cpp's converter renames tensors and changes some (``conversion/`` there, per architecture): what it did is undone
-here, so that a file's tensors are those of the checkpoint that it was made from, up to their quantization.
+llama.cpp's converter renames tensors and changes some (``conversion/`` there, per architecture). This is undone here,
+so that the tensors are those of the checkpoint that the file was made from, up to quantization.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 OUTPUT = {"output.weight": "lm_head.weight"}
-"""An output layer of its own; without one it is the embedding."""
+"""The name of an output layer; a file without it uses the embedding."""
 UNREAD = frozenset({"rope_freqs.weight"})
-"""Made from the configuration, as ours are; ``gguf_metadata`` compares the two."""
+"""Tensors that the export derives from the configuration; ``gguf_metadata`` compares them."""
 
 _MODEL = ("model.embed_tokens", "model.norm", "lm_head")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -21,14 +21,14 @@ _LAYER = (
 )
 _PER_LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 _PER_LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
-"""Those of Gemma 4 E2B and E4B, of the model and of a layer."""
+"""The modules for per-layer inputs of Gemma 4 E2B and E4B: above, those of the model; here, those of a layer."""
 _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)
-"""transformers' names of the modules that the families below are made of."""
+"""transformers' names of a layer's modules in families with fused projections."""
 
 
 def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
-    """Return names by ExecuTorch's own map, which has its model's names, and those of per-layer inputs in the same
-    form: transformers' without ``model.``. Tensors of experts have none."""
+    """Return names by ExecuTorch's own map, with those of per-layer inputs added in the same form: transformers' names
+    without ``model.``. Tensors of experts are not in it."""
     from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
 
     patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]
@@ -43,7 +43,8 @@ def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
 def transformers_names(
     architecture: str, layers: int, modules: tuple[str, ...] = _LAYER, of_model: tuple[str, ...] = _MODEL
 ) -> dict[str, str]:
-    """Return transformers' names by gguf-py's own map: of the ``modules`` of each layer, and of those ``of_model``."""
+    """Return transformers' names by gguf-py's own map: of the ``modules`` of each layer, and of the model's modules
+    ``of_model``."""
     import gguf
 
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -60,18 +61,18 @@ def transformers_names(
 
 @dataclass(frozen=True)
 class Architecture:
-    """An entry for a value of ``general.architecture``."""
+    """The entry for one value of ``general.architecture``."""
 
     model_types: tuple[str, ...]
-    """transformers' ``model_type`` of the models whose files have it."""
+    """transformers' ``model_type`` of the models that have this architecture."""
     names: Callable[[str, int], dict[str, str]] = transformers_names
-    """Takes the architecture's name and the number of layers; maps GGUF names to the model's."""
+    """A function of the architecture's name and the number of layers that maps GGUF names to the model's."""
     rotary_rows: bool = False
-    """The rows of q and k are in the order of llama.cpp's rotation, pairs beside each other."""
+    """True if the rows of q and k are in llama.cpp's order, the two rows of a rotated pair next to each other."""
     norm_shift: int = 0
     """The number that the converter added to the weights of norms."""
     cuts_vocabulary: bool = False
-    """The converter leaves out the last rows of an embedding that no token has."""
+    """True if the converter leaves out the last rows of the embedding, which no token uses."""
 
 
 ARCHITECTURES = {

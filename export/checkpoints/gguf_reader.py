@@ -1,5 +1,5 @@
-"""The headers of a GGUF file through gguf-py, its vocabulary passed over: gguf-py makes objects of every token, which
-takes half a minute and 1.8 GB for Gemma's.
+"""Reads the headers of a GGUF file with gguf-py, but skips the vocabulary: gguf-py makes an object of every token,
+which takes half a minute and 1.8 GB for Gemma's.
 """
 
 import struct
@@ -13,14 +13,14 @@ _UNREADABLE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, str
 
 
 class HeaderReader(GGUFReader):
-    """Arrays of numbers are one part; of those of text the number of texts is."""
+    """Reads an array of numbers as one part, and of an array of strings only the number of strings."""
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
     ) -> tuple[int, list[np.ndarray], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        mapped: Any = self.data  # numpy's types say from Python 3.12 on that an array is a buffer
+        mapped: Any = self.data  # from Python 3.12 on, numpy's types do not say that an array is a buffer
         kind, count = struct.unpack_from("<IQ", mapped, orig_offs)
         start = at = orig_offs + 12
         if kind == GGUFValueType.STRING:
@@ -37,22 +37,22 @@ class HeaderReader(GGUFReader):
 
 
 def text_count(field: ReaderField) -> int | None:
-    """Return the length of an array of texts that ``HeaderReader`` read; None for a field of another kind."""
+    """Return the length of an array of strings that ``HeaderReader`` read; None for a field of another type."""
     return int(field.parts[-1][0]) if field.types == [GGUFValueType.ARRAY, GGUFValueType.STRING] else None
 
 
 def open_gguf(file: Path) -> GGUFReader:
-    """Open a GGUF file, memory-mapped. Raises ValueError for what is no GGUF file, a truncated one, or one of the other
+    """Open a GGUF file, memory-mapped. Raises ValueError for a file that is not GGUF, is truncated, or has the other
     byte order."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         head = opened.read(8)
     if head[:4] != b"GGUF":
         raise ValueError(f"{file} ({size} bytes) is no GGUF file, which begins with GGUF: copy or download it again")
-    if head[4:6] == b"\0\0":  # the version, a small number
+    if head[4:6] == b"\0\0":  # the low bytes of the version, a small number
         raise ValueError(f"{file} is of the other byte order (big-endian): name the file for this kind of machine")
     try:
-        return HeaderReader(file, "c")  # copy on write: PyTorch has no read-only tensors
+        return HeaderReader(file, "c")  # copy on write, since PyTorch has no read-only tensors
     except _UNREADABLE as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(

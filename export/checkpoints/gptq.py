@@ -1,7 +1,8 @@
-"""GPTQ's packing, as AutoGPTQ and GPTQModel write it: of 4 or 8 bits, along the inputs.
+"""GPTQ's packing, as AutoGPTQ and GPTQModel write it: codes of 4 or 8 bits, packed along the inputs.
 
-``qweight`` int32 [K / per word, N], ``qzeros`` int32 [groups, N / per word], ``scales`` [groups, N] and ``g_idx`` [K],
-the lowest bits of a word first. The format ``gptq`` (v1) stores zero points less 1, ``gptq_v2`` as they are.
+The parts are ``qweight`` int32 [K / per word, N], ``qzeros`` int32 [groups, N / per word], ``scales`` [groups, N] and
+``g_idx`` [K]. Words hold the lowest bits first. The format ``gptq`` (v1) stores zero points less 1; ``gptq_v2`` stores
+them as they are.
 """
 
 from dataclasses import replace
@@ -39,10 +40,11 @@ class Gptq(Format):
         where = f"{file}: quantization_config"
         self.bits = check_bits(where, config, BITS)
         self.group = check_group(where, config)
-        self.dynamic = bool(config.get("dynamic"))  # linears of other bits and groups: the parts say which
+        # linears differ in bits and group size, which their parts' shapes give
+        self.dynamic = bool(config.get("dynamic"))
         kind = config.get("checkpoint_format") or config.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2") or boolean(config, "is_marlin_format", False, where):
-            raise ValueError(f"{where} has the format {kind}, but gptq and gptq_v2 are what is read: {ANOTHER}")
+            raise ValueError(f"{where} has the format {kind}, but only gptq and gptq_v2 are read: {ANOTHER}")
         self.less_one = kind == "gptq"
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
@@ -78,7 +80,8 @@ class Gptq(Format):
         return unpacked(read(QZEROS), layout.bits)[:, : layout.rows]
 
     def _check_zeros(self, linear: str, layout: PackedLinear, read: Read) -> None:
-        """Format v1 stores -1 for a zero point of 0: as the largest code, borrowed from its neighbour, or over it."""
+        """Raise ValueError for a stored zero point of all ones. Format v1 stores zero points less 1, and tools differ
+        in how they store -1."""
         largest = (1 << layout.bits) - 1
         if (self._stored_zeros(layout, read) == largest).any():
             raise ValueError(

@@ -1,6 +1,6 @@
-"""JSON configurations, read strictly: a field of another kind than its reader expects is refused by name.
+"""Reads JSON configurations strictly: a field of another type than expected is refused by name.
 
-A value such as ``"false"`` where ``false`` belongs would load, run and compute something else.
+A value such as ``"false"`` in place of ``false`` would load and run, and the model would compute something else.
 """
 
 import json
@@ -16,7 +16,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError for anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, no UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise ValueError(f"{file} is not JSON ({error}): copy it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} holds {_kind(value)}, a configuration is an object: copy it again")
@@ -24,7 +24,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def boolean(config: Mapping[str, Any], key: str, default: Default, where: object) -> bool | Default:
-    """Return a field that is true or false. ``where`` names the file in errors. A key that is absent or null has its
+    """Return a field that is true or false. ``where`` names the file in errors. An absent or null key gives the
     default."""
     value = config.get(key)
     if value is None:
@@ -35,7 +35,7 @@ def boolean(config: Mapping[str, Any], key: str, default: Default, where: object
 
 
 def count(config: Mapping[str, Any], key: str, default: Default, where: object, least: int = 1) -> int | Default:
-    """Return a whole number of ``least`` or more."""
+    """Return a whole number that is at least ``least``."""
     value = config.get(key)
     if value is None:
         return default
@@ -49,7 +49,7 @@ def count(config: Mapping[str, Any], key: str, default: Default, where: object, 
 def number(
     config: Mapping[str, Any], key: str, default: Default, where: object, most: float = math.inf
 ) -> float | Default:
-    """Return a finite number above 0, of ``most`` at most."""
+    """Return a finite number above 0 that is at most ``most``."""
     value = config.get(key)
     if value is None:
         return default
@@ -61,7 +61,7 @@ def number(
 
 
 def layer_ids(config: Mapping[str, Any], key: str, where: object) -> tuple[int, ...] | None:
-    """Return a list of whole numbers; None where it is absent, null or empty."""
+    """Return a list of whole numbers; None if it is absent, null or empty."""
     value = config.get(key)
     if value is None or value == []:
         return None
@@ -71,7 +71,7 @@ def layer_ids(config: Mapping[str, Any], key: str, where: object) -> tuple[int, 
 
 
 def texts(config: Mapping[str, Any], key: str, where: object) -> tuple[str, ...]:
-    """Return a list of strings, empty where it is absent or null."""
+    """Return a list of strings; an empty one if the key is absent or null."""
     value = config.get(key)
     if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a list of names: correct it")
@@ -79,7 +79,7 @@ def texts(config: Mapping[str, Any], key: str, where: object) -> tuple[str, ...]
 
 
 def nested(config: Mapping[str, Any], key: str, where: object) -> dict[str, Any]:
-    """Return an object, empty where it is absent or null."""
+    """Return an object; an empty one if the key is absent or null."""
     value = config.get(key)
     if value is None:
         return {}

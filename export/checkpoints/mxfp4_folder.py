@@ -1,6 +1,6 @@
-"""A folder of safetensors whose experts are in MXFP4, as gpt-oss is published: blocks of 32 codes of 4 bits and a power
-of two for each. They are dequantized as they are read, by transformers' own code and exactly: bfloat16 holds every
-product."""
+"""A folder of safetensors with its experts in MXFP4, as gpt-oss is published: blocks of 32 codes of 4 bits, with a
+power of two as each block's scale. transformers' own code dequantizes them as they are read. This is exact: bfloat16
+holds every product."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,15 +13,15 @@ from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
 
-QUANT_METHOD = "mxfp4"  # as transformers names it
+QUANT_METHOD = "mxfp4"  # transformers' name
 BLOCKS, SCALES = "_blocks", "_scales"
-BLOCK_BYTES, BLOCK = 16, 32  # of a block: bytes, and the columns in them
-ROWS = 1 << 20  # blocks that are dequantized at once, at 200 bytes each beside the result
+BLOCK_BYTES, BLOCK = 16, 32  # the bytes of a block, and the columns that they encode
+ROWS = 1 << 20  # the number of blocks that are dequantized at once; each takes 200 bytes beside the result
 
 
 class Mxfp4Folder(SafetensorsFolder):
-    """``gate_up_proj_blocks`` [experts, rows, blocks, 16] and ``gate_up_proj_scales`` [experts, rows, blocks] are given
-    as ``gate_up_proj`` [experts, 32 * blocks, rows] in bfloat16; what has no blocks is given as it is."""
+    """Joins ``gate_up_proj_blocks`` [experts, rows, blocks, 16] and ``gate_up_proj_scales`` [experts, rows, blocks]
+    into ``gate_up_proj`` [experts, 32 * blocks, rows] in bfloat16; other tensors stay as they are."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:
@@ -59,7 +59,8 @@ class Mxfp4Folder(SafetensorsFolder):
 
     @cached_property
     def _packed(self) -> list[str]:
-        """Weights in blocks. Raises ValueError for one whose blocks and scales do not fit."""
+        """Return the names of the weights in blocks. Raises ValueError if a weight's blocks and scales do not fit each
+        other."""
         names = dict.fromkeys(
             name.removesuffix(part) for name in self._raw for part in (BLOCKS, SCALES) if name.endswith(part)
         )

@@ -1,7 +1,9 @@
-"""Linears that another tool quantized and packed into int32 words: their codes as torchao's tensors, nothing rounded.
+"""Linears that another tool quantized and packed into int32 words. Their codes become torchao's tensors without
+rounding.
 
-``w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`` with unsigned codes and zero points, ``g`` the group of column k.
-What the words hold is a format's own, a file each: ``compressed_tensors``, ``gptq``, ``awq``.
+The weight is ``w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`` with unsigned codes and zero points; ``g`` is the
+group of column k. Each format has its own order of codes in a word, and a file: ``compressed_tensors``, ``gptq``,
+``awq``.
 """
 
 from abc import ABC, abstractmethod
@@ -29,12 +31,12 @@ class PackedLinear:
     columns: int
     bits: int
     group: int
-    """Columns that share a scale: all of them where scales are a row's."""
+    """The number of columns that share a scale; all columns if each row has one scale."""
     symmetric: bool = False
-    """There are no zero points; zero is in the middle of the codes."""
+    """True if there are no zero points: the middle code stands for zero."""
 
     order: Tensor | None = field(default=None, compare=False)
-    """int64 [columns]: the column of the input that each column of the weight, sorted by groups, multiplies."""
+    """int64 [columns]: for each column of the weight, sorted by groups, the input column that it multiplies."""
 
     @property
     def groups(self) -> int:
@@ -54,10 +56,11 @@ Read = Callable[[str], Tensor]
 
 
 class Format(ABC):
-    """A way to pack, read from the quantization_config of ``file``. Raises ValueError for what it does not unpack."""
+    """A packing format, read from the quantization_config of ``file``. Raises ValueError for a setting that is not
+    supported."""
 
     REQUIRED: tuple[str, ...]
-    """Parts that every packed linear has, by the last component of their names."""
+    """The parts that every packed linear has, by the last component of their names."""
     OPTIONAL: tuple[str, ...] = ()
 
     @abstractmethod
@@ -65,12 +68,12 @@ class Format(ABC):
 
     @abstractmethod
     def layout(self, linear: str, parts: Parts, read: Read, /) -> PackedLinear:
-        """Return the storage of ``linear``. ``read`` gives a part, and is asked for small parts only. Raises ValueError
-        for parts that do not go together."""
+        """Return the storage of ``linear``. ``read`` returns a part; only small parts may be read here. Raises
+        ValueError for parts that do not fit together."""
 
     @abstractmethod
     def unpack(self, linear: str, layout: PackedLinear, read: Read, /) -> Tensor:
-        """Return the weight, by ``as_tensor``."""
+        """Return the weight as ``as_tensor`` makes it."""
 
 
 def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -100,7 +103,7 @@ def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor |
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
+    """Unpack the codes of each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
 
@@ -114,14 +117,14 @@ def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> in
 
 
 def check_group(where: str, config: dict[str, Any]) -> int:
-    """Return the checked ``group_size`` of a quantization_config; -1: a row has one scale."""
+    """Return the checked ``group_size`` of a quantization_config; -1 means that a row has one scale."""
     return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
 
 
 def matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
-    """Return the shape of a part that has rows and columns."""
+    """Return the shape of a part that must be a matrix."""
     if len(header.shape) != 2 or not header.elements:
-        raise ValueError(f"{linear}.{part} is {list(header.shape)}, but a matrix is what is packed: copy it again")
+        raise ValueError(f"{linear}.{part} is {list(header.shape)}, but packed weights are matrices: copy it again")
     return header.shape
 
 
@@ -137,10 +140,10 @@ def expect(
 
 
 def input_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> Tensor | None:
-    """Return int64 [columns], the columns sorted by their groups; None where they are so already.
+    """Return int64 [columns], the columns sorted by their groups; None if they are sorted already.
 
     Tools that quantize in the order of activations (desc_act, actorder group) scatter a group's columns. Raises
-    ValueError for groups that are not of one size.
+    ValueError for groups of unequal sizes.
     """
     g_idx = g_idx.long()
     if torch.equal(g_idx, torch.arange(layout.columns) // layout.group):

@@ -1,5 +1,5 @@
-"""A folder of safetensors whose config.json says that a tool quantized it (``quantization_config``): the parts of each
-packed linear are joined into one weight, code for code."""
+"""A folder of safetensors whose config.json says that a tool quantized it (``quantization_config``). The parts of each
+packed linear are joined into one weight with the same codes."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,19 +22,20 @@ from eagle3.targets.input_order import INPUT_ORDER
 
 
 def auto_round(file: Path, config: dict[str, Any]) -> Format:
-    """Return the format in which AutoRound packed: ``packing_format`` names GPTQ's or AWQ's layout, the first unless
-    said (vLLM's ``INCConfig``). ``extra_config`` gives single linears other bits."""
+    """Return the format that AutoRound used: ``packing_format`` names GPTQ's or AWQ's layout, and GPTQ's is the default
+    (vLLM's ``INCConfig``). ``extra_config`` gives other bits to single linears."""
     where, packed_as = f"{file}: quantization_config", config.get("packing_format") or AUTO_GPTQ
     if packed_as not in (AUTO_GPTQ, "auto_round:gptq", AUTO_AWQ):
         raise ValueError(
-            f"{where} has packing_format {packed_as}, but {AUTO_GPTQ} and {AUTO_AWQ} are what is read: {ANOTHER}"
+            f"{where} has packing_format {packed_as}, but only {AUTO_GPTQ} and {AUTO_AWQ} are read: {ANOTHER}"
         )
     if config.get("data_type") not in (None, "int"):
-        raise ValueError(f"{where} has data_type {config['data_type']}, but int is what is read: {ANOTHER}")
+        raise ValueError(f"{where} has data_type {config['data_type']}, but only int is read: {ANOTHER}")
     if packed_as == AUTO_AWQ:
         return Awq(file, {key: config.get(key) for key in ("bits", "group_size")})
     single = nested(config, "extra_config", where).values()
-    packed = [each for each in single if isinstance(each, dict) and each.get("bits", 16) < 16]  # 16: not packed
+    # 16 bits mean that the linear is not packed
+    packed = [each for each in single if isinstance(each, dict) and each.get("bits", 16) < 16]
     return Gptq(file, config | {"dynamic": packed})
 
 
@@ -45,12 +46,12 @@ FORMATS: dict[str, Callable[[Path, dict[str, Any]], Format]] = {
     "awq": Awq,
     "auto-round": auto_round,
 }
-"""Maps ``quant_method``, in transformers' words (``QuantizationMethod``), to the format."""
+"""Maps ``quant_method`` to the format, with the names of transformers' ``QuantizationMethod``."""
 NEW_KEY, OLD_KEY = "quantization_config", "compression_config"
-"""The keys of config.json with what is said of packed weights. compressed-tensors wrote the second until it was part of
+"""The keys of config.json that describe packed weights. compressed-tensors wrote the second until it became part of
 transformers, and reads both."""
 MLX = "quantization"
-"""The key under which MLX describes its own packing. It writes ``quantization_config`` beside it, with no method."""
+"""The key under which MLX describes its own packing. MLX writes ``quantization_config`` beside it, without a method."""
 
 
 class PackedFolder(SafetensorsFolder):
@@ -102,7 +103,7 @@ class PackedFolder(SafetensorsFolder):
 
     @cached_property
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        """Packed linear to the parts that it has. Raises ValueError where one is missing."""
+        """Map each packed linear to the parts that it has. Raises ValueError if a part is missing."""
         found: dict[str, list[str]] = {}
         for name in self._raw:
             linear, _, part = name.rpartition(".")
@@ -134,7 +135,7 @@ class PackedFolder(SafetensorsFolder):
 
     @contextmanager
     def _opened(self) -> Iterator[Read]:
-        """All files at once, memory-mapped: the parts of a linear may lie in several."""
+        """Open all files at once, memory-mapped, since the parts of a linear may lie in several."""
         with ExitStack() as stack:
             files = [stack.enter_context(open_safetensors(path)) for path in self.files()]
             holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -146,8 +147,8 @@ def _parts_of(linear: str, read: Read) -> Read:
 
 
 def _described(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Return what config.json says of its weights' quantization and the key that it stands under, at the top level or
-    of its text part; None where it says nothing."""
+    """Return the key under which config.json, at its top level or in its text part, describes the quantization, and
+    that description; None if there is none."""
     if not (path / "config.json").is_file():
         return None
     fields = read_object(path / "config.json")

@@ -1,4 +1,4 @@
-"""Weights that PyTorch pickled, ``pytorch_model.bin``, one or sharded: read by ``weights_only=True`` alone."""
+"""Reads weights that PyTorch pickled, ``pytorch_model.bin``, whole or sharded, with ``weights_only=True`` only."""
 
 import pickle
 from collections.abc import Iterator, Sequence
@@ -70,10 +70,11 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor as a safetensors file would give it: no Parameter, without gradients, contiguous, its storage
-    its own.
+    """Return the tensor as a safetensors file would give it: not a Parameter, without gradients, contiguous, and alone
+    in its storage.
 
-    ExecuTorch's loader casts what is of the class Tensor alone, and its writer takes the whole of a constant's storage.
+    ExecuTorch's loader casts tensors of the exact class Tensor only, and its writer writes the whole storage of a
+    constant.
     """
     tensor = tensor.detach()
     if not is_plain(tensor):
@@ -83,7 +84,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Return the state dictionary in a file, memory-mapped where its format allows. No code in it is run."""
+    """Return the state dictionary in a file, memory-mapped where its format allows. No code in the file is run."""
     import executorch.extension.llm.export  # noqa: F401  (registers the classes of quantized tensors as data)
     from torchao.utils import TorchAOBaseTensor
 
@@ -92,7 +93,8 @@ def _read(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         with file.open("rb") as opened:
             begins = opened.read(2)
-        if begins != b"PK" and begins[:1] != b"\x80":  # neither of torch.save's formats: a web page, a Git LFS pointer
+        # neither of torch.save's two formats, but for example a web page or a Git LFS pointer
+        if begins != b"PK" and begins[:1] != b"\x80":
             raise ValueError(
                 f"{file} ({file.stat().st_size} bytes) is no PyTorch file: copy or download it again; in a clone, type "
                 "git lfs pull"

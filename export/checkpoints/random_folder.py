@@ -1,4 +1,4 @@
-"""A checkpoint with random weights, of which only headers are on the disk: made from another checkpoint's headers."""
+"""Makes a checkpoint with random weights from another checkpoint's headers; only headers are on the disk."""
 
 import json
 import re
@@ -10,21 +10,21 @@ from eagle3.export.checkpoints.safetensors_file import open_safetensors, save_he
 from eagle3.export.checkpoints.safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, shard_paths
 
 LAYER = re.compile(r"^((?:.+?\.)?(?:layers|h|blocks)\.)(\d+)(\..+)$")
-"""The name of a tensor of a layer: what is before the layer's index, the index, and the rest."""
+"""The pattern of the name of a layer's tensor: the part before the layer's index, the index, and the rest."""
 READ = ("d2t", "t2d", "weight_shape", "g_idx")
-"""The last parts of the names of tensors whose values are facts about the others, which are taken as they are."""
+"""The last parts of the names of small tensors that describe other tensors; they are copied instead of made random."""
 
 PACKED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}
-"""The tensors of Gemma 4 E2B and E4B that hold a part for each layer, by the ends of their names, and the dimension of
-these parts."""
+"""Tensors of Gemma 4 E2B and E4B that hold a part for each layer: the end of the name, and the dimension along which
+the parts lie."""
 
 
 def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None, count: int = 0) -> Path:
     """Make ``into`` a checkpoint like that in ``folder``, with random weights, and return it.
 
-    Files other than weights are links to those of ``folder``. With ``layers`` (ascending indices) it has only these
-    layers; its config.json is left for the caller to write. ``count``: all layers of a model with tensors that are
-    ``PACKED``.
+    Files other than weights are links to those of ``folder``. With ``layers`` (ascending indices) the new checkpoint
+    has only these layers, and the caller must write its config.json. ``count`` is the number of all layers; tensors
+    that are ``PACKED`` need it.
 
     Raises FileNotFoundError or ValueError for a folder that holds no weights in safetensors.
     """
@@ -48,7 +48,8 @@ def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None,
 
 
 def _renaming(layers: Sequence[int] | None) -> Callable[[str], str | None]:
-    """Return a function from a tensor's name to its name among fewer layers, None for one of another layer."""
+    """Return a function that maps a tensor's name to its name in the model with fewer layers, and to None if its layer
+    is left out."""
     places = None if layers is None else {index: place for place, index in enumerate(layers)}
 
     def rename(name: str) -> str | None:
@@ -62,13 +63,13 @@ def _renaming(layers: Sequence[int] | None) -> Callable[[str], str | None]:
 
 
 def _shape(name: str, shape: list[int], share: Fraction) -> list[int]:
-    """Return the shape of a tensor where a model keeps this ``share`` of its layers."""
+    """Return a tensor's shape in a model that keeps this ``share`` of its layers."""
     dim = next((dim for end, dim in PACKED.items() if name.endswith(end)), None)
     return shape if dim is None else [*shape[:dim], int(shape[dim] * share), *shape[dim + 1 :]]
 
 
 def _save_random(path: Path, random: Path, rename: Callable[[str], str | None], share: Fraction) -> list[str]:
-    """Write the header file ``random`` for the file ``path``; returns the names of its tensors."""
+    """Write the header file ``random`` for the file ``path``, and return the names of its tensors."""
     with open_safetensors(path) as file:
         names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118 (not a dict)
         slices = {new: file.get_slice(name) for name, new in names.items()}
@@ -77,7 +78,8 @@ def _save_random(path: Path, random: Path, rename: Callable[[str], str | None], 
         }
         values = {new: file.get_tensor(name) for name, new in names.items() if name.rpartition(".")[2] in READ}
         metadata = dict(file.metadata() or {})
-    described = json.loads(metadata.get("tensor_names", "[]"))  # of torchao: each name has an entry in the metadata
+    # torchao's list of names, each with an entry in the metadata
+    described = json.loads(metadata.get("tensor_names", "[]"))
     kept = {name: new for name in described if (new := rename(name)) is not None}
     entries = {new: metadata[name] for name, new in kept.items()}
     others = {name: value for name, value in metadata.items() if name not in described}

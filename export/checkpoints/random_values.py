@@ -1,4 +1,5 @@
-"""Random values for a tensor of which the header alone is known. Each name has values of its own, always the same."""
+"""Makes random values for a tensor of which only the header is known. The values depend on the tensor's name alone, so
+that they are the same each time."""
 
 import math
 from functools import cache
@@ -13,17 +14,19 @@ DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
 }
 BLOCK = 1_048_573
-"""The values that are drawn once and repeated. It is a prime number, so that no two rows of a matrix are equal."""
+"""The number of values that are drawn once and then repeated. It is a prime number, so that no two rows of a matrix are
+equal."""
 SPREAD = 0.02
-"""The standard deviation of a weight, as of most models before their training."""
+"""The standard deviation of weights, which most models are initialized with."""
 SCALE, EXPONENT = 0.005, 120
-"""The scale of quantized weights, and its biased exponent where a scale is stored as an exponent alone (2 ** -7)."""
+"""The scale of quantized weights, and the biased exponent of a scale that is stored as an exponent alone (2 ** -7)."""
 
 
 def random_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Return values such as an untrained model has: weights of ``SPREAD``, norms around 1, codes of every value.
+    """Return values like an untrained model's: weights with the standard deviation ``SPREAD``, norms around 1, uniform
+    codes.
 
-    Raises ValueError for a dtype without random values here.
+    Raises ValueError for a dtype that is not in ``DTYPES``.
     """
     if dtype not in DTYPES:
         raise ValueError(f"{name} is {dtype}, of which there are no random values: leave --random-weights out")
@@ -41,7 +44,7 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def _repeated(name: str, block: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the block, begun at a place that depends on the name, as often as the shape takes it."""
+    """Return a tensor filled with repetitions of ``block``, which starts at an offset that depends on the name."""
     count = math.prod(shape)
     begun = block.roll(crc32(name.encode()) % BLOCK).to(dtype)
     return begun.repeat(-(-count // BLOCK))[:count].view(shape)

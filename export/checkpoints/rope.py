@@ -35,9 +35,9 @@ def check_rope(config: "PreTrainedConfig", where: str, static: bool = True) -> N
 
 
 def check_static(model: "nn.Module", config: "PreTrainedConfig", where: str) -> None:
-    """Raise ValueError for a model whose rotary table depends on the length of the text: transformers' classes decide
-    that by the ``rope_type`` of their rotary modules (``dynamic_rope_update`` there), which is not always the
-    configuration's: HunYuan's "dynamic" with a fixed ``alpha`` is static."""
+    """Raise ValueError for a model whose rotary table depends on the length of the text. transformers' rotary modules
+    decide that by their own ``rope_type`` (``dynamic_rope_update`` there), which may differ from the configuration's:
+    HunYuan's "dynamic" with a fixed ``alpha`` is static."""
     found: list[Any] = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
     if not found:
         check_rope(config, where)

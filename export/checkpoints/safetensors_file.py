@@ -1,4 +1,4 @@
-"""Opens safetensors files, and the header files that a dry run makes of those that it does not download.
+"""Opens safetensors files, and the header files that a dry run makes of files that it does not download.
 
 A header file is a small safetensors file. Its metadata holds the other file's header as JSON, and its tensors are the
 few values that were fetched. Asking for any other value raises ``HeaderAlone``, or gives random values if the file says
@@ -20,7 +20,7 @@ from eagle3.export.checkpoints.random_values import random_tensor
 
 HEADER = "eagle3.header"
 """The key of the metadata under which a header file holds the other file's header: ``tensors`` maps each name to shape
-and dtype, ``metadata`` is the other file's, and ``random`` says that values which are not there are random ones."""
+and dtype, ``metadata`` is the other file's, and ``random`` is true if values that are not in the file are random."""
 
 
 class HeaderAlone(ValueError):
@@ -34,7 +34,7 @@ class Slice(Protocol):
 
 
 class OpenFile(Protocol):
-    """The part of safetensors' ``safe_open`` that is used here."""
+    """The part of the interface of safetensors' ``safe_open`` that is used here."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -58,7 +58,8 @@ class HeaderSlice:
 
 
 class HeaderFile:
-    """A header file. ``values`` is the open file itself, ``header`` the header that it holds of another file."""
+    """Reads a header file like the file that it describes. ``values`` is the open header file itself, ``header`` the
+    other file's header."""
 
     def __init__(self, path: Path, values: OpenFile, header: dict[str, Any]):
         self.path, self._values, self._header = path, values, header
@@ -85,15 +86,16 @@ class HeaderFile:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[OpenFile]:
-    """Open a safetensors file or a header file. Raises SafetensorError for a file that is neither."""
+    """Open a safetensors file or a header file. Raises SafetensorError for a file that is not safetensors."""
     with _opened(path) as file:
         header = (file.metadata() or {}).get(HEADER)
         yield file if header is None else HeaderFile(path, file, json.loads(header))
 
 
 def _opened(path: Path) -> safe_open:
-    """Map a file into memory, or read from it where it is larger than memory: safetensors maps files with pages that
-    could be written, and Linux then refuses to map more than there is. transformers saves files of up to 50 GB."""
+    """Map a file into memory, or read from it if it is larger than memory. safetensors maps files with pages that
+    could be written, and Linux refuses such a map if it is larger than the memory; transformers saves files of up to
+    50 GB."""
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:
@@ -103,7 +105,7 @@ def _opened(path: Path) -> safe_open:
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what caused it, is ``HeaderAlone``."""
+    """Return True if ``error`` is ``HeaderAlone`` or was caused by it."""
     return error is not None and (isinstance(error, HeaderAlone) or needs_values(error.__cause__))
 
 

@@ -1,4 +1,4 @@
-"""A folder of safetensors, and what it says of itself in its headers: names, shapes, dtypes."""
+"""A checkpoint folder of safetensors files, and the tensors' names, shapes and dtypes from their headers."""
 
 import json
 import math
@@ -16,12 +16,12 @@ from eagle3.export.checkpoints.source import Source, TensorHeader
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
-"""Files that a trainer leaves beside the weights."""
-_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # the others take one byte
+"""Files that a trainer leaves beside the weights, and that hold none."""
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # every other dtype takes one byte
 
 
 class SafetensorsFolder(Source):
-    """One file or sharded, quantized by torchao or not."""
+    """A checkpoint in one file or in shards, quantized by torchao or not."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:
@@ -45,9 +45,10 @@ class SafetensorsFolder(Source):
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint folder: the whole one, or the shards of its index, as transformers takes them.
+    """Return the files of a checkpoint folder: the single file, or else the shards in its index, as transformers
+    chooses.
 
-    Raises FileNotFoundError naming what is not there, ValueError for an index that is none.
+    Raises FileNotFoundError naming a missing file, and ValueError for an invalid index.
     """
     whole = (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file()
     shards = [SINGLE_FILE] if whole else sorted(set(weight_map(folder / INDEX_FILE).values()))
@@ -58,13 +59,13 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def unread_index(folder: Path) -> Iterator[str]:
-    """Yield a line where a whole file stands beside an index, which may name other weights."""
+    """Yield a warning if a single file stands beside an index, which may name other weights."""
     if (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
         yield f"{folder}: {SINGLE_FILE} is read and {INDEX_FILE} beside it is not, as transformers does"
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the map of tensor names to file names, as an index has it; no file lies outside its folder."""
+    """Return an index's map of tensor names to file names. Raises ValueError for a file outside the index's folder."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} has no weight_map of tensors to files, so it is no index: copy it again")
@@ -75,7 +76,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def foreign_weights(folder: Path) -> str | None:
-    """Return a line on weights that are not read, and what to do; None where there are none of a kind we know."""
+    """Return a line that names weights of an unsupported kind and what to do; None if there are none."""
     if (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model.*")):
         return f"{folder} holds a LoRA adapter alone: {MERGE_ADAPTER}"
     for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled")):
@@ -97,9 +98,9 @@ def _cause_of_a_missing_file(folder: Path) -> str:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the headers by tensor name; the parts of a weight that torchao quantized count as that weight.
+    """Return the headers by tensor name. The parts of a weight that torchao quantized count as one weight.
 
-    Raises ValueError for a file that is cut short or no safetensors file, and for a tensor that is in the index alone.
+    Raises ValueError for a file that is truncated or not safetensors, and for a tensor that only the index has.
     """
     headers: dict[str, TensorHeader] = {}
     described: dict[str, tuple[Path, dict]] = {}
@@ -130,7 +131,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
-    """Return torchao's description of each weight that it quantized, by name. Raises ValueError where it is garbled."""
+    """Return torchao's description of each weight that it quantized, by name. Raises ValueError for an invalid
+    description."""
     found = {}
     try:
         for name in json.loads(metadata.get("tensor_names", "[]")):
@@ -152,9 +154,9 @@ def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
 
 
 def _tensors(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files and of header files as they are stored, one weight in memory at a time. The parts of a
-    weight that torchao quantized may lie in several files. ExecuTorch's reader maps files, whatever their size, and
-    does not know header files."""
+    """Yield the tensors of files and of header files as they are stored, with one weight in memory at a time. The parts
+    of a weight that torchao quantized may lie in several files. ExecuTorch's reader is not used: it maps files of any
+    size, and it cannot read header files."""
     holders: dict[str, OpenFile] = {}
     described: dict[str, tuple[list[str], str]] = {}
     with ExitStack() as stack:
@@ -180,7 +182,7 @@ def _part_names(name: str, description: dict) -> list[str]:
 
 
 def _quantized(path: Path, name: str, description: dict, headers: dict[str, TensorHeader]) -> TensorHeader:
-    """Take the parts of a quantized weight out of ``headers`` and return the weight's own."""
+    """Take the parts of a quantized weight out of ``headers``, and return the header of the whole weight."""
     keys = _part_names(name, description)
     missing = [key for key in keys if key not in headers]
     if missing:

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: which files, which tensors, and the tensors one by one."""
+"""The interface of a checkpoint on disk: its files, its tensors' headers, and the tensors one by one."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """``dtype`` is safetensors' name; of a weight that torchao quantized, its tensor class."""
+    """``dtype`` is safetensors' name of the dtype, or the tensor class of a weight that torchao quantized."""
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
     quantized: bool = False
     group: int | None = None
-    """Columns that share a scale, of a weight that another tool quantized."""
+    """The number of columns that share a scale in a weight that another tool quantized."""
 
     @property
     def elements(self) -> int:
@@ -26,9 +26,9 @@ class TensorHeader:
 
 
 class Source(ABC):
-    """``path`` is what the user named: a folder, or a file. Tensors go by the checkpoint's own names.
+    """``path`` is the folder or file that the user named. Tensors have the checkpoint's own names.
 
-    Whatever is wrong with the files is a FileNotFoundError or a ValueError of one line.
+    Any fault of the files raises a FileNotFoundError or a ValueError of one line.
     """
 
     def __init__(self, path: Path):
@@ -37,7 +37,7 @@ class Source(ABC):
     @staticmethod
     @abstractmethod
     def recognizes(path: Path) -> bool:
-        """Return whether there are such files at ``path``."""
+        """Return True if ``path`` has files of this kind."""
 
     @abstractmethod
     def files(self) -> list[Path]:
@@ -49,8 +49,7 @@ class Source(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor, memory-mapped or read when it is asked for; a quantized weight as a tensor of
-        torchao's."""
+        """Yield every tensor, memory-mapped or read on demand; a quantized weight becomes a tensor of torchao's."""
 
     def tensor(self, name: str) -> Tensor:
         for each, tensor in self.tensors():

@@ -1,5 +1,5 @@
-"""A target's configuration and special ids. Whatever is wrong with the files is one line that names the file, the field
-and its value; what a field means is left to transformers, and to the twin check."""
+"""Reads a target's configuration and special ids. A fault in the files gives one line that names the file, the field
+and its value. The meaning of fields is left to transformers, and to the twin check."""
 
 import json
 import re
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("num_global_key_value_heads", "global_head_dim"),  # of Gemma 4
+    *("num_global_key_value_heads", "global_head_dim"),  # fields of Gemma 4
 )
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-MOST, MOST_LAYERS = 2**31 - 1, 1000  # more would be built, on the meta device, until memory or patience ends
+MOST, MOST_LAYERS = 2**31 - 1, 1000  # a larger model would be built on the meta device until memory runs out
 BY_LAYER = ("head_dim", "num_key_value_heads")
 """Fields that single layers may override, as the full layers of Gemma 4 do."""
-SHORT = 16  # tokens: the context of a model that is built to see whether it can be
+SHORT = 16  # the context length, in tokens, of a model that is built only to see whether it can be
 DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_vocab_size")
-"""Fields of a draft head's configuration, in any dialect, that a target's does not have."""
+"""Fields that a draft head's configuration has in one dialect or another, and a target's never has."""
 
 
 def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     """Return transformers' text configuration of the target ``name``.
 
-    Raises FileNotFoundError for a folder that has none, ValueError for a file that describes no model, or one that the
-    target's loader does not read.
+    Raises FileNotFoundError for a folder without a configuration, and ValueError for a file that describes no model, or
+    a model that the target's loader does not read.
     """
     from transformers import AutoConfig
 
@@ -59,7 +59,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     _tie_as_the_whole(read, text_config)
-    for stored in ("quantization_config", "compression_config"):  # how the weights are stored: a source reads it
+    for stored in ("quantization_config", "compression_config"):  # the source reads how weights are stored
         text_config.__dict__.pop(stored, None)
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
@@ -89,17 +89,17 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
 
 
 def special_ids(checkpoint: Path, target_config: "PreTrainedConfig") -> tuple[int, tuple[int, ...]]:
-    """Return the first token's id (-1: none) and the stop tokens, as transformers' ``generate`` would take them.
+    """Return the bos token's id (-1 if there is none) and the stop tokens, as transformers' ``generate`` takes them.
 
-    Raises ValueError for an id that is no whole number, or that a file says and the vocabulary does not have: it would
-    never stop.
+    Raises ValueError for an id that is not a whole number, and for a stop token in a file that is not in the
+    vocabulary, since no text would ever stop.
     """
     eos, where = None, checkpoint / "config.json"
-    for name in ("generation_config.json", "config.json"):  # a multimodal config.json has them at its top level
+    for name in ("generation_config.json", "config.json"):  # a multimodal config.json has the ids at its top level
         if eos is None and (checkpoint / name).is_file():
             eos, where = read_object(checkpoint / name).get("eos_token_id"), checkpoint / name
-    written = eos is not None  # and not the default of a class, which is of another vocabulary
-    eos = getattr(target_config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text part has no such field
+    written = eos is not None  # False for the default of a class, which is meant for another vocabulary
+    eos = getattr(target_config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text part lacks the field
     eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
     bos = getattr(target_config, "bos_token_id", None)
     ids = [("eos_token_id", where, id) for id in eos_ids]
@@ -141,7 +141,7 @@ def _refuse_what_is_no_target(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the configuration, its text part and what single layers override."""
+    """Yield the configuration, its text part, and the overrides of single layers."""
     for part in (fields, fields.get("text_config")):
         if isinstance(part, dict):
             yield part
@@ -150,8 +150,8 @@ def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_sizes(file: Path, part: object, unused: str | None = "sliding_window") -> None:
-    """Check that sizes are whole numbers above 0. ``unused``: the size that may be 0, if nothing uses it: Qwen2-MoE's
-    class writes that for a window."""
+    """Check that sizes are whole numbers above 0. The size ``unused`` may be 0, since no layer uses it: Qwen2-MoE's
+    class writes 0 for a sliding window."""
     if not isinstance(part, dict):
         return
     for name in SIZES:
@@ -174,7 +174,7 @@ def _config_of(fields: dict[str, Any]) -> "PreTrainedConfig":
 def _refusal(
     file: Path, fields: dict[str, Any], error: Exception, build: Callable[[dict[str, Any]], Any]
 ) -> ValueError:
-    """Return an error in place of transformers'. It names the first field without which ``build`` takes the rest."""
+    """Return an error that replaces transformers' own. It names the first field without which ``build`` succeeds."""
     cause = error.__cause__ if isinstance(error.__cause__, (TypeError, ValueError)) else error
     reason = " ".join(str(cause).partition(" Errors: ")[0].split()).rstrip(".") or type(cause).__name__
     reason = re.sub(r"<class '(\w+)'>", r"\1", reason) + (
@@ -184,7 +184,7 @@ def _refusal(
     for name in fields:
         try:
             build({key: value for key, value in fields.items() if key != name})
-        except Exception:  # whatever it raises, this field is not the only cause
+        except Exception:  # any error means that this field is not the only cause
             continue
         fact = f"{name} is {_shown(fields[name])}, of which transformers makes no model"
         break
@@ -192,8 +192,8 @@ def _refusal(
 
 
 def _tie_as_the_whole(config: "PreTrainedConfig", text_config: "PreTrainedConfig") -> None:
-    """Tie the head as the whole model does: most multimodal configurations say at their top level whether the head is
-    the embedding."""
+    """Tie the head if the whole model does: most multimodal configurations say at their top level whether it is
+    tied."""
     if config is text_config:
         return
     from eagle3.targets.wrapper import wrapper_of
@@ -204,7 +204,7 @@ def _tie_as_the_whole(config: "PreTrainedConfig", text_config: "PreTrainedConfig
 
 
 def _check_layers(file: Path, config: "PreTrainedConfig") -> None:
-    """Check the sizes once more, with the defaults of the class in place, as each layer has them."""
+    """Check the sizes of each layer again, with the class's defaults filled in."""
     strange = sorted((config.per_layer_attributes or set()).difference(BY_LAYER))
     if strange:
         raise ValueError(
@@ -212,7 +212,7 @@ def _check_layers(file: Path, config: "PreTrainedConfig") -> None:
             "are all that may differ between layers"
         )
     kinds = getattr(config, "layer_types", None)
-    window_is_used = not kinds or "sliding_attention" in kinds  # without kinds it is every layer's
+    window_is_used = not kinds or "sliding_attention" in kinds  # without layer_types every layer uses the window
     for layer in config.per_layer_config:
         unused = None if window_is_used else "sliding_window"
         _check_sizes(file, {name: getattr(layer, name, None) for name in SIZES}, unused)
@@ -242,6 +242,6 @@ def _whole(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return the value as JSON, cut where it is long."""
+    """Return the value as JSON, cut to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,8 +1,8 @@
-"""The check after an export: a few prompts go through the finished artifact, in a process of its own.
+"""The check after an export: it runs a few prompts through the finished artifact, in a process of its own.
 
-Its tokens are held against the eager module's that it was made of, position by position, its first proposals against
-the eager draft head's (``proposals.py``); its features must be finite; what the proposals are worth is said, with the
-likely causes where they are worth nothing.
+It compares the artifact's tokens with those of the eager module that the export traced, position by position, and its
+first proposals with the eager draft head's (``proposals.py``). Features must be finite. It reports what speculation
+gains, or, if hardly any proposal is accepted, the likely causes.
 """
 
 import json
@@ -33,21 +33,23 @@ from eagle3.runner.contract import PREFILL
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32
-LONGEST_PROMPT = 1100  # tokens: past a chunk of prefill, and no minutes of a large model
+LONGEST_PROMPT = 1100  # tokens: more than one chunk of prefill, but not so many that a large model takes minutes
 TIE_ROWS = 64
-"""Tokens of a prompt by which the tolerance of quantized activations is measured."""
+"""The number of tokens of each prompt that are used to measure the tolerance for quantized activations."""
 WIDEST_TIE = 0.5
-"""The largest tolerance, in standard deviations of the logits. A wrong token lies further behind the best one."""
+"""The largest tolerance, in standard deviations of the logits. The logit of a wrong token lies further below the best
+one."""
 COPIES = 2
-"""The most copies of its weights that an artifact has in memory: mapped, and packed by XNNPACK."""
+"""How many times the weights may be in memory when an artifact runs: once mapped, and once packed by XNNPACK."""
 HOPELESS = 0.05
-"""Share of the first proposals that are accepted: a wrong tap or norm accepts about 1%, a poor head 30% or more."""
+"""The acceptance rate of the first proposals below which the head is likely read wrongly: a wrong tap or norm gives
+about 1%, a poor head 30% or more."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``record`` goes into ``export.json``; ``warning`` is a line for each thing to try, empty where all is well;
-    ``gain`` says what speculation gains."""
+    """``record`` goes into ``export.json``. ``warning`` has a line for each thing to try, and is empty if all is well.
+    ``gain`` has the lines on what speculation gains."""
 
     record: dict[str, Any]
     warning: tuple[str, ...]
@@ -56,11 +58,12 @@ class Outcome:
 
 @torch.no_grad()
 def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
-    """Return the tolerance for a near-tie of this model by its recipe, in standard deviations of the logits.
+    """Return the tolerance for near-ties of this model with its recipe, in standard deviations of the logits.
 
-    Where activations are quantized, what rounds differently turns codes, until logits differ by as much as the
-    quantization itself moves them. How much that is depends on the model: it is measured, the logits with quantized
-    activations against those with exact ones, over all tokens and rows. Random weights may move them without bound.
+    Where activations are quantized, small rounding differences flip codes, until logits differ by as much as the
+    quantization itself moves them. That depends on the model, so it is measured: the largest difference between logits
+    with quantized and with exact activations, over all rows and tokens. For trained weights it is bounded by
+    ``WIDEST_TIE``; with random weights it may be any size.
     """
     tie = near_tie(plan.qlinear)
     if tie == NEAR_TIE:
@@ -77,10 +80,10 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
 
 
 def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None) -> Outcome:
-    """Run the artifact on prompts. ``speculator`` is what the artifact was made of, where this machine computes it
-    eagerly; with None no tokens are compared.
+    """Run the artifact on prompts. ``speculator`` is the eager module that the export traced; None if this machine
+    cannot compute it, and then no tokens are compared.
 
-    Raises ValueError where the artifact does not run, gives what is no number, or says another token.
+    Raises ValueError if the artifact does not run, returns NaN or an infinity, or gives a wrong token.
     """
     prompts = sample_prompts(folder, plan)
     tried = _tried(folder, prompts)
@@ -90,7 +93,7 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     draft_tie = tie if near_tie(plan.draft_qlinear) == NEAR_TIE else WIDEST_TIE
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
-            with calm_stderr():  # ExecuTorch's ops log when they are called eagerly
+            with calm_stderr():  # ExecuTorch's ops write log lines when they are called eagerly
                 said = (generation.get(name) for name in ("token_ids", "by_fused_rounds", "by_lookup"))
                 for fresh in {tuple(tokens): tokens for tokens in said if tokens is not None}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)
@@ -129,7 +132,8 @@ def _rate(stats: dict[str, Any], position: int) -> float:
 
 
 def why_not(folder: Path) -> str | None:
-    """Return a reason not to try the artifact beside the export that made it: too little memory."""
+    """Return the reason why the artifact cannot be run beside the export that made it: too little memory; None if it
+    can."""
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
     free = free_memory()
     if free is not None and takes > free:
@@ -138,7 +142,7 @@ def why_not(folder: Path) -> str | None:
 
 
 def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
-    """Return token ids of short texts and of one that takes several chunks; random ids where there is no tokenizer."""
+    """Return the token ids of short texts and of one that takes several chunks; random ids if there is no tokenizer."""
     room = plan.max_seq_len - NEW_TOKENS
     longest = min(plan.method(PREFILL).max_len + 5, LONGEST_PROMPT, room)
     file = folder / "tokenizer.json"
@@ -178,8 +182,8 @@ _HOW = "nothing was written; --no-check writes it all the same, to look into it"
 def compare_tokens(
     speculator: Eagle3Speculator, prompt: list[int], fresh: list[int], most_rows: int, tie: float = NEAR_TIE
 ) -> int:
-    """Compare each new token with the greedy one of the eager target after the same tokens. Returns how many differ by
-    a near tie; raises ValueError for one that differs by more."""
+    """Compare each new token with the eager target's greedy token after the same tokens. Returns how many differ by a
+    near-tie. Raises ValueError for a token that differs by more."""
     tokens = torch.tensor([prompt + fresh[:-1]])
     logits = _logits(speculator, tokens, most_rows)[len(prompt) - 1 :]
     said, best = logits.gather(1, torch.tensor(fresh)[:, None])[:, 0], logits.max(-1)
@@ -206,8 +210,8 @@ def _logits(speculator: Eagle3Speculator, tokens: Tensor, most_rows: int) -> Ten
 
 
 def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
-    """Return lines for a head whose proposals are worth nothing: the causes as often as they are met, and what to
-    type."""
+    """Return lines for a head of which hardly any proposal is accepted: the likely causes, most frequent first, with
+    what to type."""
     draft, config = plan.draft, plan.config
     taps = ",".join(map(str, plan.taps))
     lines = [
@@ -221,7 +225,7 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
         lines.append("  the checkpoint names no taps and the default was taken: type --aux-layers with its training's")
     if draft.verifier:
         lines.append(f"  the target: the head was trained for {draft.verifier}, this is {plan.checkpoint}")
-    elif draft.folder != plan.checkpoint:  # a layer of the target's own
+    elif draft.folder != plan.checkpoint:  # the head is not a layer of the target itself
         lines.append(f"  the target: the head does not say what it was trained for, this is {plan.checkpoint}")
     if isinstance(draft, EagleDescription):
         said = str(draft.norm_before_residual).lower()

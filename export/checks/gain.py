@@ -7,23 +7,23 @@ from typing import Any
 from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 
 BETTER = 1.05
-"""A flag is named where the estimate of its gain is larger by this factor: these are a few short prompts."""
+"""A flag is proposed only if its estimated gain is larger by this factor, since the prompts are few and short."""
 
 HELD = ((TARGET_VERIFY, SPECULATE, 1.0), (DECODE, TARGET_VERIFY, 1.25), (TWO_ROWS, TARGET_VERIFY, 1.25))
-"""Pairs of calls of which the second computes all that the first does, and how much longer the first may take.
-One row takes up to 1.1 times as long as four in some recipes of the CPU."""
+"""Pairs of calls, of which the second computes all that the first does, with the most that the first may take as a
+multiple of the second's time. In some recipes of the CPU one row takes up to 1.1 times as long as four."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of any chain length, estimated from those of one artifact."""
+    """Estimates rounds of any chain length from one artifact's acceptance rates and times."""
 
     rates: Sequence[float]
-    """The share of the rounds in which the proposal was accepted, by position."""
+    """For each position of the chain, the share of the rounds in which its proposal was accepted."""
     step_ms: Mapping[str, float]
-    """Milliseconds of single calls; ``smoke_run`` prints them."""
+    """The milliseconds of single calls, which ``smoke_run`` prints."""
     proposals: int = 1
-    """Tokens that one call of the draft proposes."""
+    """The tokens that one call of the draft proposes."""
 
     @property
     def chain_len(self) -> int:
@@ -31,12 +31,13 @@ class Rounds:
 
     @property
     def step(self) -> float:
-        """The milliseconds of a token without speculation. Without ``decode``, those of a verify of two rows."""
+        """The milliseconds of a token without speculation. If the artifact lacks ``decode``, it is the time of a verify
+        window of two rows."""
         return self.step_ms.get(DECODE, self.step_ms[TWO_ROWS])
 
     def tokens(self, length: int) -> float:
-        """Return the tokens of a round. Positions after the artifact's own are accepted as its last one, given those
-        before it."""
+        """Return the mean number of tokens of a round. Positions after the artifact's last one are assumed to be
+        accepted as often as that one, given that all before them were."""
         rates = list(self.rates)
         last = rates[-1] / rates[-2] if len(rates) > 1 and rates[-2] else rates[-1]
         while len(rates) < length:
@@ -44,8 +45,8 @@ class Rounds:
         return 1 + sum(rates[:length])
 
     def milliseconds(self, length: int) -> float:
-        """Return the time of a round. Rows beyond two cost the same each. A round that is one call is as much faster at
-        any length."""
+        """Return the milliseconds of a round. Every row after the second is assumed to take the same time. A fused
+        round is assumed to be faster than its calls by the same factor at any length."""
         calls = self._calls(length)
         return calls * self.step_ms[SPECULATE] / self._calls(self.chain_len) if SPECULATE in self.step_ms else calls
 
@@ -56,12 +57,12 @@ class Rounds:
         return two + row * (length - 1) + self.step_ms[DRAFT_STEP] * (length if self.proposals == 1 else 1)
 
     def gain(self, length: int) -> float:
-        """Return the ratio of tokens a second to those of decoding without speculation. It is at most the tokens of a
-        round: a round holds a step, and is taken to last no shorter."""
+        """Return tokens per second as a multiple of those without speculation. It is at most the number of tokens of a
+        round, since a round contains a step and cannot be shorter."""
         return self.tokens(length) * min(1.0, self.step / self.milliseconds(length))
 
     def contradiction(self) -> str:
-        """Return which timed call took longer than one that holds it, as words; "" if none did."""
+        """Return a sentence on a call that took longer than one that contains it; "" if there is none."""
         taken = self.step_ms
         for part, whole, most in HELD:
             if part in taken and whole in taken and taken[part] > most * taken[whole]:
@@ -70,16 +71,16 @@ class Rounds:
 
 
 def gain_record(rounds: Rounds) -> dict[str, Any]:
-    """Return what ``export.json`` holds of the gain: no estimate where the timings contradict each other."""
+    """Return the entry of ``export.json`` on the gain. It has no estimate if the times contradict each other."""
     timed = {"step_ms": {name: round(taken, 3) for name, taken in rounds.step_ms.items()}}
     return timed if rounds.contradiction() else {"speculation_gain": round(rounds.gain(rounds.chain_len), 2), **timed}
 
 
 def gain_lines(rounds: Rounds, fast_rows: int) -> list[str]:
-    """Return a line on the gain and, where another chain length promises more, a line with its flag. Where the timings
-    contradict each other the line says so.
+    """Return a line on the gain and, if another chain length promises more, a line with its flag. If the times
+    contradict each other, the only line says so.
 
-    ``fast_rows``: the rows that the backend's kernels take at once, which bound the chain lengths that are proposed.
+    ``fast_rows`` is the number of rows that the backend's kernels take at once. It bounds the proposed chain lengths.
     """
     if contradiction := rounds.contradiction():
         return [

@@ -1,5 +1,5 @@
-"""Refuses a draft head that does not fit its target: widths, vocabularies, tokenizers, training. A wrong pair loads,
-runs and accepts about 1%."""
+"""Refuses a draft head that does not fit its target in widths, vocabulary, tokenizer or training. A head paired with a
+wrong target loads and runs, but only about 1% of its proposals are accepted."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...]) -> None:
-    """Raise ValueError where the draft's tensors cannot belong to this target."""
+    """Raise ValueError if the draft's tensors cannot belong to this target."""
     vocabulary = target_config.vocab_size
     trained_for = f"; the head names {draft.verifier} as its target" if draft.verifier else ""
     KINDS[draft.kind].load().check_pair(draft, target_config, taps, trained_for)
@@ -38,9 +38,9 @@ def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps:
 
 
 def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescription:
-    """Return the head for a target whose file leaves out the last rows of its vocabulary, which no token has.
+    """Return the head for a target whose file leaves out the last rows of the vocabulary, which no token uses.
 
-    Raises ValueError for a head that speaks one of them.
+    Raises ValueError for a head that can propose one of those ids.
     """
     if vocabulary == draft.target_vocab_size:
         return draft
@@ -56,7 +56,7 @@ def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescript
 
 
 def check_trained_for(draft: DraftDescription, checkpoint: Path) -> None:
-    """Raise ValueError where the head names another family than the target's, or has another tokenizer."""
+    """Raise ValueError if the head names another family than the target's, or has another tokenizer."""
     own, named = _families(read_object(checkpoint / "config.json").get("architectures")), draft.verifier_architectures
     if own and named and not own & _families(named):
         raise ValueError(
@@ -69,14 +69,14 @@ def check_trained_for(draft: DraftDescription, checkpoint: Path) -> None:
 
 
 def _families(architectures: object) -> set[str]:
-    """Return names of models without what is asked of them: Gemma4ForCausalLM and Gemma4ForConditionalGeneration are
-    one."""
+    """Return the architectures' names without their task: Gemma4ForCausalLM and Gemma4ForConditionalGeneration are one
+    family."""
     names = architectures if isinstance(architectures, Iterable) and not isinstance(architectures, str) else ()
     return {re.sub(r"(For[A-Z]\w*|LMHeadModel|TextModel|Model)$", "", name) for name in names if isinstance(name, str)}
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
-    """Check that the same ids are the same tokens; one tokenizer may have more of them."""
+    """Raise ValueError if an id stands for different tokens; one tokenizer may have more ids."""
     if draft.read_bytes() == target.read_bytes():
         return
     spoken, known = ({id: token for token, id in read_tokenizer(file).get_vocab().items()} for file in (draft, target))

@@ -1,4 +1,4 @@
-"""Checks a plan before weights load: what the backend needs on this machine, memory, the twins."""
+"""Checks a plan before weights load: the backend's needs, the memory, and the twins of target and head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from eagle3.export.planning.plan import Plan
 
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Returns what the manifest says of the twins. Raises ValueError or FileNotFoundError, one line each."""
+    """Return the manifest's entry on the twins. Raises ValueError or FileNotFoundError with one line."""
     from eagle3.export.twin.draft import check_draft
     from eagle3.export.twin.target import check_target
 
@@ -33,8 +33,8 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: products this small are not worth waiting for other threads, on a busy machine least of
-    all."""
+    """Compute on one thread: products this small are not worth the wait for other threads, above all on a busy
+    machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -44,7 +44,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def check_memory(plan: Plan, backend: Backend) -> None:
-    """Raise ValueError for a context whose KV caches the memory at hand, or that of the GPU named, does not hold."""
+    """Raise ValueError if the KV caches do not fit into the memory of this machine, or of the GPU that was named."""
     takes = plan.cache_bytes
     has, whose = backend.memory(plan)
     if takes > has:
@@ -59,10 +59,11 @@ class ExportMemory:
     """The memory that an export takes on this machine."""
 
     takes: int | None
-    """Bytes; None where weights stay mapped."""
+    """The number of bytes; None if weights stay mapped."""
     in_files: bool
-    """True where the weights that it makes lie in files: they would take more than a third of the free memory with the
-    rest. What is left holds the checkpoint's files; writing these as well is a sixth of the time that loading takes."""
+    """True if the weights that the export makes are kept in files, because all together would take more than a third of
+    the free memory. The rest of the memory then caches the checkpoint's files. Writing the weights takes a sixth of the
+    time of loading."""
 
 
 def memory_of_export(plan: Plan, backend: Backend) -> ExportMemory:
@@ -72,7 +73,7 @@ def memory_of_export(plan: Plan, backend: Backend) -> ExportMemory:
 
 
 def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
-    """Return the memory that the export takes. Raises ValueError where this machine has too little of it free."""
+    """Return the memory that the export takes. Raises ValueError if this machine has too little free memory."""
     memory, free = memory_of_export(plan, backend), free_memory()
     if memory.takes is None or free is None or memory.takes <= free:
         return memory
@@ -85,8 +86,8 @@ def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
 
 
 def check_footprint(plan: Plan, backend: Backend, progress: Progress) -> None:
-    """Raise ValueError where the GPU at hand does not hold a run; of one that is named, say it: its architecture may
-    have larger ones."""
+    """Raise ValueError if the GPU of this machine does not hold a run. For an architecture that was named it is only a
+    warning, since there may be larger GPUs of it."""
     takes = plan.footprint
     has, whose = backend.memory(plan)
     if takes is None or takes.total <= has:

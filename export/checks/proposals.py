@@ -1,6 +1,7 @@
-"""Holds the finished artifact's first proposals after a prompt against those of the eager head that it was made of.
+"""Compares the finished artifact's first proposals after a prompt with those of the eager head.
 
-A head that was lowered wrongly says nothing wrong: the target decides every token. Its proposals are worth nothing.
+A wrongly lowered head changes no token, since the target decides each. Its proposals are merely never accepted, so only
+this comparison finds the fault.
 """
 
 import torch
@@ -15,11 +16,11 @@ from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 def compare_proposals(
     speculator: Eagle3Speculator, plan: Plan, prompt: list[int], window: list[int], tie: float
 ) -> int | None:
-    """Compare a round's first verify window, the token after ``prompt`` and the proposals behind it, with the eager
-    head's.
+    """Compare the proposals in a round's first verify window with the eager head's; its first row is the token after
+    ``prompt``.
 
-    Returns how many proposals are the same, up to the first near-tie; None for a prompt of several chunks, and where
-    nothing was proposed. Raises ValueError for a proposal whose logit lies further than ``tie`` behind the best one, in
+    Returns how many proposals agree, up to the first near-tie. Returns None for a prompt of several chunks, and if
+    nothing was proposed. Raises ValueError if a proposal's logit lies further than ``tie`` below the best one, in
     standard deviations of the logits.
     """
     draft, rows = plan.draft, len(prompt)
@@ -46,11 +47,11 @@ def compare_proposals(
 
 
 def _is_best(speculator: Eagle3Speculator, logits: Tensor, proposed: int, position: int, tie: float) -> bool:
-    """Return False for a near-tie."""
+    """Return True if the proposal is the eager head's best token, and False for a near-tie."""
     ids = speculator.draft.ids_in_target()
     column = proposed if ids is None else int((ids == proposed).nonzero()[0])
     best = logits.argmax()
-    scored = logits[logits > logits.min()].float()  # some kinds give all but a few candidates one low score
+    scored = logits[logits > logits.min()].float()  # some kinds give the same low logit to all but a few candidates
     behind = float((logits[best] - logits[column]) / scored.std())
     if behind > tie:
         wanted = int(best) if ids is None else int(ids[best])

@@ -1,6 +1,6 @@
 """Compares a checkpoint's tensors with its configuration: names, shapes, dtypes, from headers alone.
 
-A tensor that nothing reads is refused: it would have changed what the model computes. ``unread`` has the exceptions.
+A tensor that nothing reads is refused, since it would change what the model computes. The exceptions are in ``unread``.
 """
 
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 QUANTIZED = ("Int4Tensor", "ExportableInt4Tensor", "IntxUnpackedToInt8Tensor")
-"""The tensor classes of torchao and ExecuTorch that every backend takes: it has layouts for them, or dequantizes."""
+"""The tensor classes of torchao and ExecuTorch that every backend takes, as they are or dequantized."""
 
 FLOATS = ("F32", "F16", "BF16", "F64")
 INTEGERS = ("I64", "I32")
@@ -41,10 +41,12 @@ def check_target(
     config: "PreTrainedConfig",
     described: Path | None = None,
 ) -> dict[str, TensorHeader]:
-    """Check that every tensor of the target has its configuration's shape, by name. Returns the headers of those that
-    are read. A bias of zeros that the model has no place for is not: AutoGPTQ gives one to each linear that it packs.
+    """Check that every tensor of the target has its configuration's shape, by name. Returns the headers of the tensors
+    that are read. A bias of zeros that the model has no place for is ignored: AutoGPTQ writes one for each linear that
+    it packs.
 
-    ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError.
+    ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError for
+    the first tensor that does not fit.
     """
     checkpoint, given = source.path, dict[str, TensorHeader]()
     names = {name: skeleton.key_map(name) for name in headers if is_read(name)}
@@ -92,7 +94,8 @@ def _cause(name: str) -> str:
 
 
 def check_draft(draft: DraftDescription) -> None:
-    """Check that every tensor of the head has its configuration's shape, by name. Raises ValueError."""
+    """Check that every tensor of the head has its configuration's shape, by name. Raises ValueError for the first
+    tensor that does not fit."""
     from eagle3.export.draft.loading import unfilled
 
     expected = unfilled(draft).state_dict()
@@ -107,8 +110,8 @@ def check_draft(draft: DraftDescription) -> None:
         fitting, kind = (FLOATS, "floating-point") if value.dtype.is_floating_point else (INTEGERS, "integer")
         if header.dtype not in fitting:
             raise ValueError(
-                f"{draft.folder}: {name} is {header.dtype}, but {kind} ({', '.join(fitting)}) is what a draft head is "
-                "read from: name the original checkpoint"
+                f"{draft.folder}: {name} is {header.dtype}, but must be {kind} ({', '.join(fitting)}): name the "
+                "original checkpoint"
             )
     unread = sorted(set(draft.headers) - set(expected))
     if unread:

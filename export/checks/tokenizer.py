@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer files, which an artifact takes along, before any weight is read."""
+"""Reads the tokenizer files that the artifact will contain, before any weight is read."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OTHER_FORMS = ("tekken.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""The files in which other programs keep a tokenizer. They are not read."""
+"""Files that hold a tokenizer in another form than ``tokenizer.json``. They are not read."""
 
 
 def read_tokenizer(file: Path) -> "Tokenizer":
-    """Return the tokenizer in a ``tokenizer.json``. Raises ValueError for a file that holds none."""
+    """Return the tokenizer in a ``tokenizer.json``. Raises ValueError for an invalid file."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers has no class of its own for it
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ValueError(
             f"{file} is no tokenizer that the tokenizers library reads ({error}): copy it again"
         ) from error
@@ -29,7 +29,7 @@ def read_tokenizer(file: Path) -> "Tokenizer":
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Read the tokenizer files in ``folder``. Raises ValueError for the first that a runner could not read."""
+    """Read the tokenizer files in ``folder``. Raises ValueError for the first file that a runner could not read."""
     for file in (folder / name for name in TOKENIZER_FILES):
         if not file.is_file():
             continue
@@ -49,8 +49,8 @@ def _read_text(file: Path) -> str:
 
 
 def no_tokenizer(folder: Path, name: str) -> str:
-    """Return a line on a checkpoint without ``tokenizer.json``. ``folder`` may hold the tokenizer in another form;
-    ``name`` is what the user calls it."""
+    """Return a warning about a checkpoint without ``tokenizer.json``. ``folder`` may hold the tokenizer in another
+    form; ``name`` is the user's name of the checkpoint."""
     found = [name for name in OTHER_FORMS if (folder / name).is_file()]
     has = f" (it has {' and '.join(found)}, which is not read)" if found else ""
     return (

@@ -1,6 +1,7 @@
-"""Attention for a measurement: of the target over a whole text at once, and of a head's chains behind every token.
+"""Attention for a measurement: the target's over a whole text at once, and a head's for chains or blocks after every
+token.
 
-Both are factories as backends have them (``eagle3.targets.attention``), so that the models' own code runs.
+These classes are factories like a backend's (``eagle3.targets.attention``), so that the models' own code runs on them.
 """
 
 from dataclasses import replace
@@ -13,21 +14,21 @@ from eagle3.targets.softcap import softcapped
 
 
 class Pieces:
-    """The place of the rows to come in the caches: each piece of text has a range of slots of its own."""
+    """The slots of the next rows in the caches: each piece of text has a range of slots."""
 
     def __init__(self, length: int):
         self.length = length
         self.of_rows: Tensor | None = None
-        """int64 [T], the piece of each row; None: all are of piece 0"""
+        """int64 [T], the piece of text that each row belongs to; None means piece 0 for all rows."""
 
     def bases(self, input_pos: Tensor) -> Tensor:
-        """Return the first slot of each row's piece, [T]."""
+        """Return int64 [T], the first slot of the piece of text that each row belongs to."""
         return torch.zeros_like(input_pos) if self.of_rows is None else self.of_rows * self.length
 
 
 class WholeText(EagerAttention):
-    """The reference attention with a slot for every position in sliding layers too, so that a forward may be as long as
-    the text. With ``pieces``, rows of several texts are computed side by side."""
+    """The reference attention, but with a slot for every position in sliding layers too, so that one call can compute a
+    whole text. With ``pieces``, one call computes rows of several texts."""
 
     def __init__(self, shape: KVCacheShape, pieces: Pieces | None = None):
         super().__init__(replace(shape, window=0, chunked=False))
@@ -47,11 +48,11 @@ class WholeText(EagerAttention):
 
 
 class Chains(nn.Module):
-    """Attention of chains that begin behind every token of a text, all at once.
+    """Computes the attention of chains that begin after every token of a text, all at once.
 
-    In step 0, row p attends to the rows up to its own. In step j, at positions that begin at j, row p continues the
-    chain of row p: it attends to step 0's keys up to p, and to its own of the steps between. So every row sees what it
-    would if its chain were the only one.
+    In step 0, each row attends to the rows of the text up to itself. In step j, whose positions begin at j, row p
+    continues the chain that began at row p. It attends to the keys of step 0 up to row p, and to its chain's keys of
+    steps 1 to j. Every row so sees exactly what it would see if its chain were the only one.
     """
 
     def __init__(self, shape: KVCacheShape):
@@ -72,7 +73,7 @@ class Chains(nn.Module):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``EagerAttention.forward``. ``rows``: the positions, which begin at the number of the step."""
+        """See ``EagerAttention.forward``. ``rows`` are the positions; the first one is the number of the step."""
         if sinks is not None:
             raise ValueError("a draft head with attention sinks is not measured")
         step, groups = int(rows[0]), query.shape[2] // key.shape[2]
@@ -94,8 +95,8 @@ class Chains(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Attention of blocks that begin behind many tokens of a text, all at once. ``rows`` of a block are its positions
-    int64 [A, B] and what they attend to."""
+    """Computes the attention of blocks that begin after many tokens of a text, all at once. The ``rows`` of a block are
+    its positions int64 [A, B] and a ``Block``, which says what they attend to."""
 
     def __init__(self, _shape: KVCacheShape):
         super().__init__()
@@ -108,7 +109,7 @@ class Blocks(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, rows: tuple[Tensor, Block], scale: float, **_given: object
     ) -> Tensor:
-        """query [A, B, heads, head_dim], key and value [A, B, kv_heads, head_dim] -> [A, B, heads, head_dim]"""
+        """Map query [A, B, heads, head_dim], key and value [A, B, kv_heads, head_dim] to [A, B, heads, head_dim]."""
         positions, block = rows
         last = positions if block.causal else positions[:, -1:].expand_as(positions)
         from_row = positions[:, :1].expand_as(positions) if block.from_first_row else positions

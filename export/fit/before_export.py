@@ -1,4 +1,5 @@
-"""The measurement of an export: whether it is made, what is said of it, and the plan that follows."""
+"""The measurement of a draft head during an export: when it is made, what it prints, and the plan that follows from
+it."""
 
 from typing import Any
 
@@ -9,10 +10,10 @@ from eagle3.runner.console.command import one_line
 
 
 def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]:
-    """Measure the plan's head, unless ``--no-fit``; return the plan by its best reading, and the entry of
-    ``export.json``.
+    """Measure the plan's head unless ``--no-fit`` is given. Returns the plan with the head's best reading, and the
+    entry of ``export.json``.
 
-    Raises ValueError where the head's files say another reading than the one that is accepted.
+    Raises ValueError if the files say one reading and another one is clearly accepted more.
     """
     config = plan.config
     if config.fit is False or not plan.has_draft or config.random_weights:
@@ -27,7 +28,8 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
         with progress.stage("measure the draft head"):
             measured = Measured(plan, config.text)
             fit = measured.fit(plan)
-    except Exception as error:  # of models that a forward over a whole text does not suit: the export goes on without
+    # some models cannot compute a whole text in one forward: they are exported without a measurement
+    except Exception as error:
         if config.fit:
             raise
         progress.say(f"the head's readings were not measured: {one_line(error)}")

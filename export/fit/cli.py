@@ -1,4 +1,4 @@
-"""``eagle3-fit``: measures how draft heads are to be read, and what they are worth on a text."""
+"""The command ``eagle3-fit``: measures how draft heads are to be read, and what they are worth on a text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +59,9 @@ def main(
     """Measure how HEADS of TARGET are to be read, and what they are worth.
 
     TARGET is a name of eagle3-export --list-targets, a folder, or ORG/NAME; a head is a folder, ORG/NAME, a number of
-    that list, or mtp. The target is computed over a few hundred tokens, and each head by every reading that its kind
-    has. Printed are the tokens that a round is expected to give by each reading, and the verdict: fits, another
-    reading, or no pair.
+    that list, or mtp. The target is computed over a few hundred tokens, and each head with every reading that its kind
+    has. The output is the expected tokens of a round with each reading, and the verdict: fits, another reading, or no
+    pair.
     """
     named = target in TARGETS and target != "auto"
     config = ExportConfig(

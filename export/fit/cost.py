@@ -1,17 +1,18 @@
-"""Estimates what a measurement takes, and says whether it is made without being asked for."""
+"""Estimates the cost of a measurement, and decides whether an export measures without being asked to."""
 
 from eagle3.export.fit import texts
 from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
 
 FLOPS_A_CORE = 2.5e10
-"""Operations a second that a core of an AVX2 processor does in float32 products of some hundred rows."""
+"""The operations per second of one core of an AVX2 processor, in float32 products of some hundred rows."""
 MOST_SECONDS = 60.0
-"""The longest that a measurement may take where nobody asked for it."""
+"""The longest estimated time of a measurement that the user did not ask for."""
 
 
 def why_not_measured(plan: Plan, asked: bool) -> str | None:
-    """Return a reason not to measure, None where there is none. ``asked``: the user typed ``--fit``, and waits."""
+    """Return the reason not to measure; None if there is none. ``asked`` is True if the user typed ``--fit``, and so
+    accepts a long measurement."""
     import torch
 
     if plan.quantized_headers:

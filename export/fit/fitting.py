@@ -2,8 +2,9 @@
 
     text ─ the target over it: states of all layers, greedy tokens ─ the head by each reading ─ verdict
 
-The head's files leave things open, and some say what their trainer did not mean. Each wrong reading loads and runs, and
-is accepted less. So the readings are compared by what the target would accept.
+A head's files leave some of its fields open, and sometimes contradict what the trainer did. A wrong reading loads and
+runs, but fewer proposals are accepted. So the readings are compared by how many of their proposals the target would
+accept.
 """
 
 import time
@@ -33,22 +34,23 @@ from eagle3.runner.contract import DRAFT_STEP, TARGET_VERIFY, TWO_ROWS
 from eagle3.targets import TapTarget
 
 COMPARED = 3
-"""The longest chains by which readings are compared. The files' and the best are run with the head's own length too."""
+"""The longest chains on which readings are compared. The files' reading and the best one are also run with the head's
+own chain length."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The result for one head."""
+    """The result of the measurement of one head."""
 
     verdict: str
     file: Tried
     best: Tried
     tried: tuple[Tried, ...]
     expected: dict[int, Expected]
-    """The expectation by place in ``tried``."""
+    """The expected rounds of each reading, by its index in ``tried``."""
     fields: Sequence[Field]
     open: frozenset[str]
-    """Fields that the head's files leave open."""
+    """The fields that the head's files leave open."""
     facts: dict[str, Any]
 
     def of(self, tried: Tried) -> Expected:
@@ -56,16 +58,16 @@ class Fit:
 
     @property
     def left_open(self) -> bool:
-        """True where the best reading changes what the files leave open, and nothing else."""
+        """True if the best reading changes only fields that the files leave open."""
         return set(self.best.changes) <= self.open
 
     def typed(self, tried: Tried) -> str:
-        """Return what to type for a reading."""
+        """Return the flags that select a reading."""
         by_name = {field.name: field for field in self.fields}
         return " ".join(by_name[name].typed(value) for name, value in tried.changes.items())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry of ``export.json``: what ``eagle3-fit --json`` prints."""
+        """Return the entry of ``export.json``, which ``eagle3-fit --json`` prints."""
         ordered = sorted(self.tried, key=lambda each: -self.of(each).length)
         return {
             "verdict": self.verdict,
@@ -83,7 +85,7 @@ class Fit:
 
 
 class Measured:
-    """The target over a text, with which any number of heads is measured."""
+    """The target's states over a text, with which any number of heads is measured."""
 
     def __init__(self, plan: Plan, text: Path | None = None, seed: int = 0):
         self.plan, self.seed = plan, seed
@@ -115,17 +117,17 @@ class Measured:
 
     @property
     def tokens(self) -> int:
-        """The tokens that a chain begins at."""
+        """The number of tokens after which a chain begins."""
         return sum(len(each.tokens) - each.begin for each in self.seen)
 
     def text(self) -> str:
-        """Return what the text is, for a person."""
+        """Return a description of the text, for a person."""
         kinds = ", ".join(dict.fromkeys(each.kind for each in self.seen))
         whose = "the target's own greedy tokens" if self.writes else "tokens"
         return f"{self.tokens} {whose} behind {kinds}" if self.writes else f"{self.tokens} {whose} of {kinds}"
 
     def fit(self, plan: Plan) -> Fit:
-        """Measure the head of ``plan``, whose target is this one."""
+        """Measure the head of ``plan``, which must have the same target."""
         start = time.monotonic()
         fields = KINDS[plan.draft.kind].load().FIELDS
         file = HeadReading(plan.draft, plan.taps, plan.target_config)
@@ -166,7 +168,7 @@ class Measured:
 
 @contextmanager
 def few_threads(small: bool) -> Iterator[None]:
-    """Compute small models on one thread: their products are not worth waiting for others on a busy machine."""
+    """Compute small models on one thread: their products are not worth the wait for other threads on a busy machine."""
     threads = torch.get_num_threads()
     if small:
         torch.set_num_threads(1)
@@ -177,7 +179,7 @@ def few_threads(small: bool) -> Iterator[None]:
 
 
 def open_fields(plan: Plan, fields: Sequence[Field]) -> frozenset[str]:
-    """Return the fields that neither the head's files nor the flags say."""
+    """Return the fields that neither the head's files nor the flags give."""
     file = plan.draft.folder / "config.json"
     said = said_in(read_object(file)) if file.is_file() else set()
     found = {field.name for field in fields if not said & set(field.keys)}
@@ -191,7 +193,8 @@ def open_fields(plan: Plan, fields: Sequence[Field]) -> frozenset[str]:
 
 
 def best_chain_len(plan: Plan, rates: Sequence[float]) -> int:
-    """Return the chain length that gives the most tokens in the time of a round, by the bytes that its steps read."""
+    """Return the chain length that gives the most tokens in the time of a round, as estimated from the bytes that its
+    steps read."""
     if not rates or rates[0] <= 0:
         return 1
     backend = BACKENDS[plan.config.backend]
@@ -205,7 +208,7 @@ def best_chain_len(plan: Plan, rates: Sequence[float]) -> int:
 
 
 def fit_lines(fit: Fit) -> list[str]:
-    """Return the lines on a verdict."""
+    """Return the lines to print on a verdict."""
     best, text = fit.of(fit.best), fit.facts["text"]
     if fit.verdict == NO_PAIR:
         most = max(fit.tried, key=lambda each: float(each.trial.first.mean()))
@@ -232,9 +235,9 @@ def fit_lines(fit: Fit) -> list[str]:
 
 
 def fitted_plan(plan: Plan, fit: Fit) -> tuple[Plan, list[str]]:
-    """Return the plan by the best reading of the head, and lines that say so.
+    """Return the plan with the best reading of the head, and lines that say so.
 
-    Raises ValueError where another reading than the files' is clearly better and the files do not leave it open.
+    Raises ValueError if another reading than the files' is clearly better, and the files do not leave its fields open.
     """
     lines = fit_lines(fit)
     if fit.verdict != ANOTHER:

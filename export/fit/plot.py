@@ -6,7 +6,7 @@ from pathlib import Path
 from eagle3.export.fit.fitting import Fit
 
 MOST_LINES = 8
-"""The readings of a head that are drawn, the best ones and the files' own."""
+"""The number of a head's readings that are drawn: the best ones and the files' own."""
 
 
 def check_plot(file: Path) -> None:

@@ -1,7 +1,7 @@
-"""Measures what quantization costs: the tokens that change, and the acceptance of a head on the quantized target's
-states.
+"""Measures what quantization costs: the share of tokens that change, and the acceptance of the head on the quantized
+target.
 
-The text is the unquantized target's, so that both are compared behind the same tokens.
+The unquantized target wrote the text, so that both are compared after the same tokens.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from eagle3.targets.attention import with_int8_caches
 
 @dataclass(frozen=True)
 class Quantized:
-    """The share of quantization. ``changed`` is the share of the text's tokens behind which the quantized target says
-    another one."""
+    """The effect of quantization on one head. ``changed`` is the share of the text's tokens after which the quantized
+    target gives another greedy token."""
 
     recipes: str
     changed: float
@@ -34,7 +34,7 @@ class Quantized:
     after: Expected
 
     def line(self) -> str:
-        """Return the line for a person."""
+        """Return the line to print."""
         return (
             f"{self.recipes}: {self.changed:.1%} of the target's tokens change, and a round gives "
             f"{self.after.text()} in place of {self.before.text()}, on the text of the unquantized target"
@@ -51,8 +51,8 @@ class Quantized:
 
 @torch.no_grad()
 def share_of_quantization(plan: Plan, seen: Sequence[Seen], unquantized: TapTarget) -> Quantized | None:
-    """Measure the plan's recipes on a text that the ``unquantized`` target has ``seen``. None where nothing is
-    quantized, or the quantized models do not run on this machine."""
+    """Measure the plan's recipes on a text that the ``unquantized`` target has ``seen``. Returns None if nothing is
+    quantized, or if the quantized models do not run on this machine."""
     entry = BACKENDS[plan.config.backend]
     given = {"--qlinear": plan.qlinear, "--draft-qlinear": plan.draft_qlinear}
     recipes = [f"{flag} {recipe}" for flag, recipe in given.items() if recipe not in ("none", "checkpoint")]

@@ -23,9 +23,9 @@ def fit_heads(
     download: bool = False,
     plot: Path | None = None,
 ) -> None:
-    """Measure each configuration's head on the same text of their target, and print what was found.
+    """Measure each configuration's head on the same text of their target, and print the results.
 
-    Raises ValueError where a head cannot be measured.
+    Raises ValueError if a head cannot be measured.
     """
     progress, measured = Progress(), None
     found: dict[str, Fit] = {}
@@ -60,7 +60,7 @@ def fit_heads(
 
 
 def show(found: dict[str, Fit]) -> None:
-    """Print a table of each head's readings, with several heads one of these first, and a line on each."""
+    """Print a table of each head's readings and its lines. Several heads are first listed in one table."""
     if len(found) > 1:
         ordered = sorted(found.items(), key=lambda each: -each[1].of(each[1].best).length)
         rows = (
@@ -79,7 +79,7 @@ _FIGURES = ("tokens a round", "95%", "by position")
 
 
 def readings_table(fit: Fit) -> Any:  # noqa: ANN401 - rich's table
-    """Return the table of a head's readings, the best first."""
+    """Return the table of a head's readings, best first."""
     ordered = sorted(fit.tried, key=lambda each: (-fit.of(each).length, len(each.changes)))
     rows = (
         (

@@ -1,4 +1,4 @@
-"""Tries the readings of a head: that of its files, those with one field changed, and where the files' is not the best,
+"""Tries the readings of a head: the files' own, then those with one field changed, and, unless the files' is the best,
 those with two."""
 
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,14 @@ from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better
 
 BEAM, PROMISING = 1, 2
-"""The readings with one change to which a second is added, where none is better by itself; and those of two that are
-run whole: so many by acceptance, and as many by likelihood."""
+"""``BEAM`` is the number of readings with one change to which a second one is added if none is better alone.
+``PROMISING`` is the number of readings with two changes that are run whole: so many by acceptance, and as many by
+likelihood."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """A reading that was run. ``changes`` maps fields to the values that differ from the files'."""
+    """A reading that has been run. ``changes`` maps each field that differs from the files' reading to its value."""
 
     reading: HeadReading
     changes: dict[str, Any]
@@ -33,7 +34,7 @@ class Tried:
 
 @dataclass
 class Search:
-    """The readings of one head, tried one after the other. ``chance`` is the rate at which one fixed token would be
+    """Tries the readings of one head one after the other. ``chance`` is the rate at which one fixed token would be
     accepted."""
 
     trials: Trials
@@ -42,7 +43,7 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
 
     def run(self, file: HeadReading) -> tuple[str, Tried]:
-        """Return the verdict, and the best reading that can be told from the files'."""
+        """Return the verdict, and the best reading that clearly differs in acceptance from the files'."""
         own = Tried(file, {}, self.trials.run(file))
         self.tried.append(own)
         self._try(file, self._changed(file))
@@ -65,11 +66,12 @@ class Search:
             for value in each.others(reading) if each.value(reading) is not None else ():
                 try:
                     yield each.applied(reading, value)
-                except ValueError:  # of fields that exclude each other
+                except ValueError:  # the two fields exclude each other
                     continue
 
     def _try(self, file: HeadReading, readings: Iterator[HeadReading], most: int | None = None) -> None:
-        """Run readings that were not tried yet. With ``most``, only their first proposals, and whole the foremost."""
+        """Run the readings that have not been run yet. With ``most``, run only their first proposals, and then the most
+        promising ones whole."""
         known, found = [each.changes for each in self.tried], []
         for reading in readings:
             changes = changed_fields(self.fields, file, reading)
@@ -78,14 +80,15 @@ class Search:
             known.append(changes)
             try:
                 found.append(Tried(reading, changes, self.trials.run(reading, None if most is None else 1)))
-            except (RuntimeError, ValueError, AssertionError, IndexError):  # no head of these shapes
+            # the head's tensors do not have the shapes of this reading
+            except (RuntimeError, ValueError, AssertionError, IndexError):
                 continue
         if most is not None:
             found = [replace(each, trial=self.trials.run(each.reading)) for each in _foremost(found, most)]
         self.tried += found
 
     def _best(self, own: Tried) -> Tried:
-        """Return the reading with the longest chains that is clearly better than the files', otherwise that."""
+        """Return the best of the readings that are clearly better than the files'; the files' own if there is none."""
         count = len(self.tried)
         better = [each for each in self.tried if clearly_better(each.trial, own.trial, count)]
         better = [each for each in better if self._works(each)]
@@ -96,7 +99,7 @@ class Search:
         return max(alike, key=lambda each: (round(each.likelihood, 3), each.accepted))
 
     def _without_needless(self, best: Tried, own: Tried) -> Tried:
-        """Return the reading with the fewest changes whose chains are not clearly shorter than the best one's."""
+        """Return the reading with the fewest changes whose chains are not clearly shorter than those of ``best``."""
         count = len(self.tried)
         alike = [
             each
@@ -109,14 +112,14 @@ class Search:
 
 
 def _foremost(tried: Sequence[Tried], count: int) -> list[Tried]:
-    """Return ``count`` readings by acceptance, and as many more by likelihood."""
+    """Return the ``count`` best readings by acceptance, and the ``count`` best of the rest by likelihood."""
     chosen = sorted(tried, key=lambda each: (each.accepted, each.likelihood))[-count:]
     rest = [each for each in tried if each not in chosen]
     return chosen + sorted(rest, key=lambda each: each.likelihood)[-count:]
 
 
 def changed_fields(fields: Sequence[Field], file: HeadReading, reading: HeadReading) -> dict[str, Any]:
-    """Return the fields in which a reading differs from the files', with its values."""
+    """Return the fields in which a reading differs from the files', with their values."""
     changes = {each.name: each.value(reading) for each in fields if each.value(reading) != each.value(file)}
     if "aux_convention" in changes:
         del changes["aux_convention" if changes["aux_convention"] is None else "aux_layers"]

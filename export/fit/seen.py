@@ -1,4 +1,4 @@
-"""Computes what the target says of a text: the states of all its layers at each token, the greedy token behind it."""
+"""Computes a text with the target: the states of all layers at each token, and the greedy token after it."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,24 +16,25 @@ KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class Seen:
-    """One piece of text. ``begin`` is the first token that a round may begin with, its anchor."""
+    """One piece of text with the target's states. ``begin`` is the index of the first token that may be the anchor of a
+    round."""
 
     kind: str
     tokens: Tensor
     """int64 [T]"""
     greedy: Tensor
-    """int64 [T], the target's token behind each."""
+    """int64 [T], the target's greedy token after each token"""
     states: tuple[Tensor, ...]
-    """The states by layer, [1, T, H] each: the inputs of the layers and the last one's output, transformers'
-    ``hidden_states`` before the last norm."""
+    """The states by layer, each [1, T, H]: the inputs of the layers, then the last layer's output before the final
+    norm, as in transformers' ``hidden_states``."""
     final: Tensor
-    """[1, T, H], after the target's norm."""
+    """[1, T, H], the state after the target's final norm."""
     begin: int
     kept: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    """Keys and values of the last layer of each kind, for heads that attend to the target's."""
+    """Keys and values of the last layer of each kind, for heads that attend to the target's cache."""
 
     def feature_of(self, taps: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return what a head takes: taps, or for none the final state."""
+        """Return the states that a head takes: those at its taps, or the final state if it has none."""
         return tuple(self.states[tap] for tap in taps) if taps else (self.final,)
 
 
@@ -41,8 +42,9 @@ class Seen:
 def written(
     target: TapTarget, texts: Sequence[Piece], count: int, pieces: Pieces, stop: Collection[int] = ()
 ) -> list[list[int]]:
-    """Return the texts with up to ``count`` greedy tokens behind each, no further than a token of ``stop``. They are
-    written side by side, a row each; ``look`` decides what is greedy."""
+    """Return the texts, each continued by up to ``count`` greedy tokens; a continuation ends with the first token in
+    ``stop``. The texts are continued together, a row each, so near-ties may fall otherwise than in ``look``, which
+    decides the greedy tokens."""
     ids = [list(piece.ids) for piece in texts]
     for index, each in enumerate(ids):
         rows = torch.arange(len(each))
@@ -64,7 +66,7 @@ def written(
 
 @torch.no_grad()
 def look(target: TapTarget, layers: int, piece: Piece, ids: list[int]) -> Seen:
-    """Compute a piece of text and what was written behind it, ``ids``, in one forward."""
+    """Compute in one forward the tokens ``ids``: a piece of text and its continuation."""
     taps = tuple(range(layers + 1))
     final, states = target(torch.tensor([ids]), torch.arange(len(ids)), taps)
     greedy = torch.cat([target.scores(part).argmax(-1) for part in final.split(64, dim=1)], dim=1)[0]
@@ -79,7 +81,7 @@ def _kept(module: Any, length: int) -> tuple[Tensor, ...]:  # noqa: ANN401 - an 
 
 @torch.no_grad()
 def restore(target: TapTarget, seen: Seen) -> None:
-    """Write a text's keys and values back into the target's caches, as they were behind it."""
+    """Write a text's keys and values into the target's caches again, as they were after it."""
     for kind, parts in seen.kept.items():
         module: Any = target.kept(kind)
         for cache, part in zip(module.written(None, None, None), parts, strict=True):

@@ -1,7 +1,7 @@
-"""The texts that are measured on: prose, code, a dialogue. They ship; ``--text`` gives others.
+"""The texts of a measurement: prose, code and a dialogue. They are part of the package; ``--text`` replaces them.
 
-A target that is computed quickly continues the beginnings of the texts greedily, as in use. Of one that is not, the
-texts themselves are computed, in one forward each, and the greedy token behind each of their tokens counts.
+A small target continues the beginnings of the texts greedily, as in use. A large target computes the texts themselves,
+in one forward each; what counts is its greedy token after each of their tokens.
 """
 
 import json
@@ -96,14 +96,15 @@ DIALOGUE = (
 )
 
 SEGMENTS, PROMPT, WRITTEN = 6, 32, 64
-"""The pieces of text, the tokens that each begins with, and the greedy tokens behind them."""
+"""The number of pieces of text, the tokens that each begins with, and the greedy tokens that the target writes after
+them."""
 GIVEN = 128
-"""The tokens of a piece of given text that is computed as it is."""
+"""The number of tokens of a piece that is computed as given."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text as token ids. ``kind`` says what it is."""
+    """A piece of text as token ids. ``kind`` is its name for a person."""
 
     kind: str
     ids: list[int]
@@ -166,7 +167,7 @@ def _sources(folder: Path, text: Path | None) -> list[tuple[str, str]]:
 
 
 def _dialogue(folder: Path) -> str:
-    """Return the dialogue by the target's chat template, or plainly where the target has none."""
+    """Return the dialogue in the target's chat template, or in a plain form if the target has none."""
     turns: list[dict[str, Any]] = [{"role": role, "content": said} for role, said in DIALOGUE]
     template, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     plain = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)

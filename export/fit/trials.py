@@ -1,4 +1,4 @@
-"""Runs a head over a text by one reading of it, and counts how much of what it proposes its target accepts."""
+"""Runs a head over a text with one reading, and counts how many of its proposals the target accepts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from eagle3.export.fit.seen import Seen, restore
 from eagle3.targets import TapTarget
 
 UNSPOKEN = -20.0
-"""The log likelihood of a token that the head's vocabulary lacks, in nats."""
+"""The log-likelihood of a token that the head's vocabulary lacks, in nats."""
 
 
 class HeldTensors(Source):
-    """A head's tensors in memory: readings share them."""
+    """A head's tensors in memory, which all readings share."""
 
     def __init__(self, source: Source, names: Sequence[str], dtype: torch.dtype):
         super().__init__(source.path)
@@ -50,23 +50,24 @@ class HeldTensors(Source):
 
 @dataclass(frozen=True)
 class Trial:
-    """Chains behind N anchors, of K proposals each."""
+    """The outcome of N chains, each of K proposals after an anchor."""
 
     hits: Tensor
-    """bool [N, K]: the proposal is the target's token, and so are all before it."""
+    """bool [N, K]: True if the proposal and all before it equal the target's tokens."""
     known: Tensor
-    """bool [N, K]: the target's token is known there, because the text goes on with its tokens up to there."""
+    """bool [N, K]: True if the target's token is known there, which needs a text that continues with the target's own
+    tokens so far."""
     likelihood: Tensor
-    """float [N]: the logarithm of the probability that the head gives the target's next token."""
+    """float [N]: the logarithm of the probability that the head gives to the target's next token."""
 
     @property
     def accepted(self) -> Tensor:
-        """float [N], the accepted proposals of each chain, as far as they are known."""
+        """float [N], the number of accepted proposals of each chain, as far as the target's tokens are known."""
         return (self.hits & self.known).sum(1).float()
 
     @property
     def first(self) -> Tensor:
-        """float [N], 1 where the first proposal is accepted."""
+        """float [N], 1 if the first proposal is accepted."""
         return (self.hits[:, 0] & self.known[:, 0]).float()
 
 
@@ -81,7 +82,7 @@ class Trials:
         self._set_length(length)
 
     def with_length(self, length: int) -> "Trials":
-        """Return the same with chains of another length."""
+        """Return the same trials with chains of another length."""
         other = copy(self)
         other._set_length(length)
         return other
@@ -92,7 +93,7 @@ class Trials:
 
     def _known(self, seen: Seen) -> Tensor:
         count, end = len(seen.tokens) - seen.begin, len(seen.tokens)
-        follows = seen.tokens[1:] == seen.greedy[:-1]  # text token i + 1 is the greedy one
+        follows = seen.tokens[1:] == seen.greedy[:-1]  # True if token i + 1 of the text is the greedy one
         known = torch.zeros(count, self.length, dtype=torch.bool)
         for row in range(count):
             anchor = seen.begin + row
@@ -104,7 +105,7 @@ class Trials:
 
     @torch.no_grad()
     def head(self, reading: HeadReading) -> Head:
-        """Load the head by a reading. Raises what loading it raises."""
+        """Load the head with a reading. Raises what loading raises."""
         draft = replace(reading.draft, source=self.source)
         proposals = 1 if isinstance(draft, EagleDescription) else draft.proposals(self._length(reading))
         slots = max(len(each.tokens) for each in self.seen) + self.length + draft.block_rows + 1
@@ -116,7 +117,7 @@ class Trials:
 
     @torch.no_grad()
     def run(self, reading: HeadReading, length: int | None = None) -> Trial:
-        """Run a reading, with chains of ``length`` (the whole chain unless given); positions behind it are misses."""
+        """Run a reading with chains of ``length``, by default the whole chain; positions after it count as misses."""
         head, steps = self.head(reading), min(length or self.length, self._length(reading))
         return self.of_head(head, reading, steps)
 
@@ -139,8 +140,8 @@ class Trials:
         return Trial(torch.cat(hits), self.known, torch.cat(likelihood))
 
     def rounds(self, trial: Trial) -> list[int]:
-        """Return the tokens of the rounds in which the text would be decoded. Rounds that the text cuts short are left
-        out."""
+        """Return the number of tokens of each round in which the text would be decoded. Rounds that the end of the text
+        cuts short are left out."""
         found, at = [], 0
         for seen in self.seen:
             count = len(seen.tokens) - seen.begin
@@ -167,7 +168,7 @@ def _likelihood(logits: Tensor, wanted: Tensor, ids_in_target: Tensor | None) ->
 
 
 def mean_and_error(values: Tensor, block: int = 4) -> tuple[float, float]:
-    """Return the mean of values [N] and its standard error, in which neighbours of ``block`` count as one."""
+    """Return the mean of values [N] and its standard error, where each ``block`` of neighbours counts as one value."""
     if len(values) < 2 * block:
         block = 1
     means = values[: len(values) // block * block].view(-1, block).mean(1)

@@ -1,8 +1,8 @@
-"""Decides what the trials of a head's readings say, guarded against chance.
+"""Decides what the trials of a head's readings show, guarded against chance.
 
-Many readings are compared, so that one of them looks better by chance. A reading counts as better where its chains are
-longer by more than the noise of as many comparisons, and on both halves of the text. A head counts as no pair with its
-target where no reading's first proposals are accepted more often than one fixed token would be.
+Of many readings, one looks better by chance. So a reading counts as better only if its chains are longer by more than
+the noise of so many comparisons, and on both halves of the text. Head and target count as no pair if no reading's first
+proposals are accepted more often than one fixed token would be.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,23 @@ from eagle3.export.fit.trials import Trial, mean_and_error
 
 FITS, ANOTHER, NO_PAIR = "fits", "another reading", "no pair"
 FALSE_ALARM = 0.01
-"""The probability that any of a head's readings is taken for better by chance."""
+"""The probability that any of a head's readings looks better by chance."""
 LEAST_GAIN = 0.03
-"""The least share by which a better reading lengthens rounds: less is not worth contradicting a file."""
+"""The smallest gain in a round's length, as a share, for which a head's files are contradicted."""
 CERTAIN = 1.96
-"""Standard errors of an interval of 95%."""
+"""The half-width of a 95% interval, in standard errors."""
 
 
 def z_for(comparisons: int) -> float:
-    """Return the standard errors that the best of so many comparisons exceeds by chance once in a hundred heads."""
+    """Return how many standard errors the best of so many comparisons exceeds by chance with the probability
+    ``FALSE_ALARM``."""
     return NormalDist().inv_cdf(1 - FALSE_ALARM / max(1, comparisons))
 
 
 def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
-    """Return whether the chains of ``trial`` are longer than those of ``other``, beyond the noise of so many
-    ``comparisons``. Either they are by themselves, or their tokens are likelier, which shows sooner."""
+    """Return True if the chains of ``trial`` are longer than those of ``other`` beyond the noise of so many
+    ``comparisons``. The noise is that of the lengths, or that of the tokens' likelihoods, which show a difference
+    sooner."""
     longer = trial.accepted - other.accepted
     if float(longer.mean()) <= LEAST_GAIN * (1 + float(other.accepted.mean())):
         return False
@@ -38,20 +40,20 @@ def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
 
 
 def _beyond_noise(gained: Tensor, comparisons: int) -> bool:
-    """Return whether a gain at each anchor [N] is beyond the noise of the whole text, and on each half of it beyond two
-    standard errors."""
+    """Return True if the gain at each anchor [N] is beyond the noise on the whole text, and beyond two standard errors
+    on each half."""
     mean, error = mean_and_error(gained)
     halves = gained.split((len(gained) + 1) // 2)
     return mean > z_for(comparisons) * error and all(each > 2 * noise for each, noise in map(mean_and_error, halves))
 
 
 def chance(wanted: Tensor) -> float:
-    """Return the rate at which the best single token would be accepted: int64 [N], the target's tokens."""
+    """Return the rate at which the best fixed token would be accepted; ``wanted`` int64 [N] are the target's tokens."""
     return float(wanted.bincount().max()) / len(wanted)
 
 
 def beyond_chance(trial: Trial, rate: float, comparisons: int) -> bool:
-    """Return whether the first proposals are accepted more often than at ``rate``, beyond the noise of so many
+    """Return True if the first proposals are accepted more often than ``rate``, beyond the noise of so many
     ``comparisons``."""
     mean, error = mean_and_error(trial.first)
     least = (rate * (1 - rate) / len(trial.first)) ** 0.5
@@ -59,7 +61,7 @@ def beyond_chance(trial: Trial, rate: float, comparisons: int) -> bool:
 
 
 def wilson(accepted: int, count: int) -> tuple[float, float]:
-    """Return the binomial interval of a rate (95%, Wilson's)."""
+    """Return the 95% interval of a binomial rate, by Wilson's method."""
     if not count:
         return 0.0, 1.0
     rate, square = accepted / count, CERTAIN**2
@@ -70,18 +72,18 @@ def wilson(accepted: int, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The tokens that a round is expected to give. ``rates`` is the share of the rounds whose proposal at a position is
-    accepted, with all before it."""
+    """The number of tokens that a round is expected to give. ``rates`` holds, by position, the share of the rounds in
+    which the proposal and all before it are accepted."""
 
     length: float
     interval: tuple[float, float]
     rates: tuple[float, ...]
     intervals: tuple[tuple[float, float], ...]
     rounds: int
-    """The rounds that were counted; 0 where rates come of all tokens of a given text."""
+    """The number of rounds that were counted; 0 if the rates are those of all tokens of a given text."""
 
     def text(self) -> str:
-        """Return "3.01 tokens (2.83 to 3.19)"."""
+        """Return the length and its interval, such as "3.01 tokens (2.83 to 3.19)"."""
         return f"{self.length:.2f} tokens ({self.interval[0]:.2f} to {self.interval[1]:.2f})"
 
     def as_json(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class Expected:
 
 
 def of_rounds(rounds: list[int], length: int) -> Expected:
-    """Return what is expected by the rounds of the text that the target wrote itself."""
+    """Return what to expect, from the rounds of a text that the target itself wrote."""
     tokens = torch.tensor(rounds or [1]).float()
     counts = [int((tokens > position).sum()) for position in range(1, length + 1)]
     mean, error = float(tokens.mean()), float(tokens.std()) / len(tokens) ** 0.5 if len(tokens) > 1 else float(length)
@@ -104,8 +106,8 @@ def of_rounds(rounds: list[int], length: int) -> Expected:
 
 
 def of_given_text(trial: Trial) -> Expected:
-    """Return what is expected by a text that the target did not write: the rate at each position is that of the chains
-    that were accepted so far, where the text goes on with the target's own tokens."""
+    """Return what to expect, from a text that the target did not write. The rate at each position is that of the chains
+    that were accepted up to it, where the text continues with the target's own tokens."""
     product, rates, intervals, variance = 1.0, [], [], 0.0
     so_far = torch.ones(len(trial.hits), dtype=torch.bool)
     steps: list[tuple[float, int]] = []

@@ -1,1 +1,2 @@
-"""Checkpoints by their names on the Hugging Face hub: from the cache, downloaded, or known by their headers alone."""
+"""Takes checkpoints by their names on the Hugging Face hub, from the cache or by download; a dry run reads only
+headers."""

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 
 from eagle3.export.hub.names import HubName
 
-_OTHER_LENGTH = "Consistency check failed"  # huggingface_hub's words, of an OSError without a class of its own
+_OTHER_LENGTH = "Consistency check failed"  # the message of huggingface_hub's OSError, which has no class of its own
 LOG_IN = "type hf auth login, or set HF_TOKEN"
 
 
@@ -28,7 +28,7 @@ class Unreachable(OSError):
 
 @contextmanager
 def one_line(name: HubName, flag: str) -> Iterator[None]:
-    """Replace errors about ``name``, which the user typed after ``flag``.
+    """Replace the errors about ``name``, which the user typed after ``flag``, by one line each.
 
     Raises:
         FileNotFoundError: a repository, revision or file that does not exist
@@ -56,7 +56,7 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
         ) from error
     except OfflineModeIsEnabled as error:
         raise Unreachable(_offline(name, flag)) from error
-    except LocalEntryNotFoundError as error:  # an EntryNotFoundError as well
+    except LocalEntryNotFoundError as error:  # it is a subclass of EntryNotFoundError
         line = _offline(name, flag) if constants.HF_HUB_OFFLINE else _silent(name, flag, error)
         raise Unreachable(line) from error
     except EntryNotFoundError as error:

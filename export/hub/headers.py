@@ -1,4 +1,5 @@
-"""Fetches what a dry run reads of a repository: small configurations, and by range requests headers of safetensors."""
+"""Fetches what a dry run reads of a repository: small configurations, and by range requests the headers of
+safetensors."""
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +17,16 @@ from eagle3.export.hub.needed import SMALL
 from eagle3.export.hub.snapshots import Snapshot
 
 AT_ONCE = 8
-"""The number of requests at a time, huggingface_hub's own default."""
+"""The number of concurrent requests, huggingface_hub's own default."""
 VALUES = ("d2t", "t2d", "token_ordering", "weight_shape")
-"""The last parts of the names of small tensors whose values a plan reads: 0.5 MB for Gemma 4 31B's head."""
+"""The last parts of the names of small tensors whose values planning reads: 0.5 MB for Gemma 4 31B's head."""
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 
 
 def header_folder(snapshot: Snapshot, into: Path) -> Path:
-    """Make a folder below ``into`` from which a checkpoint is planned like from its own, and return it.
+    """Make a folder below ``into`` that can be planned like the checkpoint itself, and return it.
 
-    Raises what ``one_line`` raises, and ValueError for a file that is not a safetensors file or not whole.
+    Raises what ``one_line`` raises, and ValueError for a file that is incomplete or not safetensors.
     """
     folder = into / snapshot.name.repository / snapshot.commit[:12]
     folder.mkdir(parents=True)

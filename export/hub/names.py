@@ -20,10 +20,10 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return ``text`` as a name on the hub, or None where it is not of that form. The caller checks first that no such
+    """Return ``text`` as a name on the hub, or None if it is not of that form. The caller must check first that no such
     path exists."""
     written = _WRITTEN.fullmatch(text)
-    if written is None or written["repository"].lower().endswith(".gguf"):  # a path
+    if written is None or written["repository"].lower().endswith(".gguf"):  # it is a path
         return None
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

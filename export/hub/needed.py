@@ -13,14 +13,15 @@ from eagle3.export.output.contents import TOKENIZER, TOKENIZER_FILES
 SAFETENSORS, PICKLED, GGUF = "safetensors", "pickled", "GGUF"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SMALL = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG)
-"""The configurations that a dry run downloads. A tokenizer, of up to 33 MB, is not among them."""
+"""The configurations that a dry run downloads. The tokenizer is not among them, since it takes up to 33 MB."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """The part that a repository plays in an export, and the configurations that are read of it.
+    """The part that a repository plays in an export, and the configurations that are read from it.
 
-    ``certain`` names files that a cache may lack only if it says that the repository has none.
+    ``certain`` are files whose absence from the cache is believed only if the cache records that the repository lacks
+    them.
     """
 
     flag: str
@@ -40,7 +41,8 @@ DRAFT = Role("--draft", (CONFIG, ADAPTER_CONFIG, TOKENIZER))
 
 @dataclass(frozen=True)
 class Needed:
-    """The files to read. ``kind`` is the format of the weights, "" without any. ``index`` is their index of shards."""
+    """The files to read. ``kind`` is the format of the weights; "" if there are none. ``index`` is the file with the
+    index of their shards."""
 
     files: tuple[str, ...]
     kind: str

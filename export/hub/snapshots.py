@@ -24,23 +24,23 @@ from eagle3.export.output.contents import TOKENIZER
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The files of a repository at a commit that an export reads.
+    """The files that an export reads of a repository at a commit.
 
-    ``sizes`` maps each file to its bytes, 0 where the hub does not say. ``folder`` holds the files in the cache. It is
-    None where the cache is not known to be complete; ``missing`` are the files that it lacks.
+    ``sizes`` maps each file to its bytes, or to 0 if the hub does not say. ``folder`` is where the cache holds the
+    files. It is None if the cache is not known to be complete; ``missing`` are the files that the cache lacks.
     """
 
     name: HubName
     role: Role
     commit: str
     kind: str
-    """The format of the weights: safetensors, pickled, GGUF, or "" where only configurations are read."""
+    """The format of the weights: safetensors, pickled, GGUF, or "" if only configurations are read."""
     sizes: dict[str, int]
     index: str | None = None
     adapter: bool = False
-    """True where the repository has a LoRA beside the weights."""
+    """True if the repository has a LoRA beside the weights."""
     tokenizer: str | None = None
-    """The hash of tokenizer.json, sha256 or git's sha1. None without such a file."""
+    """The hash of tokenizer.json, sha256 or git's sha1. None if there is no such file."""
     folder: Path | None = None
     missing: tuple[str, ...] = ()
 
@@ -56,7 +56,7 @@ class Snapshot:
 def cached(name: HubName, role: Role, lenient: bool = False) -> Snapshot | None:
     """Return the snapshot if the cache holds all of its files, else None. Makes no request.
 
-    The cache does not list the files of repositories that other tools downloaded. With ``lenient`` such a snapshot
+    The cache does not list the files of repositories that other tools downloaded. With ``lenient``, such a snapshot
     needs only its weights and config.json.
     """
     probe = name.file or CONFIG
@@ -71,7 +71,7 @@ def cached(name: HubName, role: Role, lenient: bool = False) -> Snapshot | None:
     here = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     try:
         chosen = needed(name, role, tree or here, lambda index: weight_map(folder / index).values())
-    except (ValueError, FileNotFoundError):  # an index that is not here, or no weights at all
+    except (ValueError, FileNotFoundError):  # the index is not in the cache, or there are no weights
         return None
     wanted = set(chosen.files)
     if tree is None and not lenient:
@@ -79,7 +79,8 @@ def cached(name: HubName, role: Role, lenient: bool = False) -> Snapshot | None:
         wanted |= {file for file, answer in zip(role.certain, known, strict=True) if answer is None}
     if any(here.get(file) != (tree or here).get(file) or file not in here for file in wanted):
         return None
-    tokenizer = (folder / TOKENIZER).resolve().name if TOKENIZER in here else None  # the cache's files are called so
+    # the cache names files by their hash
+    tokenizer = (folder / TOKENIZER).resolve().name if TOKENIZER in here else None
     sizes = {file: here[file] for file in chosen.files}
     adapter = has_adapter(tree or here)
     return Snapshot(name, role, folder.name, chosen.kind, sizes, chosen.index, adapter, tokenizer, folder)
@@ -88,7 +89,7 @@ def cached(name: HubName, role: Role, lenient: bool = False) -> Snapshot | None:
 def listed(name: HubName, role: Role, with_index: bool) -> Snapshot:
     """Return the snapshot as the hub lists it.
 
-    ``with_index`` downloads an index of shards to read their names, which are guessed otherwise. Raises what
+    ``with_index`` downloads an index of shards for the shards' names; without it they are guessed. Raises what
     ``one_line`` raises, and ValueError for a repository without weights that are read.
     """
     with one_line(name, role.flag):
@@ -126,7 +127,7 @@ def listed(name: HubName, role: Role, with_index: bool) -> Snapshot:
 
 
 def check_disk(snapshots: list[Snapshot]) -> None:
-    """Raise OSError where the cache's disk has too little room for the missing files."""
+    """Raise OSError if the cache's disk has too little room for the missing files."""
     takes, cache = sum(snapshot.missing_bytes for snapshot in snapshots), Path(constants.HF_HUB_CACHE).resolve()
     free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
     if takes > free:
@@ -139,12 +140,13 @@ def check_disk(snapshots: list[Snapshot]) -> None:
 def download(snapshot: Snapshot) -> Snapshot:
     """Download the missing files and return the complete snapshot.
 
-    Raises what ``one_line`` raises, and OSError for a file that is not as long as the hub listed it.
+    Raises what ``one_line`` raises, and OSError for a file whose length differs from the hub's listing.
     """
     name = snapshot.name
     patterns = [glob.escape(file) for file in snapshot.sizes]
     with one_line(name, snapshot.role.flag):
-        HfApi().resolve_revision(name.repository, revision=name.revision)  # keeps in the cache which commit it means
+        # the cache then records the revision's commit
+        HfApi().resolve_revision(name.repository, revision=name.revision)
         folder = Path(snapshot_download(name.repository, revision=snapshot.commit, allow_patterns=patterns))
     for file, size in snapshot.sizes.items():
         got = (folder / file).stat().st_size

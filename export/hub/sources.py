@@ -1,4 +1,4 @@
-"""Replaces names on the hub in the flags of an export by paths, before anything else reads them."""
+"""Replaces hub names in the flags of an export by paths, before anything else reads the flags."""
 
 import os
 import re
@@ -31,18 +31,18 @@ class Sources:
 
     @property
     def missing(self) -> list["Snapshot"]:
-        """The repositories of which the cache is not complete."""
+        """The repositories that the cache does not hold completely."""
         return [snapshot for snapshot in self.snapshots.values() if snapshot.folder is None]
 
     @property
     def headers_suffice(self) -> bool:
-        """True where the missing weights can be planned from their headers."""
+        """True if the headers of the missing weights are enough to plan with."""
         return all(snapshot.kind in ("safetensors", "") for snapshot in self.missing)
 
     @contextmanager
     def local(self) -> Iterator[ExportConfig]:
         """Yield the flags with paths. A missing repository becomes a folder of configurations and headers, which is
-        removed at the end. Raises ValueError where headers do not suffice."""
+        removed afterwards. Raises ValueError if headers are not enough."""
         from eagle3.export.hub.headers import header_folder
 
         if not self.headers_suffice:
@@ -60,14 +60,14 @@ class Sources:
             )
 
     def check_disk(self) -> None:
-        """Raise OSError where the cache's disk has too little room for the missing files."""
+        """Raise OSError if the cache's disk has too little room for the missing files."""
         if self.missing:
             from eagle3.export.hub.snapshots import check_disk
 
             check_disk(self.missing)
 
     def downloaded(self) -> "Sources":
-        """Download what is missing. Raises what ``download`` raises."""
+        """Download the missing files. Raises what ``download`` raises."""
         from eagle3.export.hub.snapshots import download
 
         whole = {name: snapshot if snapshot.folder else download(snapshot) for name, snapshot in self.snapshots.items()}
@@ -106,8 +106,8 @@ class Sources:
             yield "hub      target and draft have different tokenizer files: an export compares them token by token"
 
     def without_tokenizer(self, checkpoint: Path) -> Iterator[str]:
-        """Yield a line if the target has no tokenizer.json. Of a repository the listing says so: a dry run does not
-        fetch the file. ``checkpoint``: the folder with the target's configuration."""
+        """Yield a line if the target has no tokenizer.json. For a repository this is known from its listing, since a
+        dry run does not fetch the file. ``checkpoint`` is the folder with the target's configuration."""
         snapshot = self.snapshots.get("config_folder") or self.snapshots.get("checkpoint")
         if not (checkpoint / "tokenizer.json").is_file() and (snapshot is None or snapshot.tokenizer is None):
             from eagle3.export.checks.tokenizer import no_tokenizer
@@ -115,7 +115,8 @@ class Sources:
             yield no_tokenizer(checkpoint, str(checkpoint if snapshot is None else snapshot.name))
 
     def _tokenizers_uncompared(self) -> bool:
-        """Return whether both models have a tokenizer.json, the two may differ, and one is not here."""
+        """Return True if both models have a tokenizer.json, the two may differ, and one of them is not on this
+        machine."""
         both = [self._tokenizer("config_folder") or self._tokenizer("checkpoint"), self._tokenizer("draft")]
         return bool(self.missing) and None not in both and both[0] != both[1]
 
@@ -140,9 +141,9 @@ def named_as_typed(folder: str) -> Iterator[None]:
 
 
 def find_sources(config: ExportConfig, download: bool = False) -> Sources:
-    """Look up the names on the hub in the flags and in the target's entry, in the cache first.
+    """Look up the hub names in the flags and in the target's entry, in the cache first.
 
-    Makes no request if there are only paths.
+    Flags with paths only make no request.
 
     Args:
         download: allow the download of repositories that only the entry names
@@ -182,9 +183,10 @@ def with_shipped_head(config: ExportConfig) -> ExportConfig:
 
 
 def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
-    """Return the names on the hub by field, and the fields that the user typed. An existing path is not a name.
+    """Return the names on the hub by field, and the fields that the user typed. A name that is an existing path does
+    not count.
 
-    Raises ValueError for the number of a head that the target's entry does not have, and where no head is known.
+    Raises ValueError for a head's number that the target's entry does not have, and if no head is known.
     """
     spec, named = TARGETS[config.target_model], {}
     for name in FLAGS:
@@ -216,7 +218,7 @@ def _heads_for(checkpoint: HubName | None) -> tuple[str, ...]:
 
 
 def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
-    """Return the head with this number, or with this name after the organization's. None if ``text`` is neither."""
+    """Return the head with this number, or with this name behind its organization. None if ``text`` is neither."""
     if text.isdecimal():
         if not 1 <= int(text) <= len(heads):
             raise _no_such_head(text, target, len(heads))

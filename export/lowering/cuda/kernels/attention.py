@@ -1,19 +1,20 @@
 """Attention over a KV cache in Triton; each key and value is read once for all rows that share them.
 
-A row attends to a range of positions, from its ``first`` up to its own. Position p is in slot p modulo the slots of the
-cache, so of a ring of two windows the kernel reads about one. The rows of a program are those of all query heads of a
-key-value head, stacked. Only a chunk of prefill, or heads too wide for the registers, needs more programs, which find
-the keys in L2.
+A row attends to a range of positions, from its ``first`` to its own. Position p is in slot p modulo the number of
+slots, so of a ring of two windows the kernel reads about one window. The rows of a program are those of all query heads
+of one key-value head, stacked. Only a chunk of prefill, or heads too wide for the registers, needs more programs, which
+find the keys in L2.
 
 A few rows fill a GPU only if the positions are divided among programs of ``chunk`` positions each, counted from
-position 0. Over a window a program takes the chunks whose number modulo the programs is its own. Over a whole context
-each chunk has a program, and the chunks grow with the position: a long cache has few programs, and a short text in it
-still has many; a program whose chunk holds no token ends at once. Each program writes its maximum, sum and weighted
-values in float32. Those of the chunks that there are tokens for are added in the order of their positions: of a window
-by the last program to arrive (see ``sums``), of a whole context by a second launch, with a program for each row and
-head, since one program would take 1.5 us a chunk for heads of 512 (timed on an H200). Neither the terms nor their order
-depend on the other rows of a call, and positions that a row does not attend to add exact zeros. The kernels, as
-compiled for a method, therefore give a row the same bits for any number of rows up to ``FEW``.
+position 0. Over a window, program i takes the chunks whose number is i modulo the number of programs. Over a whole
+context each chunk has a program of its own, and later chunks are longer: a long cache needs few programs, and a short
+text in it still has many. A program whose chunk holds no token ends at once. Each program writes its maximum, sum and
+weighted values in float32. These partial results of all chunks that hold tokens are then added in the order of their
+positions. For a window, the last program to arrive adds them (see ``sums``). For a whole context a second launch does,
+with a program for each row and head, since one program would take 1.5 us a chunk for heads of 512 (timed on an H200).
+Neither the terms nor their order depend on the other rows of a call, and positions that a row does not attend to add
+exact zeros. The kernels, as compiled for a method, therefore give a row the same bits for any number of rows up to
+``FEW``.
 
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -23,9 +24,9 @@ its scores, and that of a value its weights, so that the matmuls take the codes 
 
 For few rows, the operations between a layer's matmul and its attention are part of the launch
 (``attention_of_product``): bias, norms and rotary embeddings of queries, keys and values, and the cache writes. No
-program waits for another. Each computes its own queries, and writes those of the new keys and values that it will read.
-Several programs may therefore write the same bits to the same place of the cache, and a program reads only what it
-wrote itself before a barrier, or what an earlier launch wrote. If a method for one row gets a chunk of prefill, its
+program waits for another one. Each program computes its own queries, and it writes those new keys and values that it
+will read. Several programs may therefore write the same bits to the same place of the cache. A program reads only what
+it wrote itself before a barrier, or what an earlier launch wrote. If a method for one row gets a chunk of prefill, its
 tiles repeat the writes of the tiles before them.
 """
 
@@ -45,10 +46,10 @@ from eagle3.targets.attention import attend, dequantized
 FEW = 16
 """The most rows for which the positions are divided among programs."""
 AHEAD = 8
-"""The parts of a whole context whose loads are in flight together when they are added."""
+"""The number of partial results of a whole context whose loads are in flight together while they are added."""
 MOST_PARTS = 64
-"""The most programs that the positions of a window are divided among, and the chunks of equal size at the beginning of
-a whole context. Half as many follow up to twice the context, of twice the size, and so on."""
+"""The most programs among which the positions of a window are divided, and also the number of chunks of equal size at
+the beginning of a whole context. Up to twice that context, half as many chunks of twice the size follow, and so on."""
 
 
 class Product(NamedTuple):
@@ -267,7 +268,7 @@ def _attention_sum_kernel(
 
 
 def _tuned(*configs: tuple[int, int, int]) -> Any:
-    """Return the kernel with configurations of keys a block, stages and warps."""
+    """Return the kernel with its configurations of keys per block, stages and warps."""
     listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
     return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
 
@@ -277,8 +278,9 @@ _divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2,
 
 
 class Division(NamedTuple):
-    """The division of positions among programs: the positions of a chunk, how often chunks double (see ``MOST_PARTS``;
-    -1 for a window), and the most programs that a tile of up to ``FEW`` rows needs."""
+    """The division of positions among programs. ``chunk`` is the number of positions of a chunk. ``doublings`` is how
+    often the chunks double (see ``MOST_PARTS``), or -1 for a window. ``parts`` is the most programs that a tile of up
+    to ``FEW`` rows needs."""
 
     chunk: int
     doublings: int
@@ -286,7 +288,8 @@ class Division(NamedTuple):
 
 
 def division(longest: int, slots: int, groups: int) -> Division:
-    chunk = 128 if groups <= 4 else 256  # what a part of 8 rows leaves behind is at most half of what it reads
+    # the partial result of 8 rows is at most half as large as what the program reads
+    chunk = 128 if groups <= 4 else 256
     if longest == slots:
         doublings, begin, parts = 0, MOST_PARTS * chunk, min(MOST_PARTS, triton.cdiv(slots, chunk))
         while begin < slots:
@@ -295,7 +298,7 @@ def division(longest: int, slots: int, groups: int) -> Division:
             begin *= 2
         return Division(chunk, doublings, parts)
 
-    def needed() -> int:  # the positions of a ring's window begin anywhere in a chunk
+    def needed() -> int:  # a ring's window may begin at any position of a chunk
         return triton.cdiv(longest + FEW - 2, chunk) + 1
 
     while needed() > MOST_PARTS:
@@ -304,7 +307,8 @@ def division(longest: int, slots: int, groups: int) -> Division:
 
 
 def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
-    """Return the rows of a program, counting all query heads of a key-value head: at most what its registers hold."""
+    """Return the number of rows of a program, which counts all query heads of a key-value head; it is bounded by the
+    registers."""
     most = 128 if width <= 64 else 64 if width <= 256 else 32
     return min(most, max(16, triton.next_power_of_2(groups * divided_rows))) if divided_rows else most
 
@@ -314,9 +318,9 @@ def launch(
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
-    """Return the result of ``attention`` by forms of ``_attention_kernel`` and ``_attention_sum_kernel``. With a
-    ``product``, ``query`` is written too, and keys and values are written in place. The ``options`` are of the first
-    kernel."""
+    """Return the result of ``attention``, computed by specializations of ``_attention_kernel`` and
+    ``_attention_sum_kernel``. With a ``product``, ``query`` is also written, and keys and values are written in place.
+    ``options`` go to the first kernel."""
     codes = key_scales is not None
     if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
         raise ValueError(
@@ -338,7 +342,7 @@ def launch(
         kept = most * torch.sym_min(rows, FEW) + rows
         unsummed = torch.empty(kept, heads, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(kept, heads, 2, dtype=torch.float32, device=query.device)
-        parts = 1 + (most - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU as they are
+        parts = 1 + (most - 1) * (FEW // torch.sym_max(rows, FEW))  # more rows fill a GPU without a division
     made = product or Product(query)
     optional = made.bias, made.cos, made.sin, made.q_weight, made.k_weight
     starts = dict(zip(("Q_AT", "K_AT", "V_AT"), made.starts, strict=True))
@@ -365,7 +369,7 @@ def launch(
 
 
 def wrapped(divided: bool) -> tuple[Any, Any]:
-    """Return the kernels as a traced op calls them."""
+    """Return the kernels as a traced operator calls them."""
     return wrap_triton(_divided_kernel if divided else _chunk_kernel), wrap_triton(_attention_sum_kernel)
 
 
@@ -433,7 +437,7 @@ def attention_reference(
     if key_scales is not None and value_scales is not None:
         keys, values = dequantized((keys, values), (key_scales, value_scales), query.dtype)
     slots = keys.shape[2]
-    position = last[-1] - (last[-1] - torch.arange(slots)) % slots  # what a slot was last written for
+    position = last[-1] - (last[-1] - torch.arange(slots)) % slots  # the position that each slot was last written for
     mask = (position >= first[:, None]) & (position <= last[:, None])
     out = attend(query.transpose(1, 2), keys, values, mask[None, None], scale, softcap or None, sinks)
     return out.transpose(1, 2).contiguous()

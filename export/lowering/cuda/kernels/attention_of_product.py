@@ -37,8 +37,9 @@ def attention_of_product(
 ) -> list[Tensor]:
     """Compute ``attention`` from a layer's matmul of queries, keys and values, in the launches of attention.
 
-    The bias is added, heads are normed (``x / rms(x) * (weight + plus)``), rotary embeddings are applied to queries and
-    keys (``x * cos + across * sin``), all in float32. Keys and values are written at ``last`` before the rows attend.
+    It adds the bias, normalizes the heads (``x / rms(x) * (weight + plus)``) and applies rotary embeddings to queries
+    and keys (``x * cos + across * sin``), all in float32. Keys and values are written at ``last`` before the rows
+    attend.
 
     Args:
         product: bfloat16 [T, N]
@@ -56,9 +57,8 @@ def attention_of_product(
             dimensions of a pair; how many consecutive dimensions use the same column of ``cos`` and ``sin`` (modulo the
             number of columns). Empty: no rotary embeddings
 
-    Returns:
-        bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to, with their scales if they have
-        any. A lowered program writes them in place of the old ones, which nothing else reads.
+    Returns: bfloat16 [1, T, heads, head_dim], and the keys and values that were attended to, with their scales if they
+    have any. A lowered program writes them over the old ones, which nothing else reads.
 
     Raises:
         ValueError: see ``attention``

@@ -1,10 +1,10 @@
 """Linear layers of few rows over bfloat16 weights in Triton; each weight byte is read once for 16 rows.
 
-The kernel computes ``y = x @ w.T`` on tensor cores, bf16 to float32, for a draft head and other unquantized weights.
-Its time is that of reading memory: a draft head of Gemma 4 31B is 1.48 GB, 0.31 ms at 4.8 TB/s. A program has 64 KB of
-weights in flight (4 blocks of 64 outputs x 128 of K) in 80 KB of shared memory, loaded by 4 warps. Two programs fit on
-an SM of sm_80, sm_90 and sm_100, one if a program may have 99 KB. The main loop takes 1.3 instructions per weight,
-counted in the machine code; reading 2 bytes per weight leaves time for 12 on an H200.
+The kernel computes ``y = x @ w.T`` on tensor cores, bf16 to float32, for a draft head and other unquantized weights. It
+is limited by reading memory: a draft head of Gemma 4 31B is 1.48 GB, which takes 0.31 ms at 4.8 TB/s. A program has 64
+KB of weights in flight (4 blocks of 64 outputs x 128 of K) in 80 KB of shared memory, loaded by 4 warps. Two programs
+fit on an SM of sm_80, sm_90 and sm_100, one if a program may have 99 KB. The main loop takes 1.3 instructions per
+weight, counted in the machine code; reading 2 bytes per weight leaves time for 12 on an H200.
 
 Each warp takes a quarter of a block of K. The quarters are the batch dimension of a 3D ``tl.dot``, which uses the same
 matrix instruction on every architecture and for every number of rows. The quarters are added in pairs; the sums of
@@ -26,7 +26,7 @@ from eagle3.export.lowering.cuda.kernels.sums import gated, launch, place, run_o
 ALIGNED = 8
 """K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
 STAGES = {16: 5, 32: 4}
-"""The blocks in flight in shared memory plus one, by the rows of a tile."""
+"""By the rows of a tile, one more than the number of blocks in flight in shared memory."""
 BLOCK_K = 128
 WARPS = 4
 BF16 = Blocks(n=64, stages=STAGES[16])

@@ -1,8 +1,8 @@
-"""The common part of the kernels of experts (``int4_experts.py``, ``int8_experts.py``): which rows a program computes.
+"""The common part of the kernels of experts (``int4_experts.py``, ``int8_experts.py``): it assigns rows to programs.
 
-A program takes outputs of one expert for all rows of a window at once: the tensor cores multiply 8 rows or 16 in any
-case, and what a row did not choose is not stored. There is a program for each choice of each row; it ends at once if an
-earlier choice is of the same expert. So each chosen expert's weights are read once.
+A program computes outputs of one expert for all rows of a window at once: the tensor cores multiply 8 or 16 rows in any
+case, and the products of rows that did not choose the expert are not stored. There is a program for each choice of each
+row; it ends at once if an earlier choice is of the same expert. So each chosen expert's weights are read once.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ def choices_of(expert, chosen, at, here, CHOICES):
 
 
 def launch(x: Tensor, chosen: Tensor, outputs: int, run: Callable[[Any, dict[str, Any], Tensor], None]) -> Tensor:
-    """Return bfloat16 [M * k, outputs], a row for each choice of ``chosen`` [M, k], which ``run(tiles of rows,
-    constants, out)`` writes. It is called once for each size of row tiles that is needed.
+    """Return bfloat16 [M * k, outputs] with a row for each choice in ``chosen`` [M, k]. ``run(tiles of rows, constants,
+    out)`` writes it, and is called once for each size of row tiles that is needed.
 
-    ``x`` has a row for each row of ``chosen`` or for each choice. Raises ValueError for other shapes and another dtype
+    ``x`` has a row for each row of ``chosen``, or one for each choice. Raises ValueError for any other shape or dtype
     of ``x``, and for more rows than a tile has.
     """
     m, top_k = chosen.shape
     if x.shape[0] not in (m, m * top_k):
-        raise ValueError(f"x has {x.shape[0]} rows, {m} rows chose {top_k} each: one for each of them, or each choice")
+        raise ValueError(f"x has {x.shape[0]} rows; expected {m} (one a token) or {m * top_k} (one a chosen expert)")
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
     if not statically_known_true(m <= ROWS[-1]):

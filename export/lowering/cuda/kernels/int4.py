@@ -4,11 +4,11 @@ The codes are those of ExecuTorch's ``CudaCoalescedInt4Tensor``, two per byte, i
 zero points are laid out for the kernel (``int4_tensor.py``). ExecuTorch's own kernel serves up to 4 rows, and its time
 grows with each row (pytorch/executorch PR 21456).
 
-Bytes: a weight is 4 bits, two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear of
-5376 x 21504 (N x K, Gemma 4 31B's ``down_proj``) is 66.8 MB: 14 us at 4.8 TB/s, whatever the kernel. 8 rows add 0.34 MB
-of activations (read once for every 128 outputs, 14 MB, from L2), 0.09 MB of output and 1.0 MB of partial sums, written
-and read. A warp's loads are whole lines of 128 bytes: 256 codes of an output and, up to 8 rows, 64 outputs' scales and
-zero points.
+In bytes, a weight is 4 bits, plus two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear
+of 5376 x 21504 (N x K, Gemma 4 31B's ``down_proj``) is 66.8 MB: 14 us at 4.8 TB/s, whatever the kernel. 8 rows add 0.34
+MB of activations (read once for every 128 outputs, 14 MB, from L2), 0.09 MB of output and 1.0 MB of partial sums,
+written and read. A warp's loads are whole lines of 128 bytes: 256 codes of an output and, up to 8 rows, 64 outputs'
+scales and zero points.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the group's scale and zero point)::
 
@@ -22,8 +22,8 @@ counted in the machine code for sm_80 to sm_120 (timed on an H200: README.md of 
 A program takes a tile of 128 outputs, or half of one for up to 16 rows, and a run of blocks of 256 of K, 8 groups of
 32, one to a warp: the groups are the batch dimension of a 3D ``tl.dot``. Scales and zero points are fetched a block
 ahead, decoded once and given to the lanes that need them through shared memory, both numbers at once. The 8 sums are
-added in pairs, what programs share of K as ``sums`` says. No order depends on the number of rows, so a row has the same
-bits in every call.
+added in pairs. Programs that divide K add their sums as ``sums`` says. No order depends on the number of rows, so a row
+has the same bits in every call.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,18 +48,19 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
 from eagle3.export.lowering.cuda.kernels.sums import Division, gated, launch, place, run_of_blocks, store
 
 BLOCK = 256
-"""Consecutive weights of an output that share steps."""
+"""The number of consecutive weights of an output that share their steps."""
 TILE = 128
-"""Outputs whose scales and zero points lie together: those of a program, or of two if it has 16 rows."""
+"""The number of outputs whose scales and zero points are stored together: the outputs of one program, or of two for 16
+rows."""
 MOST = 3
-"""The most weights with the same input in one launch: those of query, key and value."""
+"""The most weights with the same input in one launch, which those of query, key and value need."""
 INT4 = Blocks(n=TILE, stages=3)
 """Two programs fit on an SM of sm_80 and sm_90. The copies of a block are issued late in the loop, behind its second
-barrier, so that mostly one block is in flight, 16 KB of codes. A block more took 2 to 5% longer on an H200
-(scripts/bench_small_m.py): the multiprocessor is what limits, not memory."""
+barrier, so that mostly one block is in flight, 16 KB of codes. One more block in flight took 2 to 5% longer on an H200
+(scripts/bench_small_m.py), since arithmetic is the limit, not memory."""
 OUTPUTS = {8: TILE, 16: TILE // 2}
-"""The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM. With 64 two of
-one weight do; three weights take 158 registers on sm_80."""
+"""The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM. With 64, two fit
+if there is one weight; three weights take 158 registers on sm_80."""
 
 
 @triton.jit
@@ -201,11 +202,11 @@ def small_m_run(
     kernel: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, group: int,
     activation: str = "", choice: Blocks = INT4,
 ) -> tuple[Division, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
-    """Return the division of K, and a function that starts the kernel: ``run(grid, rows of a tile, out, parts)``, the
-    grid with a program for each tile."""
+    """Return the division of K, and a function that starts the kernel, ``run(grid, rows of a tile, out, parts)``; the
+    grid has a program for each tile."""
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
-    light = not n2 and n0 % TILE == n1 % TILE == 0  # others take more than 128 registers with whole tiles
+    light = not n2 and n0 % TILE == n1 % TILE == 0  # otherwise a whole tile takes more than 128 registers
     divided = choice.division(codes.shape[0] * TILE, k // BLOCK, whole=light)
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
@@ -220,7 +221,7 @@ def small_m_run(
 
 
 def as_most(qdata: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return ``MOST`` weights and their numbers of outputs, as the kernels take them. Missing weights have 0
+    """Return ``MOST`` weights and the number of outputs of each, as the kernels take them. Missing weights have 0
     outputs."""
     missing = MOST - len(qdata)
     return (*qdata, *[qdata[0]] * missing), (*(each.shape[0] for each in qdata), *[0] * missing)
@@ -254,7 +255,7 @@ def int4_small_m(
     x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor, activation: str = ""
 ) -> Tensor:
     """Compute ``x @ w.T`` with ``w = (q - zero) * scale``; zero and scale are a code times a step. The results of
-    several w are side by side. They may be ``gated`` (see ``sums``).
+    several weights lie side by side in the last dimension. They may be ``gated`` (see ``sums``).
 
     On CUDA this is the kernel of this module, on the host ``int4_reference``. It is one node of an exported program and
     one launch.
@@ -326,8 +327,8 @@ def untiled(codes: Tensor, steps: Tensor, n: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def in_tiles(values: Tensor) -> Tensor:
-    """Rearrange [N, blocks, groups, c] to [tiles, blocks, groups, TILE, c] and pad the last tile. The c values, 1 to 4
-    bytes together, are moved as one number, which is faster."""
+    """Rearrange [N, blocks, groups, c] to [tiles, blocks, groups, TILE, c], with padding in the last tile. The c
+    values, 1 to 4 bytes in all, are moved as one number, which is faster."""
     n, blocks, groups, count = values.shape
     number = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[count * values.element_size()]
     values, kind = values.contiguous().view(number).squeeze(-1), values.dtype

@@ -1,12 +1,12 @@
-"""The experts of a few rows over INT4 weights in Triton; each chosen expert's weights are read once for 16 rows.
+"""The experts of a few rows over INT4 weights in Triton; the weights of each chosen expert are read once for 16 rows.
 
-ExecuTorch's ``fused_moe`` reads them once for each row, a byte twice, with 10 to 12 instructions a weight. Here a
+ExecuTorch's ``fused_moe`` reads them once for each row, each byte twice, with 10 to 12 instructions per weight. Here a
 program takes 128 outputs of one expert (``choices.py``) with the instructions of ``int4.py``.
 
 Weights are symmetric: w = (q - 8) * s, with a scale for 32 of K. Their codes are those of ``fused_moe``, which reads
-them for many rows (``sorted_experts.py``). Gate and up of a program are the same 64 outputs of both, so the activation
-is computed where the products are. K is not divided: for Gemma 4 26B-A4B a row's 8 experts have 88 programs and 176,
-four rows' four times as many.
+them for many rows (``sorted_experts.py``). A program computes the same 64 outputs of gate and of up, so that it can
+apply the activation itself. K is not divided: for Gemma 4 26B-A4B, the 8 experts of a row have 88 programs in one
+launch and 176 in the other, and four rows have four times as many.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
 from eagle3.export.lowering.cuda.kernels.sums import gate_of, gated
 
 GROUP = 32
-"""Weights that share a scale, along K."""
+"""The number of weights along K that share a scale."""
 ZERO = 8
-"""The code of a weight of 0."""
+"""The code that stands for a weight of 0."""
 STAGES = 4
-"""Blocks in flight in shared memory, plus one."""
+"""One more than the number of blocks in flight in shared memory."""
 
 
 @triton.jit
@@ -214,6 +214,6 @@ def experts_reference(
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """int8 [experts, N, K / 2], bfloat16 [experts, K / 32, N] -> float32 [experts, N, K]"""
+    """Map int8 [experts, N, K / 2] and bfloat16 [experts, K / 32, N] to float32 [experts, N, K]."""
     q = torch.stack([codes & 0xF, (codes >> 4) & 0xF], dim=-1).flatten(2).float()
     return (q - ZERO) * scale.float().transpose(1, 2).repeat_interleave(GROUP, 2)

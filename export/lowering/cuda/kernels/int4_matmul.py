@@ -1,7 +1,7 @@
 """Linear layers of many rows over INT4 weights in Triton; each weight is decoded while it is multiplied.
 
-The weights have the layout of ``int4``. Each is decoded to (q - z) * s in float32 and rounded to bfloat16 once, as in a
-matrix that is dequantized first. But no such matrix is written to memory and read again, which for a linear of
+The weights have the layout of ``int4``. Each weight is decoded to (q - z) * s in float32 and then rounded to bfloat16,
+as in a matrix that is dequantized first. But no such matrix is written to memory and read again, which for a linear of
 5376 x 21504 (Gemma 4 31B's ``down_proj``) would be 231 MB each way, beside 66.8 MB of codes, scales and zero points.
 
 The bits of a code become a float32 without a conversion instruction: in place in a word they are a denormal number, and
@@ -9,10 +9,10 @@ the multiplication that scales it also subtracts the zero point. Scales and zero
 need them through shared memory together. The kernel takes 6.9 to 7.1 instructions per weight for 64 rows, counted in
 the machine code for sm_80 to sm_120.
 
-Up to 32 rows use the small-M kernel in tiles of 16, which takes 3.9 to 4.0 instructions per weight. By its issue slots
-that is about half the time of a tile of 64 rows for 9 to 16 rows, and the same for 17 to 32, except on a 4090 or a
-5090, where a tile of 64 rows is limited by the tensor cores: there it is three quarters and half. Neither was timed
-beside the other.
+Up to 32 rows use the small-M kernel in tiles of 16, which takes 3.9 to 4.0 instructions per weight. By its issue slots,
+that takes for 9 to 16 rows about half the time of a tile of 64 rows, and for 17 to 32 rows the same time. On a 4090 or
+a 5090 it takes three quarters and half, since there the tensor cores limit a tile of 64 rows. These estimates were not
+checked by timing.
 """
 
 from collections.abc import Sequence
@@ -116,13 +116,14 @@ def _launch_matmul(
     kernel: Any, few: Any, x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor,
     count: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel, or ``few``, the small-M kernel. ``count``: programs along K; None for ``parts_of_k``."""
+    """Launch the kernel, or ``few``, the small-M kernel, for up to 32 rows. ``count`` is the number of programs along
+    K; None means ``parts_of_k``."""
     group = int4_group(x, qdata, codes, steps)
     check_contiguous(*qdata, codes, steps)
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
-    # Inductor would give each of two kernels a copy of x. A strided view stays one tensor. With the same sizes it would
-    # call a function that not every runtime has.
+    # Inductor would give each of the two kernels a copy of x. A strided view stays one tensor. With unchanged sizes,
+    # Inductor would call a function for it that some runtimes lack.
     x = x.contiguous().as_strided((*x.shape, 1), (k, 1, 1))
 
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
@@ -137,8 +138,8 @@ def _launch_matmul(
 
 @triton_op("eagle3::int4_matmul", mutates_args={})
 def int4_matmul(x: Tensor, qdata: Sequence[Tensor], codes: Tensor, steps: Tensor, arrived: Tensor) -> Tensor:
-    """Compute ``x @ w.T`` with ``w = (q - zero) * scale`` in float32, rounded to bfloat16. The results of several w are
-    side by side.
+    """Compute ``x @ w.T`` with ``w = (q - zero) * scale`` in float32, rounded to bfloat16. The results of several
+    weights lie side by side in the last dimension.
 
     On CUDA this is the kernel of this module, or that of ``int4_small_m`` for up to 32 rows; on the host it multiplies
     the dequantized weights. It is one node of an exported program and one launch. The arguments are those of

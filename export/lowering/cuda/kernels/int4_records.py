@@ -1,12 +1,12 @@
-"""Linear layers of few rows over INT4 weights in records: a second kernel beside that of ``int4.py``, with fewer
-instructions a weight and more programs on a multiprocessor. No export takes it, since it was never timed:
+"""Linear layers of few rows over INT4 weights in records: an alternative to the kernel of ``int4.py``, with fewer
+instructions per weight and more programs on a multiprocessor. No export uses it, since it was never timed;
 ``scripts/gpu_tournament.py`` times both.
 
 A record holds all that 32 outputs need of a block of 256 of K, 4,736 bytes: words [group 8][r 8][c 4][mid 4] of 8 codes
-each, scales and zero points [group][output][2], steps [output][2]. Output 4 r + mid, word c of a group: a lane's 16
-bytes are what its registers hold as operands of the matrix instruction, so words pass no shared memory, a warp's load
-is 512 bytes on end, and a program's run of blocks is two stretches of memory. ``records`` packs, ``unpacked`` gives the
-same bytes back.
+each, scales and zero points [group][output][2], steps [output][2]. Output 4 r + mid has word c of a group: the 16 bytes
+that a lane loads are exactly what its registers hold as operands of the matrix instruction. So words do not pass
+through shared memory, a warp loads 512 consecutive bytes, and a program's run of blocks is two stretches of memory.
+``records`` packs a weight, and ``unpacked`` returns its parts again.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the group's scale and zero point)::
 
@@ -35,32 +35,33 @@ from eagle3.export.lowering.cuda.kernels.small_m import WARPS, on_all_rows, oper
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS, arrive, gate_of
 
 OUTPUTS, GROUP = 32, 32
-"""Outputs of a record, and weights that share a scale: records are of groups of 32 alone."""
+"""The number of outputs of a record, and of weights that share a scale: records exist for groups of 32 only."""
 PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
 """The bits of a word at which its codes of k = 0 to 7 begin."""
 TOGETHER = {8: 3, 16: 2}
-"""Programs that fit on a multiprocessor, by the most rows of any call: at 80 and 128 registers a thread."""
+"""The number of programs that fit on a multiprocessor, by the most rows of any call, at 80 and 128 registers a
+thread."""
 REGISTERS = {8: 80, 16: 128}
-"""The most registers a thread, as the compiler is told."""
+"""The most registers a thread, which the compiler is told, by the rows of a tile."""
 UP: tl.constexpr = tl.constexpr(8589934592.0)  # 2^33
 LOW: tl.constexpr = tl.constexpr(1.2676506002282294e30)  # 2^100
 HIGH: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
 
 
 class Shares(NamedTuple):
-    """An even share of a matmul's blocks for each of ``programs``; up to ``parts`` of them share a tile."""
+    """A matmul whose blocks are shared evenly among ``programs``; up to ``parts`` of them share a tile."""
 
     programs: int
     parts: int
 
 
 def shares(n: int, k: int, programs: int) -> Shares:
-    """Return the shares of a weight [n, k] for at most so many programs."""
+    """Return the shares of a weight [n, k] for at most ``programs`` programs."""
     blocks = k // BLOCK
     tiles = n // (2 * OUTPUTS)
     programs = min(programs, tiles * blocks)
 
-    def of(block: int) -> int:  # the program that has it
+    def of(block: int) -> int:  # the program that computes the block
         return ((block + 1) * programs - 1) // (tiles * blocks)
 
     parts = max(of((tile + 1) * blocks - 1) - of(tile * blocks) + 1 for tile in range(tiles))
@@ -68,7 +69,7 @@ def shares(n: int, k: int, programs: int) -> Shares:
 
 
 def fits(n: int, k: int, group: int) -> bool:
-    """Return True if a weight can be in records."""
+    """Return True if a weight can be packed into records."""
     return n % (2 * OUTPUTS) == 0 and k % BLOCK == 0 and group == GROUP
 
 
@@ -76,7 +77,7 @@ def records(qdata: Tensor, scale: Tensor, scale_step: Tensor, zero: Tensor, zero
     """Pack the parts of a ``CudaCoalescedInt4Tensor``: codes uint8 [N, K / 2], scale and zero uint8 [N, K / 32], steps
     float16 [N, K / 256].
 
-    Returns uint8 [N / 32, K / 256, 4736]. Raises ValueError for a weight that does not ``fits``.
+    Returns uint8 [N / 32, K / 256, 4736]. Raises ValueError for a weight for which ``fits`` is False.
     """
     n, k = qdata.shape[0], 2 * qdata.shape[1]
     if not fits(n, k, k // scale.shape[1]):
@@ -287,10 +288,10 @@ def _launch_records(
 ) -> Tensor:  # fmt: skip
     """Return bfloat16 [M, N] of ``x`` [M, K], or [M, N / 2] with an ``activation``.
 
-    ``most_rows``, 8 or 16, is the most that any call with this weight has: it decides the number of programs and with
-    it the order of sums. ``following``: the next matmul's weights; ``asked``: the kernel's ``AHEAD``, ``FIRST``,
-    ``OF_NEXT`` and ``EARLY``, 0 unless given. Raises ValueError for another dtype of ``x``, a weight of another K, and
-    more rows than there are counters for.
+    ``most_rows``, 8 or 16, is the most rows of any call with this weight. It decides the number of programs, and so the
+    order of the sums. ``following`` is the next matmul's weight. ``asked`` gives the kernel's ``AHEAD``, ``FIRST``,
+    ``OF_NEXT`` and ``EARLY``, which are 0 by default. Raises ValueError for another dtype of ``x``, a weight of another
+    K, and more rows than there are counters for.
     """
     (m, k), (rows, blocks, _) = x.shape, packed.shape
     n = rows * OUTPUTS

@@ -2,8 +2,8 @@
 16 rows.
 
 The weight is that of the linear over all experts (``targets/experts.py``), which serves many rows: torchao's
-``IntxUnpackedToInt8Tensor``. An expert has some rows of it. A program takes 64 outputs of one expert (``choices.py``)
-with the instructions of ``small_m.py``. K is not divided.
+``IntxUnpackedToInt8Tensor``. Each expert has a range of its rows. A program takes 64 outputs of one expert
+(``choices.py``) with the instructions of ``small_m.py``. K is not divided.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
 )
 
 GROUP = 32
-"""Weights that share a scale, along K."""
+"""The number of weights along K that share a scale."""
 BLOCK_K = 8 * GROUP
 
 

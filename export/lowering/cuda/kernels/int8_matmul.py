@@ -124,7 +124,7 @@ def _int8_matmul_kernel(
 def _launch_matmul(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, count: Any = None
 ) -> Tensor:
-    """Launch the kernel. ``count``: programs along K; None for ``parts_of_k``."""
+    """Launch the kernel. ``count`` is the number of programs along K; None means ``parts_of_k``."""
     group, (n, k) = checked_int8_group(x, qdata, scale, zero), qdata.shape
     x = x.contiguous()
 

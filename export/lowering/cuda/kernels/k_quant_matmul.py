@@ -4,15 +4,14 @@ The tiles and sums are those of ``int4_matmul``, the layout is that of ``k_quant
 memory and read again. Each weight is decoded to llama.cpp's own float32 value, by the lane that multiplies it, and
 rounded to bfloat16 once.
 
-As in ``int4_matmul`` the bits of a code make a float32 without a conversion: where they lie in a word they are a number
-too small to be normal, and a multiplication by a power of 2 brings it to size. q * s is exact in float32 (a code of 6
-bits with its sign, one of 8 or 6 and a step of 11), so that the fused q * s - m is llama.cpp's, rounded once as there.
+As in ``int4_matmul``, the bits of a code make a float32 without a conversion: where they lie in a word they form a
+subnormal number, and a multiplication by a power of 2 scales it. q * s is exact in float32 (a code of 6 bits with its
+sign, one of 8 or 6, and a step of 11), so the fused q * s - m is rounded once, exactly as llama.cpp's.
 
-A lane takes 2 codes of a word, at bits of its own: one bit selection combines low and high bits, and one rotation of
-the word moves them to bits 0 and 16. The main loop takes 7.0 (Q4_K) and 8.2 to 8.6 (Q5_K, Q6_K) instructions per weight
-for
-64 rows, counted in the machine code for sm_80, sm_86, sm_89 and sm_120; no GPU has timed it yet. A warp's loads of
-codes and of x are whole sectors of 32 bytes, those of scales are whole lines.
+A lane takes 2 codes of a word, at positions of its own: one bitwise selection combines low and high bits, and one
+rotation of the word moves them to bits 0 and 16. The main loop takes 7.0 (Q4_K) and 8.2 to 8.6 (Q5_K, Q6_K)
+instructions per weight for 64 rows, counted in the machine code for sm_80, sm_86, sm_89 and sm_120; no GPU has timed it
+yet. A warp's loads of codes and of x are whole sectors of 32 bytes, those of scales are whole lines.
 """
 
 from typing import Any
@@ -136,7 +135,7 @@ def _launch_k_quant_matmul(
     kernel: Any, x: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor, arrived: Tensor,
     count: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel. ``count``: programs along K; None for ``parts_of_k``."""
+    """Launch the kernel. ``count`` is the number of programs along K; None means ``parts_of_k``."""
     bits, weight = checked_parts(x, qdata, high, codes, steps)
     n, k = qdata.shape[0], x.shape[1]
     x = x.contiguous()

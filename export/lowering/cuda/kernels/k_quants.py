@@ -2,7 +2,7 @@
 
 The tiles, the sums and the division of K are those of ``int4``. The weight's values are exactly llama.cpp's.
 ExecuTorch's layouts for these files would round scales to bfloat16, encode them again, and turn the minima into zero
-points, which loses a group with scale 0 completely.
+points, so that a group with scale 0 would be lost completely.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m``: its minimum)::
 
@@ -10,18 +10,19 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``: its scale; ``m`
     Q6_K        groups of 16, q from -32:  y = sum over g of s * (sum over k of q x)
     in which    sum over k of q x  =  sum over k of -128 x  +  sum over k of (128 + q) x
 
-s and m are a code of 8 bits by a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in ``int4``; the
-first of the two sums is the same for all outputs, and what the product that makes the second begins with. The main loop
-takes 2.4 to 2.7 (Q4_K), 3.4 to 3.7 (Q5_K) and 3.4 to 3.6 (Q6_K) instructions a weight for up to 8 rows and 2.9 to 3.5,
-4.0 to 4.5 and 4.2 to 4.4 for up to 16, counted in the machine code for sm_80 to sm_120 (timed on an H200: README.md of
-lowering/cuda).
+s and m are each a code of 8 bits times a step, an fp16 per 256 weights. 128 + q comes from the bits of q as in
+``int4``. The first of the two sums is the same for all outputs, so it is the initial value of the matmul that computes
+the second. The main loop takes 2.4 to 2.7 (Q4_K), 3.4 to 3.7 (Q5_K) and 3.4 to 3.6 (Q6_K) instructions a weight for up
+to 8 rows and 2.9 to 3.5, 4.0 to 4.5 and 4.2 to 4.4 for up to 16, counted in the machine code for sm_80 to sm_120 (timed
+on an H200: README.md of lowering/cuda).
 
 Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3), b = l + 2 h: the low 4 bits
 of a code are bits 4 c + 8 b of word w of 4 words. Its high bits are in word w of 4 words that 4 neighbouring outputs
-(Q5_K) or 2 (Q6_K) share, the second's beside the first's, from bit 4 + 8 b where c is 0 and from bit 8 (b + 1) mod 32
-where it is 1. So one selection by bits puts those of a c together in bytes, low and high, and an AND makes two codes 16
-bits apart of them, a pair of bf16, in the order of x. Half a chunk is a ``tl.dot`` and, in Q6_K, a group. Scales and
-minima (in Q6_K scales of two groups) lie in pairs by tile, as in ``int4``: a warp's loads are whole lines of 128 bytes.
+(Q5_K) or 2 (Q6_K) share. The second output's bits follow the first's, from bit 4 + 8 b if c is 0, and from bit 8 (b +
+1) mod 32 if c is 1. So one bitwise selection brings the low and high bits of all codes with the same c together in
+bytes, and an AND extracts two codes 16 bits apart, a pair of bf16 in the order of x. Half a chunk is a ``tl.dot`` and,
+in Q6_K, a group. Scales and minima (in Q6_K, scales of two groups) are stored in pairs by tile, as in ``int4``: a warp
+loads whole lines of 128 bytes.
 
 Bytes a weight: 4, 5 or 6 bits, codes of 8 bits (two per 32), an fp16 step or two per 256: 0.578 (Q4_K), 0.703 (Q5_K),
 0.820 (Q6_K). A linear of 5376 x 21504 (Gemma 4 31B's ``down_proj``) in Q6_K is 94.8 MB: 20 us at 4.8 TB/s, whatever the
@@ -49,9 +50,10 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
 from eagle3.export.lowering.cuda.kernels.sums import launch, place, run_of_blocks, store
 
 OF_WORD = {5: 4, 6: 2}
-"""Outputs whose high bits share a word, by the bits of a code."""
+"""The number of outputs whose high bits share a word, by the bits of a code."""
 CHOICES = {4: Blocks(n=128, stages=4), 5: Blocks(n=64, stages=5), 6: Blocks(n=64, stages=5)}
-"""The blocks by the bits of a code: a tile of outputs, or half a tile if registers would not do for two programs."""
+"""The block sizes by the bits of a code. ``n`` is a whole tile of outputs, or half a tile where two programs would need
+too many registers."""
 
 
 @triton.jit
@@ -299,14 +301,14 @@ def dequantized(qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor
 
 
 def dequantized_rows(rows: Tensor, qdata: Tensor, high: Tensor | None, codes: Tensor, steps: Tensor) -> Tensor:
-    """Return only the given rows of the weights: int64 [R] -> float32 [R, K]."""
+    """Return only the given rows of the weights as float32 [R, K]; ``rows`` is int64 [R]."""
     bits, tile, output = code_bits(qdata, high, codes, steps), rows // TILE, rows % TILE
     q = unpacked(qdata[rows], None if high is None else high[rows // OF_WORD[bits]], rows, bits)
     return _values(q, codes[tile, :, :, output], steps[tile, :, output])
 
 
 def _values(q: Tensor, pairs: Tensor, steps: Tensor) -> Tensor:
-    """Return the values float32 [R, K] of the result of ``by_row``."""
+    """Return the values, float32 [R, K], for a result of ``by_row``."""
     q, terms = q.float(), pairs.float() * steps.float()[:, :, None]
     if steps.shape[-1] == 1:
         return ((q - 32).view(*terms.shape, 16) * terms[..., None]).flatten(1)
@@ -342,7 +344,7 @@ def packed(q: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 def unpacked(qdata: Tensor, high: Tensor | None, rows: Tensor, bits: int) -> Tensor:
     """Invert ``packed`` for ``rows``, int64 [R]: return codes uint8 [R, K]. Here ``high`` has one row for each of
-    them."""
+    ``rows``."""
     q = torch.stack([qdata & 15, qdata >> 4], dim=-1)
     if high is not None:
         mask = (1 << bits - 4) - 1

@@ -26,16 +26,17 @@ from eagle3.export.lowering.cuda.kernels.small_m import ROWS as SMALL_ROWS
 from eagle3.export.lowering.cuda.kernels.sums import Division, arrive
 
 ROWS, TILE, BLOCK_K = 64, 128, 64
-"""Rows of a program (with 128 the accumulators would leave too few registers), its outputs, and K at a time."""
+"""The number of rows of a program, of its outputs, and of values of K that it takes at a time. With 128 rows the
+accumulators would leave too few registers."""
 STAGES = 4
-"""Blocks of K in flight in shared memory, plus one."""
+"""One more than the number of blocks of K in flight in shared memory."""
 WARPS = 4
 PROGRAM = {"BLOCK_M": ROWS, "BLOCK_N": TILE, "BLOCK_K": BLOCK_K, "STAGES": STAGES, "num_warps": WARPS}
-"""The same as arguments of a kernel."""
+"""These values as arguments of a kernel."""
 FEW = 32
-"""The most rows for which a small-M kernel, which decodes its weights once for 16 rows, takes no longer."""
+"""The most rows for which a small-M kernel, which decodes its weights once for 16 rows, is no slower."""
 SLOTS = 264
-"""Programs that run at a time, two on each of 132 SMs (H100, H200). With fewer tiles, K is divided."""
+"""The number of programs that run at a time, two on each of 132 SMs (H100, H200). With fewer tiles, K is divided."""
 MOST_PARTS = 8
 """The most programs that K is divided among."""
 
@@ -104,7 +105,8 @@ def launch(
     count = count or parts_of_k(row_tiles, tiles, blocks)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     divided = not statically_known_true(count == 1)
-    # A constant size: for one that depends on the rows, AOTInductor's code calls a function that not every runtime has.
+    # The size is constant: for a size that depends on the rows, AOTInductor's code calls a function that some runtimes
+    # lack.
     most = next((rows for rows in (1, 2, 4, 8, 16) if statically_known_true(row_tiles <= rows)), SLOTS)
     room = min(SLOTS, most * tiles * MOST_PARTS) * ROWS * TILE if divided else 0
     fits = 0

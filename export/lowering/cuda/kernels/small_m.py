@@ -12,8 +12,8 @@ the bits of h without a conversion, 0x4300 | h is bf16(128 + h), and 128 + l lik
 instructions a weight for up to 8 rows and 5.2 for up to 16, counted in the machine code for sm_80 to sm_120.
 
 A program takes some outputs and a run of blocks of 8 chunks of 32, one chunk to a warp: the chunks are the batch
-dimension of a 3D ``tl.dot``. At the end the 8 sums are added in pairs, what programs share of K as ``sums`` says. No
-order depends on the number of rows, so a row has the same bits in every call.
+dimension of a 3D ``tl.dot``. At the end the 8 sums are added in pairs. Programs that divide K add their sums as
+``sums`` says. No order depends on the number of rows, so a row has the same bits in every call.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ from torch.library import triton_op, wrap_triton
 from eagle3.export.lowering.cuda.kernels.sums import Division, division, launch, place, run_of_blocks, store
 
 ROWS = (8, 16)
-"""Rows of a tile. A tile of 8 has half the multiplications and sums of a tile of 16, with the same bits in each."""
+"""The possible numbers of rows of a tile. A tile of 8 rows takes half the multiplications and additions of a tile of
+16, and gives the same bits."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Blocks:
     """The block sizes for one kind of weight. A program has 8 warps, one for each group of a block."""
 
     n: int
-    """Outputs of a program. For up to 8 rows of one weight, or of two of whole tiles, they fit in 128 registers per
-    thread on sm_80 to sm_90, so that two programs fit on an SM."""
+    """The number of outputs of a program. For up to 8 rows of one weight, or of two weights of whole tiles, they fit in
+    128 registers per thread on sm_80 to sm_90, so that two programs fit on an SM."""
     stages: int
-    """Blocks in flight in shared memory, plus one. Two programs fit on an SM of sm_80 and sm_90, one on sm_86."""
+    """One more than the number of blocks in flight in shared memory. With them, two programs fit on an SM of sm_80 and
+    sm_90, and one on sm_86."""
     parts: int | None = None
-    """Programs that K of each tile is divided among; None for ``division``."""
+    """The number of programs among which K of each tile is divided; None means ``division``."""
 
     def division(self, outputs: int, blocks: int, whole: bool = True) -> Division:
         return Division(0, self.parts) if self.parts else division(outputs, blocks, self.n, whole)
@@ -207,7 +209,7 @@ def _launch_int8(
     kernel: Any, x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, arrived: Tensor, choice: Blocks = INT8
 ) -> Tensor:
     group, (n, k) = checked_int8_group(x, qdata, scale, zero), qdata.shape
-    chunk = 16 if group % 32 else 32  # of K, by a warp
+    chunk = 16 if group % 32 else 32  # the part of K that a warp computes
     divided = choice.division(n, triton.cdiv(k, 8 * chunk))
     x = x.contiguous()
 

@@ -1,8 +1,9 @@
-"""The experts of many rows: rows sorted by expert, multiplied by ExecuTorch's kernel of ``fused_moe_batched_gemm``.
+"""The experts of many rows: the rows are sorted by expert and multiplied by the kernel of ExecuTorch's
+``fused_moe_batched_gemm``.
 
-That operator computes SiLU in a second kernel, and adds a row's experts by a program for each number. Here any
-activation goes between two launches of its first kernel, and the addition is left to Inductor. The weights are those of
-``int4_experts.py``.
+That operator computes SiLU in a second kernel, and adds the outputs of a row's experts with one program for each
+number. Here any activation may stand between two launches of its first kernel, and the addition is left to Inductor.
+The weights are those of ``int4_experts.py``.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from eagle3.export.lowering.cuda.kernels.int4_experts import GROUP, dequantized
 
 @triton_op("eagle3::sorted_experts_matmul", mutates_args={})
 def sorted_experts_matmul(x: Tensor, codes: Tensor, scale: Tensor, order: Tensor, owners: Tensor, each: int) -> Tensor:
-    """Return bfloat16 [64 * blocks, N]. Place i has row ``order[i] // each`` of ``x`` (bfloat16 [rows, K]; ``order``
-    int64, 64 for each block or more), times the weight of its block's expert (``owners``, int64 [blocks]), whose parts
+    """Return bfloat16 [64 * blocks, N]. Place i holds row ``order[i] // each`` of ``x`` (bfloat16 [rows, K]; ``order``
+    int64, 64 for each block or more) times the weight of its block's expert (``owners``, int64 [blocks]), whose parts
     are as in ``int4_experts.py``."""
     outputs, blocks = codes.shape[1], owners.shape[0]
     out = x.new_empty(blocks * _BATCHED_BLOCK_M, outputs)
@@ -56,7 +57,8 @@ def matmul_reference(x: Tensor, codes: Tensor, scale: Tensor, order: Tensor, own
 
 
 def most_rows_of(experts: int, top_k: int, outputs: int) -> int:
-    """Return the most rows whose choices, in whole blocks of each expert, have offsets below 2**31 in the output."""
+    """Return the most rows for which all offsets in the output stay below 2**31, where each expert's choices fill whole
+    blocks."""
     blocks = 2**31 // (_BATCHED_BLOCK_M * outputs)
     return ((blocks + 1 - experts) * _BATCHED_BLOCK_M - 1) // top_k
 
@@ -73,7 +75,7 @@ def sorted_experts(
     """Return for each choice its expert's output times its factor, as ``int4_experts_small_m`` does.
 
     ``gate`` is the gated activation, [..., 2 * width] -> [..., width]; ``most`` is the upper bound of ``x``'s rows.
-    Raises ValueError if the kernel has no offsets for as many.
+    Raises ValueError if the kernel's offsets are too small for so many rows.
     """
     takes = most_rows_of(gate_up[0].shape[0], chosen.shape[1], max(gate_up[0].shape[1], down[0].shape[1]))
     if most > takes:
@@ -82,13 +84,15 @@ def sorted_experts(
             f"bits, takes {takes} of them: type --max-prefill {takes} or less"
         )
     count, choices = gate_up[0].shape[0], chosen.numel()
-    # Every expert's choices are filled up to whole blocks by one behind the last, of a row of zeros.
+    # Each expert's choices are padded to whole blocks with an index past the last choice, which refers to a row of
+    # zeros.
     order, owners, _ = moe_align_block_size(chosen, _BATCHED_BLOCK_M, count)
     filled = torch.cat([x, torch.zeros_like(x[:1])])
     inner = gate(sorted_experts_matmul(filled, *gate_up, order, owners, choices // x.shape[0]))
     out = sorted_experts_matmul(inner, *down, torch.arange(inner.shape[0], device=x.device), owners, 1)
     places = torch.arange(order.shape[0], device=x.device)
-    to = torch.where(order < choices, order, choices + places)  # each of its own, also those without a choice
+    to = torch.where(order < choices, order, choices + places)  # places without a choice get targets of their own
     place = torch.zeros(choices + order.shape[0], dtype=torch.int64, device=x.device)
-    place = place.index_put((to,), places)[:choices]  # not scatter, which calls a function that runtimes lack
+    # index_put, since scatter calls a function that some runtimes lack
+    place = place.index_put((to,), places)[:choices]
     return (out[place] * factors.reshape(-1, 1)).to(x.dtype)

@@ -1,12 +1,12 @@
-"""The common parts of the small-M kernels: the programs that a call starts, the addition of partial sums along K, and
-the gate of an MLP, whose two halves are one matmul.
+"""The common parts of the small-M kernels: the programs of a call, the addition of partial sums along K, and the gate
+of an MLP, whose two halves are one matmul.
 
 The programs of a call are tiles of rows (axis 0) and tiles of outputs, which may be divided along K (axes 1 and 2). As
-many tiles as fill the GPU a whole number of times may have one program each; the rest then have several, so that the
-last programs end at the same time (see ``division``).
+many tiles as fill the GPU a whole number of times may have one program each. The remaining tiles then have several
+programs each, so that the last programs end at the same time (see ``division``).
 
 A call starts a kernel for each size of row tiles that its number of rows may need. If that number is known only at run
-time, the kernels of the other sizes have a grid of 0 programs and are not launched.
+time, the kernels of the sizes that are not needed have a grid of 0 programs and are not launched.
 
 Each program writes its float32 partial sums, then increments its tile's counter. The last one to arrive adds all sums
 in the order of K, whatever the order of arrival, and sets the counter back to 0 for the next call. The increment
@@ -14,8 +14,9 @@ releases the program's writes and acquires those of the others (PTX ISA, memory 
 covers all threads of the program). The following loads bypass L1, because the others' sums are in L2.
 
 A gated matmul computes ``act(gate) * up`` from the first and second half of its outputs. Corresponding tiles of the two
-halves share a counter, so the last program of both has all sums of both. Matmul, activation and result are each rounded
-to bfloat16, as PyTorch and Inductor's kernel do, with the same instructions as the latter.
+halves share a counter, so the last program of both has all sums of both. The results of the matmul, of the activation
+and of the product are each rounded to bfloat16, as PyTorch and Inductor's kernel do, with the same instructions as the
+latter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,27 +53,29 @@ class Division(NamedTuple):
     parts: int
 
     def programs(self, tiles: int) -> tuple[int, int]:
-        """Return the grid behind that of the tiles of rows: with whole tiles all programs are on its first axis."""
+        """Return the two grid axes after that of the tiles of rows. With whole tiles, all programs are on the first of
+        them."""
         return (self.whole + (tiles - self.whole) * self.parts, 1) if self.whole else (tiles, self.parts)
 
 
-_MADE_FOR = [(132, True)]  # an H100 or an H200, unless ``made_for`` says otherwise
+_MADE_FOR = [(132, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
 MOST_PARTS, STARTING, TOGETHER = 8, 2, 2
-"""The most programs of a tile; the blocks of K that a wave of programs costs as much as; and the programs that run on a
-multiprocessor at a time. On an H200 an INT4 matmul takes 1.5 us for each block of a wave and 5.8 us beside. Some 3 of
-these are a wave's own (its first loads, its sums over groups, its skew); the others a launch has once, whatever the
-division."""
+"""``MOST_PARTS`` is the most programs of a tile, ``STARTING`` the number of blocks of K that cost as much as a wave of
+programs, and ``TOGETHER`` the number of programs that run on a multiprocessor at a time. On an H200 an INT4 matmul
+takes 1.5 us for each block of a wave and 5.8 us in addition. About 3 us of these belong to each wave (its first loads,
+its sums over groups, its skew); the rest occurs once a launch, however K is divided."""
 GAIN = 1.03
-"""The least gain for which K is divided, since partial sums are written and read."""
+"""The smallest gain for which K is divided, since partial sums must be written and read."""
 
 WHOLE_TILES_ON = ("sm_90",)
-"""The GPUs on which whole tiles beside divided ones were timed (an H200). For sm_80 and sm_100 such a program takes
-more than 128 registers a thread, and one fits on a multiprocessor instead of two."""
+"""The architectures on which whole tiles next to divided tiles were timed (on an H200). On sm_80 and sm_100 such a
+program takes more than 128 registers a thread, so that one fits on a multiprocessor instead of two."""
 
 
 @contextmanager
 def made_for(multiprocessors: int, whole_tiles: bool) -> Iterator[None]:
-    """Divide matmuls for a GPU with that many multiprocessors, with whole tiles beside divided ones or without."""
+    """Divide matmuls for a GPU with that many multiprocessors; ``whole_tiles`` allows whole tiles next to divided
+    ones."""
     _MADE_FOR.append((multiprocessors, whole_tiles))
     try:
         yield
@@ -86,13 +89,13 @@ def made_for_named(arch: str) -> AbstractContextManager[None]:
 
 
 def made_for_here() -> AbstractContextManager[None]:
-    """Divide matmuls for the GPU at hand."""
+    """Divide matmuls for the GPU of this machine."""
     return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON)
 
 
 def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
-    """Return how ``blocks`` blocks of K are divided. It depends on the weight's shape and the GPU alone, so that the
-    order of the sum is fixed. Not ``whole``: there are no whole tiles, on any GPU.
+    """Return how ``blocks`` blocks of K are divided. The division depends only on the weight's shape and the GPU, so
+    that the order of the sum is fixed. Unless ``whole``, there are no whole tiles on any GPU.
 
     It minimizes the time if ``TOGETHER`` programs run on a multiprocessor, all programs that fit start together, and a
     wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``.
@@ -114,8 +117,9 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
 def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
     """Yield ``(size, tiles)`` for the sizes of row tiles that ``m`` rows (1 or more) may use.
 
-    The smallest size that holds all rows in one tile is used, or tiles of the last size; all other sizes have 0 tiles.
-    If ``m`` is symbolic, so are the numbers, and sizes that no ``m`` in its range uses are left out.
+    If one tile of some size holds all rows, the smallest such size is used, otherwise tiles of the last size; all other
+    sizes have 0 tiles. If ``m`` is symbolic, so are the numbers, and sizes that no ``m`` in its range uses are left
+    out.
     """
     left = 1
     for size in sizes:
@@ -143,9 +147,9 @@ def launch(
     and is called once for each size of row tiles that is needed.
 
     The grid is tiles of rows, and the programs of ``tiles`` of ``tile`` outputs. ``parts`` is float32 [parts of a tile,
-    M, N], or ``arrived`` if K is not divided. With the most rows a tile has so many ``programs``. Raises ValueError
-    for another dtype of ``x``, for more tiles than there are counters, and for a gate and an up that are not whole
-    tiles.
+    M, N], or ``arrived`` if K is not divided. ``programs`` is the number of programs of a tile of outputs for the most
+    rows. Raises ValueError for another dtype of ``x``, for more tiles than there are counters, and for a gate and an up
+    whose outputs are not whole tiles.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
@@ -286,5 +290,5 @@ def gated(product: Tensor, activation: str) -> Tensor:
     gate, up = product.chunk(2, -1)
     if activation == SILU:
         return F.silu(gate) * up
-    x = gate.float()  # F.gelu has a tanh of its own on a CPU
+    x = gate.float()  # F.gelu uses another tanh on a CPU
     return (0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))).to(gate.dtype) * up

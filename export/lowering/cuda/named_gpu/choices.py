@@ -21,9 +21,9 @@ from eagle3.runner.hardware.gpus import Gpu
 INDUCTOR = "torch._inductor."
 
 UNTIMED = {
-    "compile_threads": 1,  # workers are processes of their own, without these replacements
+    "compile_threads": 1,  # worker processes would not have these replacements
     "fx_graph_cache": False,
-    "joint_graph_constant_folding": False,  # reads the values of weights, which are fake
+    "joint_graph_constant_folding": False,  # it would read the values of weights, which are fake
     "benchmark_epilogue_fusion": False,
     "shape_padding": False,
 }

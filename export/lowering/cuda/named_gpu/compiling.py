@@ -1,10 +1,10 @@
 """Part 2: Triton compiles for the named GPU; nothing is loaded on a GPU or launched.
 
-The code must run on later architectures as well. Triton would compile for sm_90a, whose PTX runs on that architecture
-alone (NVIDIA's PTX ISA, ".target"). Here it compiles for sm_90 with the matrix instructions of sm_89, because LLVM
-would abort on wgmma and tcgen05. LLVM would also abort on a warp-wide maximum of floats in one instruction, which
-Triton uses for sm_100 although only sm_100a has it, so sm_100 is lowered to LLVM as sm_90 is. A configuration that
-still needs more is skipped for the next one.
+The code must run on later architectures as well. Triton would compile for sm_90a, whose PTX runs only on that
+architecture (NVIDIA's PTX ISA, ".target"). Here it compiles for sm_90 with the matrix instructions of sm_89, because
+LLVM would abort on wgmma and tcgen05. LLVM would also abort on a warp-wide maximum of floats in one instruction, which
+Triton uses for sm_100 although only sm_100a has it, so sm_100 is lowered to LLVM as sm_90 is. If a configuration still
+needs such an instruction, the next configuration is tried.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,8 @@ class NamedDriver:
 
 
 def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
-    """Add a configuration's grid to a kernel's metadata. With other warps or stages it is the grid of the same tile."""
+    """Add a configuration's grid to a kernel's metadata. A configuration with other warps or stages has the grid of the
+    same tile."""
     grids = inductor_meta.get("precomputed_grids", ())
     named = config_to_dict(config)
     tiles = [grid for grid in grids if config.kwargs.items() <= grid["config"].items()]
@@ -143,7 +144,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
                     f"{AUTOTUNER}_create_compile_options": make_all_options,
                     f"{AUTOTUNER}_precompile_worker": compile_one,
                     f"{AUTOTUNER}_make_launchers": make_launchers,
-                    f"{AUTOTUNER}_dynamic_scale_rblock": lambda _self: None,  # asks for occupancy
+                    f"{AUTOTUNER}_dynamic_scale_rblock": lambda _self: None,  # it would query the occupancy
                     f"{AUTOTUNER}run": keep_instead_of_launch,
                     f"{HEURISTICS}StaticTritonCompileResult.can_statically_launch": staticmethod(
                         lambda *_a, **_k: None

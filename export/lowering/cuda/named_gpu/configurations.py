@@ -1,9 +1,10 @@
 """Chooses the configuration of a hand-written kernel when none can be timed.
 
-Four groups are tried: configurations that load ahead, most elements first; the same tiles with other numbers of warps
-and two stages; configurations that do not load ahead; and these with other numbers of warps. The choice is the first of
-a group that spills no registers and leaves room for a second program on a multiprocessor, otherwise the first of the
-group that spills none. If all spill, it is the one with the fewest spilled bytes.
+Four groups are tried in this order: configurations that load ahead, those with most elements first; the same tiles with
+two stages and other numbers of warps; configurations that do not load ahead; and the same tiles with other numbers of
+warps. The choice is the first of a group that spills no registers and leaves room for a second program on a
+multiprocessor. If a group has none, it is the first of the group that spills no registers. If all configurations of all
+groups spill, the choice is the one with the fewest spilled bytes.
 
 A kernel with one configuration keeps it. If it spills, it gets the registers that are left. The assembler limits 256
 threads to 128 registers each to leave room for a second program, even if shared memory has no room for one.
@@ -64,8 +65,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def best(configs: list[Config], compiled: Callable[[Config], CompileResult | None], gpu: Gpu) -> CompileResult | None:
-    """Return Inductor's result for the chosen configuration, None if none fits. ``compiled`` compiles a configuration
-    and returns None if it does not fit."""
+    """Return Inductor's result for the chosen configuration; None if no configuration fits. ``compiled`` compiles a
+    configuration and returns None if it does not fit."""
     least: CompileResult | None = None
     fewest = 0
     for group in groups(configs):
@@ -88,7 +89,7 @@ def best(configs: list[Config], compiled: Callable[[Config], CompileResult | Non
 
 
 def only(config: Config, compiled: Callable[[Config], CompileResult | None], gpu: Gpu) -> CompileResult | None:
-    """Return Inductor's result for the only configuration, None if it does not fit. If it spills, it is also compiled
+    """Return Inductor's result for the only configuration; None if it does not fit. If it spills, it is also compiled
     with all registers that the programs on a multiprocessor leave, and the better result is returned."""
     result = compiled(config)
     if result is None:

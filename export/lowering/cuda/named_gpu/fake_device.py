@@ -44,7 +44,8 @@ def _always(value: object) -> Callable[..., object]:
 
 @contextmanager
 def fake_device(gpu: Gpu) -> Iterator[None]:
-    """Make ``torch.cuda`` and Inductor's device interface describe ``gpu``. Streams and devices have the number 0."""
+    """Make ``torch.cuda`` and Inductor's device interface describe ``gpu``. Streams and devices all have the number
+    0."""
     properties = DeviceProperties(gpu)
     index_zero = (
         "_exchange_device",

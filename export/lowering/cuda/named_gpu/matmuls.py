@@ -3,7 +3,7 @@
 A block of the grid goes along K and loads ``stages - 1`` steps ahead. A step takes the longest of: the memory latency
 divided by the steps in flight, the loads of all blocks of a multiprocessor, and their multiplications. Few rows
 therefore need many bytes in flight, and many rows need large tiles. The constants are not exact and need not be,
-because templates differ by factors.
+because the times of templates differ by factors.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from torch._inductor.virtualized import V
 
 from eagle3.runner.hardware.gpus import Gpu
 
-LATENCY = 800.0  # ns, of a load from busy memory
+LATENCY = 800.0  # ns, the latency of a load from busy memory
 BYTES, FLOPS = 36.0, 3500.0  # per nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
 START = 3000.0  # ns, to start a kernel
-BARRIER = 50.0  # ns, per step
+BARRIER = 50.0  # ns per step of the loop
 OTHER_REGISTERS = 64  # per thread, in addition to its accumulators
 MORE = [
     GemmConfig(16, 32, 128, 4, 2),
@@ -28,7 +28,8 @@ MORE = [
     GemmConfig(32, 64, 128, 4, 4),
     GemmConfig(128, 128, 64, 3, 8),
 ]
-"""Tiles in addition to Inductor's own, which have none for few rows with more than two stages of 128 columns."""
+"""Tiles that are tried in addition to Inductor's own. Inductor has none for few rows with more than two stages of 128
+columns."""
 
 
 @dataclass(frozen=True)

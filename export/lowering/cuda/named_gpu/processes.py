@@ -32,7 +32,7 @@ from eagle3.export.planning.memory import free_memory, linux_bytes
 Compiled = tuple[PreprocessResult, CudaWeightArtifact]
 Sent = tuple[PreprocessResult, list[CudaWeightEntry], dict[str, Place | bytes]]
 Result = TypeVar("Result")
-DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+DIE_WITH_PARENT = 1  # the number of prctl's PR_SET_PDEATHSIG
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def two_processes(recorded: MutableMapping[str, Any], check: Callable[[str], Non
             return [_compiled(program, spec, collector) for program, spec in given]
 
         def compiled_there() -> dict[str, tuple[list[Sent], Any]]:
-            torch.set_num_threads(1)  # a fork has none of the threads
+            torch.set_num_threads(1)  # a fork does not have the parent's threads
             sent: dict[str, tuple[list[Sent], Any]] = {}
             for name in theirs:
                 results = [_as_sent(*one, held) for one in compiled(name)]

@@ -1,8 +1,8 @@
 """Part 4: weights are fake CUDA tensors, each with a reference to its data on the host, which is written to the
 ``.ptd``.
 
-The data is never copied. A memory-mapped checkpoint is read when its bytes are written; a weight is hashed before only
-if another weight may be equal.
+The data is never copied. A memory-mapped checkpoint is read when its bytes are written. A weight is hashed before that
+only if another weight may be equal to it.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Converts each tensor of a target while it is read: quantizes it by the recipe and lays it out for the kernels.
+"""Converts each tensor of a target while it is read: quantizes it by the recipe, and puts it into its kernel's layout.
 
 A tensor is not needed again after its conversion, so the whole unquantized checkpoint is never in memory. A large
 weight is converted some rows at a time, and memory-mapped data is only read.
@@ -23,13 +23,14 @@ from eagle3.export.lowering.cuda.weights.int4_layout import exact_layout, has_wh
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
 
 ELEMENTS = 1 << 25
-"""Elements of a weight that are quantized at a time. Quantizing takes the memory of their float32 copies."""
+"""The number of elements of a weight that are quantized at a time. Quantizing them takes memory for their float32
+copies."""
 
 LAID_OUT = (Int4Tensor, ExportableInt4Tensor, IntxUnpackedToInt8Tensor)
 
 
 class CudaWeights:
-    """A conversion for the target ``model`` (on the meta device); ``recipe`` None quantizes nothing."""
+    """The conversion for the target ``model`` (on the meta device). With ``recipe`` None it quantizes nothing."""
 
     def __init__(self, model: nn.Module, recipe: QuantRecipe | None, dtype: torch.dtype):
         self.recipe, self.dtype = recipe, dtype
@@ -39,10 +40,12 @@ class CudaWeights:
             if isinstance(module, nn.Linear | nn.Embedding)
         }
         self.fused = {f"{name}.weight" for name in fused_linears(model)}
-        """Weights of experts; ``use_fused_experts`` lays them out when both are loaded."""
+        """The weights of experts with kernels, which ``use_fused_experts`` lays out after both weights of an expert are
+        loaded."""
         self.k_quants: dict[int, KQuantTensor] = {}
         self.rounding: dict[str, float] = {}
-        """The largest relative rounding of a scale, by name of a weight that another tool quantized."""
+        """The largest relative rounding of a scale, by the name of the weight, for weights that another tool
+        quantized."""
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
         if name not in self.packers:
@@ -68,7 +71,8 @@ class CudaWeights:
         return holder.get_parameter("weight").data
 
     def _k_quant(self, value: ExportableGGUFTensor) -> KQuantTensor:
-        """Lay out a K-quant. A head and its tied embedding share one tensor, because the layout serves both."""
+        """Put a K-quant into its kernel's layout. A head and its tied embedding share one tensor, because the layout
+        serves both."""
         blocks = value.raw.data_ptr()
         if blocks not in self.k_quants:
             self.k_quants[blocks] = laid_out(value)
@@ -89,7 +93,7 @@ class CudaWeights:
 
 
 def quantized(weight: Tensor, config: QuantConfig) -> Tensor:
-    """Quantize ``weight`` [N, K], some rows at a time for min-max, which depends on single groups. HQQ takes all rows
-    at once, because it stops by the error of the whole weight."""
+    """Quantize ``weight`` [N, K]. The method min-max depends only on single groups, so it takes some rows at a time.
+    HQQ takes all rows at once, because it stops by the error of the whole weight."""
     rows = weight.shape[0] if config.method != "min_max" else max(1, ELEMENTS // weight.shape[1])
     return fuse_along_output([to_default("", quantize_weight(part, config)) for part in weight.split(rows)])

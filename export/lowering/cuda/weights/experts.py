@@ -1,9 +1,9 @@
-"""Experts on CUDA, of which a verify reads the chosen ones' weights alone.
+"""Computes mixtures of experts on CUDA so that a verify reads only the chosen experts' weights.
 
-Experts without biases whose gate is SiLU or GELU (tanh) of one half times the other, without limits, are INT4 in groups
-of 32 without zero points, whatever the recipe says for other weights, and so a prefill reads the chosen ones alone as
-well. Other experts are linears over all experts. Where these are INT8 (gpt-oss' gate and up), a verify reads the chosen
-experts' of them.
+Some experts get INT4 weights in groups of 32 without zero points, whatever the recipe says for other weights: those
+without biases and limits whose gate is SiLU or GELU (tanh) of one half, times the other half. Their prefill also reads
+only the chosen experts. Other experts are linears over all experts. If these linears are INT8 (gpt-oss' gate and up), a
+verify reads only the chosen experts' rows of them.
 """
 
 import torch
@@ -27,7 +27,7 @@ def expert_rules(model: nn.Module) -> list[QuantRule]:
     """Return the quantization rules for experts with kernels, and for routers, which are not quantized."""
     fused = [name for name, module in model.named_modules() if isinstance(module, Experts) and fused_activation(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
-    routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # Llama 4's
+    routers += [f"{name.rpartition('.')[0]}.router" for name in fused]  # the router of Llama 4
     rules = [QuantRule(rf"(.*\.)?{name}\.weight", None) for name in routers]
     return rules + [QuantRule(rf"(.*\.)?{name}\.(gate_up|down)\.weight", SYMMETRIC) for name in fused]
 
@@ -40,14 +40,15 @@ def fused_linears(model: nn.Module) -> set[str]:
 
 
 def fused_activation(experts: Experts) -> str | None:
-    """Return the activation with which the INT4 kernels compute these experts; None if they cannot."""
+    """Return the activation with which the INT4 kernels compute these experts; None if the kernels cannot."""
     whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
     return activation_of(experts) if whole_groups and experts.gate_up.bias is None else None
 
 
 def activation_of(experts: Experts) -> str | None:
     """Return the activation of the experts' gate, which is recognized by its results; None for any other gate."""
-    gate = (torch.linspace(-10, 10, 64) ** 3)[:, None].expand(-1, experts.width)  # to 1,000, beyond any limit
+    # to 1,000, which is beyond any model's limit
+    gate = (torch.linspace(-10, 10, 64) ** 3)[:, None].expand(-1, experts.width)
     up = (torch.linspace(-10, 10, experts.width) ** 3).expand_as(gate)
     gate_up = torch.cat([gate, up], -1)
     found, room = experts.gate(gate_up), 1e-5 * (1 + (gate * up).abs())
@@ -68,20 +69,21 @@ def use_fused_experts(model: nn.Module) -> None:
 
 
 def _is_taken(experts: Experts) -> bool:
-    """Return True if ``Int8Experts`` computes these experts: groups of 32, and weights of what an expert computes."""
+    """Return True if ``Int8Experts`` can compute these experts: the groups are of 32, and outputs rather than inputs
+    are weighted."""
     weight: IntxUnpackedToInt8Tensor = experts.gate_up.weight
     return weight.scale.shape[1] * GROUP == weight.shape[1] and not experts.weighs_inputs
 
 
 def added(out: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add each row's experts: [T * k, hidden] -> [T, hidden]. Number by number, because a reduction would take a
-    program for each sum of so few."""
+    """Add the outputs of each row's experts: [T * k, hidden] -> [T, hidden]. They are added one after the other,
+    because a reduction would use a program for each of these short sums."""
     each = out.float().unflatten(0, (-1, chosen.shape[1])).unbind(1)
     return sum(each[1:], each[0]).to(dtype)
 
 
 class FusedExperts(nn.Module):
-    """Computes ``Experts`` by kernels that read the chosen experts alone.
+    """Computes ``Experts`` by kernels that read only the chosen experts' weights.
 
     ``gate_up`` [experts, 2 * width, hidden / 2] and ``down`` [experts, hidden, width / 2] hold two codes per byte, the
     even column in the low nibble, with a scale for each 32 columns: [experts, columns / 32, rows].
@@ -113,10 +115,10 @@ class FusedExperts(nn.Module):
             self.register_buffer(f"{name}_scale", scales(weight.scale.to(torch.bfloat16)), persistent=False)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
+        """Map x [T, hidden], chosen int64 [T, k] and weights [T, k] to [T, hidden]."""
         factors = weights.float()
         if self.weighs_inputs:
-            x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)  # a row for each choice
+            x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)  # one row for each choice
             factors = torch.ones_like(factors)
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
         most = most_rows(chosen.shape[0])
@@ -128,15 +130,15 @@ class FusedExperts(nn.Module):
 
 
 class Int8Experts(nn.Module):
-    """Computes ``Experts`` with biases, whose gate and up are INT8: of a few rows those of the chosen experts alone, by
-    the kernel; the rest over all experts."""
+    """Computes ``Experts`` that have biases and INT8 gate and up. For few rows the kernel computes gate and up of the
+    chosen experts only; everything else is computed over all experts."""
 
     def __init__(self, experts: Experts):
         super().__init__()
         self.all = experts
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
+        """Map x [T, hidden], chosen int64 [T, k] and weights [T, k] to [T, hidden]."""
         experts = self.all
         weight: IntxUnpackedToInt8Tensor = experts.gate_up.weight
         if most_rows(x.shape[0]) > SMALL_M_ROWS[-1]:

@@ -1,9 +1,10 @@
-"""Converts INT4 weights that another tool quantized to CUDA's layout: codes and zero points exactly, scales as near as
-possible.
+"""Converts INT4 weights that another tool quantized to CUDA's layout. Codes and zero points stay exact, and scales are
+as near as possible.
 
 ExecuTorch's ``CudaCoalescedInt4Tensor`` stores a scale as an 8-bit code times an fp16 step, which 256 weights of a row
-share, and a zero point likewise. ExecuTorch computes the step from the largest of the 256 alone. Here several steps are
-tried, because fp16 is coarse for such small numbers (1e-5 and less are subnormal). A step of 1 makes zero points exact.
+share, and stores a zero point in the same way. ExecuTorch computes the step only from the largest of the scales that
+share it. Here several steps are tried, because fp16 is coarse for such small numbers (1e-5 and less are subnormal). A
+step of 1 makes zero points exact.
 """
 
 import torch
@@ -11,12 +12,12 @@ from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tens
 from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from torch import Tensor
 
-BLOCK = 256  # weights that share a step
+BLOCK = 256  # the number of weights that share a step
 GROUPS = (32, 64, 128, 256)
-"""Group sizes that the kernels support. A coarser group is stored as several of 256."""
+"""Group sizes that the kernels support. A larger group is stored as several groups of 256."""
 STEPS = range(255, 223, -1)
-"""Codes that are tried for the largest scale of a block."""
-ROWS = 1024  # at a time
+"""The codes that are tried for the largest scale of a block."""
+ROWS = 1024  # the number of rows that are converted at a time
 
 
 def exact_layout(name: str, weight: ExportableInt4Tensor) -> tuple[CudaCoalescedInt4Tensor, float]:

@@ -90,13 +90,13 @@ def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: objec
 
 
 def laid_out(weight: CudaCoalescedInt4Tensor) -> TiledInt4Tensor:
-    """Return the weight in the layout of our kernel."""
+    """Return the weight in our kernel's layout."""
     codes, steps = tiled(weight.scale, weight.scale_step, weight.zero_point, weight.zero_point_step)
     return TiledInt4Tensor(weight.qdata, codes, steps, weight.shape)
 
 
 def lay_out_int4(module: nn.Module) -> None:
-    """Lay out the weight of ``module``, in place, if it is INT4."""
+    """Put the weight of ``module`` into our kernel's layout, in place, if it is INT4."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, CudaCoalescedInt4Tensor):
         module.weight = nn.Parameter(laid_out(weight), requires_grad=False)

@@ -19,7 +19,7 @@ from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, in_tiles
 from eagle3.export.lowering.cuda.kernels.k_quants import by_row, code_bits, dequantized, dequantized_rows, packed
 
 _DECODED = {"q4_k": _q4_k_fields, "q5_k": _q5_k_fields, "q6_k": _q6_k_fields}
-_CHUNK = 1 << 24  # weights that are decoded at a time, about a dozen bytes each
+_CHUNK = 1 << 24  # the number of weights that are decoded at a time, at about a dozen bytes each
 
 
 class KQuantTensor(TorchAOBaseTensor):
@@ -86,8 +86,8 @@ def laid_out(weight: ExportableGGUFTensor) -> KQuantTensor:
 
 
 def _fields(raw: Tensor, kind: str, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Decode some rows of blocks to the form of ``by_row``. ExecuTorch decodes scales as numbers; with steps set to 1,
-    these numbers are the codes."""
+    """Decode some rows of blocks into the form that ``by_row`` returns. ExecuTorch decodes scales as numbers; with
+    steps set to 1, these numbers are the codes."""
     n = raw.shape[0]
     one = ExportableGGUFTensor(raw.clone(), kind, torch.float32)
     steps = super_scales(one).clone().view(n, k // BLOCK, -1)
@@ -99,7 +99,7 @@ def _fields(raw: Tensor, kind: str, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_rows(q: Tensor, pairs: Tensor, steps: Tensor, bits: int) -> KQuantTensor:
-    """Build a weight from the form of ``by_row``."""
+    """Build a weight from the form that ``by_row`` returns."""
     qdata, high = packed(q, bits)
     return KQuantTensor(qdata, in_tiles(pairs), in_tiles(steps[:, :, None]).squeeze(2), q.shape, high=high)
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _WRITTEN_FOR_WIDTH, _WRITTEN_FOR_LAYERS = 5376, 60
 INT8 = QuantConfig(bits=8, group_size=32, symmetric=True, method="min_max")
-INT4_BLOCK = 256  # weights that share a step of CUDA's INT4 layout: the width of a linear is a multiple of it
+# the number of weights that share a step of CUDA's INT4 layout; a linear's width must be a multiple of it
+INT4_BLOCK = 256
 
 
 def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None = None) -> QuantRecipe:
@@ -48,9 +49,9 @@ def fitted_recipe(name: str, config: "PreTrainedConfig", model: nn.Module | None
 
 
 def _rules_of_tables(model: nn.Module, config: "PreTrainedConfig") -> list[QuantRule]:
-    """Return rules that use INT8 for tables beside the embedding: that of per-layer inputs, with a scale for each
-    layer's part of a row, and a draft head's own, with one for a row. CUDA looks up no INT4, which the recipes have for
-    every other weight."""
+    """Return rules that use INT8 for embedding tables other than the token embedding: the table of per-layer inputs,
+    with a scale for each layer's part of a row, and a draft head's own tables, with a scale for each row. The recipes
+    give INT4 to every other weight, but CUDA has no look-up in INT4."""
     part = getattr(config, "hidden_size_per_layer_input", 0)
     tables = {name: part for name, _ in model.named_modules() if name.endswith("embed_tokens_per_layer")}
     tables |= {
@@ -63,8 +64,8 @@ def _rules_of_tables(model: nn.Module, config: "PreTrainedConfig") -> list[Quant
 
 
 def _rules_of_widths(model: nn.Module) -> list[QuantRule]:
-    """Return rules that use INT8 where INT4 would need padding (gpt-oss is 2,880 wide). INT8 takes any multiple of
-    32."""
+    """Return rules that use INT8 for widths for which INT4 would need padding (gpt-oss is 2,880 wide). INT8 takes any
+    multiple of 32."""
     linears = ((name, module.in_features) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     names = [re.escape(name) for name, width in linears if width % INT4_BLOCK and width % INT8.group_size == 0]
     return [QuantRule(rf"(.*\.)?({'|'.join(names)})\.weight", INT8)] if names else []
