@@ -1,10 +1,10 @@
-"""Merges linears with the same input into one: queries, keys and values, and gate and up of an MLP.
+"""Merges linears with the same input into one: those of queries, keys and values, and those of gate and up in an MLP.
 
 Without this a round on a GPU has about a thousand launches, and each small one leaves part of the GPU idle. On the CPU
 a round of gemma4-tiny takes 2 to 4% less time, and the export of a quantized model a sixth less. The weights are
-concatenated along their outputs, and each linear becomes a slice of the result. Names propose which linears have the
-same input, and the inputs are compared at run time: a slice with another input is computed separately, so a wrong name
-cannot make an artifact wrong.
+concatenated along their outputs, and each linear becomes a slice of the result. Names suggest which linears have the
+same input, and the inputs are compared at run time: a slice with another input is computed separately, so a wrong
+suggestion cannot make an artifact wrong.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from eagle3.export import tensor_files
 from eagle3.export.tensor_files import part_names
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names in transformers of a module's linears that multiply the same input."""
+"""transformers' names of a module's linears that multiply the same input."""
 
 
 def merge_linears(model: nn.Module, folder: Path) -> None:
-    """Merge the linears of ``model`` in place. Large weights lie on the disk of ``folder``.
+    """Merge the linears of ``model`` in place. Large merged weights are kept in files on the disk of ``folder``.
 
-    A weight that another module holds too, such as a tied head, is not merged.
+    A weight that another module also holds, such as a tied head, is not merged.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     holders: dict[int, int] = {}
@@ -60,7 +60,8 @@ def _merge(parent: nn.Module, group: dict[str, nn.Linear], folder: Path) -> None
 
 
 class Slice(nn.Module):
-    """Outputs ``start`` to ``stop`` of a merged linear, which the parent holds: [..., K] -> [..., stop - start]."""
+    """Returns outputs ``start`` to ``stop`` of a merged linear, which the parent holds: [..., K] -> [..., stop -
+    start]."""
 
     def __init__(self, shared: "_Shared", start: int, stop: int):
         super().__init__()
@@ -93,8 +94,8 @@ class _Shared:
 def concatenated(weights: Sequence[Tensor], folder: Path) -> Tensor:
     """Concatenate weights [N_i, K] of the same ``form`` into one [sum of N_i, K].
 
-    Large parts of the result lie on the disk of ``folder``. A class whose parts are not simply rows has a method
-    ``concatenate``, which gets the weights and a function that concatenates tensors.
+    Large parts of the result are kept in files on the disk of ``folder``. A class whose parts cannot simply be
+    concatenated by rows has a method ``concatenate``, which takes the weights and a function that concatenates tensors.
     """
 
     def rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -114,7 +115,8 @@ def concatenated(weights: Sequence[Tensor], folder: Path) -> Tensor:
 
 
 def form(weight: Tensor) -> str:
-    """Return a description of a weight without its number of rows. Weights can be concatenated if it is the same."""
+    """Return a description of a weight without its number of rows. Weights with the same description can be
+    concatenated."""
     if not isinstance(weight, TorchAOBaseTensor):
         return repr((type(weight), weight.dtype, weight.shape[1:]))
     attributes = {name: getattr(weight, name) for name in weight.tensor_attribute_names if name != "shape"}

@@ -1,8 +1,8 @@
-"""The register of patches: every part of another package that an export replaces while it runs, and why.
+"""The register of patches: every part of another package that an export replaces while it runs, with the reason.
 
-A patch is named by where it is, as ``package.module.attribute``. ``replaced`` and ``with_items`` apply one within a
-context and refuse a name that is not registered here, or that the installed package does not have. Replacing other
-packages' parts holds only for the versions it was tested with: ``tested_versions.py``.
+A patch is named by what it replaces, as ``package.module.attribute``. ``replaced`` and ``with_items`` apply a patch
+within a context. They refuse a name that is not registered here, or that the installed package does not have. Patches
+hold only for the versions that they were tested with (``tested_versions.py``).
 """
 
 import importlib
@@ -19,7 +19,8 @@ from eagle3.export.tested_versions import TESTED
 
 @dataclass(frozen=True)
 class Patch:
-    """``optional``: builds of the package may lack it. ``thread`` is upstream's, where there is one."""
+    """``optional`` is True if some builds of the package lack the attribute. ``thread`` is the address of upstream's
+    discussion, if there is one."""
 
     why: str
     optional: bool = False
@@ -312,7 +313,7 @@ def replaced(name: str, value: object, owner: ModuleType | type | None = None) -
     if not patch.optional and not hasattr(owner, attribute):
         raise _gone(name)
     _used[name] = patch
-    before = vars(owner).get(attribute, _MISSING)  # as it is stored: a static method stays one
+    before = vars(owner).get(attribute, _MISSING)  # the stored object, so that a static method stays one
     setattr(owner, attribute, value)
     try:
         yield
@@ -325,7 +326,7 @@ def replaced(name: str, value: object, owner: ModuleType | type | None = None) -
 
 @contextmanager
 def all_replaced(values: Mapping[str, Any]) -> Iterator[None]:
-    """``replaced`` for several patches, name to value."""
+    """Apply ``replaced`` for several patches; ``values`` maps names to values."""
     with ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(replaced(name, value))
@@ -336,7 +337,7 @@ def all_replaced(values: Mapping[str, Any]) -> Iterator[None]:
 def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None = None) -> Iterator[None]:
     """Put ``items`` into the dictionary that patch ``name`` names while the context lasts.
 
-    ``table`` is the dictionary itself where several are alike. Raises as ``replaced``.
+    ``table`` is the dictionary itself, for a name that stands for several. Raises what ``replaced`` raises.
     """
     patch = PATCHES[name]
     if table is None:
@@ -355,7 +356,7 @@ def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None
 
 
 def original(name: str) -> Any:  # noqa: ANN401 - a function, a class or a table
-    """Return the attribute that patch ``name`` replaces. Raises as ``replaced``."""
+    """Return the attribute that patch ``name`` replaces. Raises what ``replaced`` raises."""
     assert name in PATCHES, name
     try:
         return getattr(_owner(name), name.rpartition(".")[2])
@@ -379,7 +380,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _owner(name: str) -> ModuleType | type:
-    """Return the module or class whose attribute ``name`` is."""
+    """Return the module or class that has the attribute ``name``."""
     parts = name.split(".")[:-1]
     for length in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""One export from plan to artifact: load, trace, lower, write."""
+"""Makes one artifact from its plan: loads, traces, lowers, writes."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent
 
 
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Make the artifact folder; returns what ``export.json`` holds. ``twin`` is what ``preflight`` found."""
+    """Make the artifact folder, and return the contents of ``export.json``. ``twin`` is the result of ``preflight``."""
     backend = BACKENDS[plan.config.backend].load()
     memory = check_export_memory(plan, backend)
     output = plan.config.folder
@@ -87,7 +87,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
 
 
 def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Progress) -> dict[str, Any] | None:
-    """Try the finished artifact, where its backend runs here; what ``export.json`` says of it, None if it was not."""
+    """Check the finished artifact if its backend runs here. Returns the entry of ``export.json``; None if it was not
+    checked."""
     if not plan.config.check:
         return None
     backend = BACKENDS[plan.config.backend].load()
@@ -111,8 +112,8 @@ def load_speculator(
     convert: Convert | None = None,
     folder: Path | None = None,
 ) -> Eagle3Speculator:
-    """Load both models. ``attention`` makes their attention; the target's tensors are converted as they are read. With
-    a ``folder``, what becomes of a large tensor lies on its disk."""
+    """Load both models. ``attention`` makes the attention of both models; the target's tensors are converted as they
+    are read. With a ``folder``, large converted tensors are kept in files on its disk."""
     if folder is not None:
         convert = in_files(convert or default_form, dtype, folder)
     with_caches = with_int8_caches(attention) if plan.config.int8_caches else attention
@@ -138,7 +139,7 @@ def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, d
 
 
 def make_manifest(plan: Plan) -> dict[str, Any]:
-    """Return what the artifact says of its own making."""
+    """Return the manifest, in which the artifact describes how it was made."""
     config = plan.config
     return {
         "format_version": format_version(
@@ -181,7 +182,7 @@ def draft_name(plan: Plan) -> str | None:
 
 
 def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None = None) -> Metadata:
-    """Make the artifact's metadata. ``draft_ids``: the target's id of each of the draft's, where they differ."""
+    """Make the artifact's metadata. ``draft_ids`` maps the draft's ids to the target's, if they differ."""
     prefill = plan.method(PREFILL)
     return Metadata(
         max_seq_len=plan.max_seq_len,
@@ -211,7 +212,7 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
 
 
 def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
-    """Parameters of both models, and the bytes that the draft adds: its weights and its KV cache."""
+    """Return the parameters of both models, and the bytes that the draft adds: its weights and its KV cache."""
     shared = {id(p) for p in speculator.target.parameters()}
     own = [p for p in speculator.draft.parameters() if id(p) not in shared]
     caches = [b for name, b in speculator.draft.named_buffers() if "cache" in name]
@@ -223,8 +224,8 @@ def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return bytes in memory; of a quantized tensor, those of its parts. Codes of 4 bits are halves of bytes, as they
-    are written, not the bytes in which torchao holds them on the CPU."""
+    """Return a tensor's bytes in memory; for a quantized tensor, those of its parts. Codes of 4 bits count half a byte,
+    as in the file, although torchao holds each in a byte on the CPU."""
     if not isinstance(tensor, TorchAOBaseTensor):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""The methods of an artifact, computed by a target and its draft head: tensor operations only.
+"""The methods of an artifact as modules: a target and its draft head, by tensor operations only.
 
 Acceptance, rollback and stopping belong to the runner. The methods' shapes are in ``eagle3.runner.contract``.
 """
@@ -12,41 +12,43 @@ from eagle3.targets import TapTarget
 
 
 class Eagle3Speculator(nn.Module):
-    """Runs the methods. ``taps``: the target's layers whose inputs the draft head fuses, ascending. ``gives_logits``:
-    the last output of a method is logits in float32. Without a head, ``draft`` is a ``NoHead`` and no method returns a
-    feature."""
+    """Runs the methods of an artifact. ``taps`` are the target's layers whose inputs the draft head fuses, in ascending
+    order. If ``gives_logits``, the last output of a method is logits in float32. Without a head, ``draft`` is a
+    ``NoHead`` and no method returns a feature."""
 
     def __init__(self, target: TapTarget, draft: Head, taps: tuple[int, ...], gives_logits: bool = True):
         super().__init__()
         self.target, self.draft, self.taps, self.gives_logits = target, draft, taps, gives_logits
 
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
-        """tokens [1,T], input_pos [T] -> greedy next token [1,1], feature [1,T,H], logits [1,1,V]."""
+        """Map tokens [1,T] and input_pos [T] to the greedy next token [1,1], the feature [1,T,H] and logits [1,1,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state[:, -1:])
         return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
-        """tokens [1,C], input_pos [C] -> greedy ids [1,C] (the token after each), feature [1,C,H], logits [1,C,V]."""
+        """Map tokens [1,C] and input_pos [C] to greedy ids [1,C] (the token after each), the feature [1,C,H] and logits
+        [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state)
         return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
-        """tokens [1,T], feature [1,T,H], input_pos [T] -> the last row's proposal [1,1], or a P-EAGLE's K [1,K], the
-        recurrent feature [1,1,H], and the logits [1,1 or K,V_draft]."""
+        """Map tokens [1,T], feature [1,T,H] and input_pos [T] to the last row's proposal [1,1] (of a P-EAGLE [1,K]),
+        the recurrent feature [1,1,H], and the logits [1,1 or K,V_draft]."""
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
         return self.draft.target_ids(logits), recurrent[:, -1:], *self._given(logits)
 
     def speculate(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
-        """tokens [1,C], input_pos [C] -> greedy ids and the next window [2,C], that window [1,C], its positions [C].
+        """Map tokens [1,C] and input_pos [C] to the greedy ids and the next window [2,C], that window [1,C], and its
+        positions [C].
 
-        Every shape is static. Draft slots after the accepted tokens are written too, and are written again before
+        Every shape is static. Draft slots after the accepted tokens are written too. They are written again before
         anything attends to them. The chain length is C - 1.
         """
         state, taps = self.target(tokens, input_pos, self.taps)
         ids = self._greedy(self.target.scores(state))
-        differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # cumprod has no kernel among ExecuTorch's
+        differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # ExecuTorch has no kernel for cumprod
         accepted = (differing == 0).sum(1)
         logits, recurrent = self.draft(ids, self._feature(state, taps), input_pos, accepted=accepted)
         following = input_pos + accepted + 1
@@ -59,13 +61,13 @@ class Eagle3Speculator(nn.Module):
         return torch.cat((ids, window)), window, following
 
     def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor]:
-        """tokens [1,T], input_pos [T] -> logits [1,1,V] alone, as ExecuTorch's own runner expects."""
+        """Map tokens [1,T] and input_pos [T] to logits [1,1,V] only, as ExecuTorch's own runner expects."""
         state, _ = self.target(tokens, input_pos, ())
         return (self.target.logits(state[:, -1:]).float(),)
 
     def _greedy(self, scores: Tensor) -> Tensor:
-        """Return the greedy ids [1,R] of scores [1,R,V]: -1 for rows at a position that recurrent layers cannot take
-        back."""
+        """Return the greedy ids [1,R] of scores [1,R,V]. The id is -1 in a row that recurrent layers could not compute,
+        since its position is before what they have committed."""
         ids = scores.argmax(-1)
         return ids if self.target.recurrent is None else torch.where(scores[..., 0].isnan(), -1, ids)
 
@@ -76,7 +78,7 @@ class Eagle3Speculator(nn.Module):
         return (logits.float(),) if self.gives_logits else ()
 
     def _features(self, state: Tensor, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the feature as an output; none without a head."""
+        """Return the feature as a tuple; an empty one without a head."""
         return () if isinstance(self.draft, NoHead) else (self._feature(state, taps),)
 
     def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
@@ -88,8 +90,8 @@ class Eagle3Speculator(nn.Module):
 class SpeculatorMethod(nn.Module):
     """One method as a module, for ``torch.export``.
 
-    Every method holds the same speculator under the same name: backends share weights and caches between methods by
-    qualified name.
+    Every method holds the same speculator under the same name, since backends share weights and caches between methods
+    by qualified name.
     """
 
     def __init__(self, speculator: Eagle3Speculator, name: str):

@@ -1,5 +1,5 @@
-"""Large tensors in files without a name. The system writes their memory out and reads it again as it needs, as that of
-a mapped checkpoint: the weights that an export makes need not fit into memory."""
+"""Keeps large tensors in unnamed files. The operating system writes their memory out and reads it again as needed, like
+that of a mapped checkpoint, so the weights that an export makes need not fit into memory."""
 
 import ctypes
 import math
@@ -17,11 +17,12 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.targets.spec import Convert
 
 LARGE = 1 << 20
-"""Bytes from which a tensor lies in a file."""
+"""The size in bytes from which a tensor is kept in a file."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
-    """Return a tensor in a file on the disk of ``folder``, which is deleted with the tensor; a small one is in memory.
+    """Return a tensor in a file on the disk of ``folder``, which is deleted with the tensor; a small tensor is in
+    memory.
 
     Raises OSError on a full disk.
     """
@@ -30,13 +31,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
     if size < LARGE:
         return torch.empty(*shape, dtype=dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):  # without room of its own, a write to a full disk ends the process
+        if hasattr(os, "posix_fallocate"):  # without allocated blocks, a write to a full disk would end the process
             os.posix_fallocate(file.fileno(), 0, size)
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
 
 
 def contiguous_beside(values: Tensor) -> Tensor:
-    """Return a contiguous copy of ``values``: in a file on the same disk if they are a part of a tensor in one."""
+    """Return a contiguous copy of ``values``, in a file on the same disk if ``values`` is a part of a tensor in a
+    file."""
     file = values.untyped_storage().filename
     if file is None:
         return values.clone(memory_format=torch.contiguous_format)
@@ -49,9 +51,9 @@ def part_names(weight: TorchAOBaseTensor) -> list[str]:
 
 
 def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
-    """Return ``convert`` with what it makes put into files, plain tensors of a floating dtype as ``dtype``. What it
-    takes from its input stays where it is: the tensors of a checkpoint are mapped. A tensor that it returns twice, such
-    as a tied head, is one."""
+    """Return a ``convert`` that puts its results into files, and converts plain floating tensors to ``dtype``. Results
+    that share memory with the input stay where they are, since a checkpoint's tensors are mapped. A tensor that it
+    returns twice, such as a tied head, is put into one file."""
     moved = WeakTensorKeyDictionary()
 
     def converted(name: str, value: Tensor) -> Tensor:
@@ -69,8 +71,8 @@ def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
 
 
 def return_freed_memory() -> None:
-    """Give the system back what was freed: glibc keeps the memory of tensors below 32 MB, gigabytes after a model was
-    quantized. Other C libraries are left alone."""
+    """Return freed memory to the operating system: glibc keeps the memory of tensors below 32 MB, which is gigabytes
+    after a model was quantized. With another C library this does nothing."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

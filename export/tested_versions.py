@@ -10,16 +10,16 @@ TESTED: dict[str, tuple[str, ...]] = {
     "torchao": ("0.18",),
     "transformers": ("5",),
 }
-"""The versions that the patches were tested with, by package."""
+"""By package, the versions that the patches were tested with."""
 TESTED_WITH_GPU = TESTED | {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7")}
-"""The same for lowering on a machine with a GPU, which needs fewer of them."""
+"""The same for lowering on a machine with a GPU, which applies fewer patches."""
 FOR_CPU = ("torch", "executorch", "torchao", "transformers")
 FOR_CUDA = ("torch", "triton", "executorch", "torchao")
-"""The packages whose parts an export replaces, for either backend."""
+"""The packages of which an export replaces parts, for each backend."""
 
 
 def check_versions(packages: tuple[str, ...], tested: Mapping[str, tuple[str, ...]], what: str, advice: str) -> None:
-    """Raise ValueError where a package has a version that the patches were not tested with.
+    """Raise ValueError if a package has a version that the patches were not tested with.
 
     Args:
         packages: whose parts are replaced

@@ -1,9 +1,9 @@
-"""Finds the tensors of a target's checkpoint that may be ignored: those that transformers ignores too, and those of the
-parts of a multimodal model that read no text.
+"""Finds the tensors of a target's checkpoint that may be ignored: those that transformers ignores too, and those of a
+multimodal model's parts that do not read text.
 
 transformers lists by class the tensors that it ignores (``_keys_to_ignore_on_load_unexpected``), such as multi-token
-prediction layers (MTP) and obsolete masks. Other tensors without a place in the model are refused by
-``tensors.check_target``.
+prediction layers (MTP) and obsolete masks. ``tensors.check_target`` refuses any other tensor that has no place in the
+model.
 """
 
 import re
@@ -24,7 +24,7 @@ UNREAD = {
     r"(model\.)?(audio_tower|embed_audio)\..*": "of the audio tower",
     r"(model\.)?mtp(_layers)?\..*": "layers that predict further tokens (MTP)",
 }
-"""Patterns of full names of a target's tensors that may be ignored, and a description of each."""
+"""Patterns for the full names of a target's tensors that may be ignored, each with a description."""
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.*)")
 _MTP = ("eh_proj", "enorm", "hnorm")
 """Modules that only a multi-token prediction layer has: DeepSeek V3's and GLM-4.5's."""
@@ -38,7 +38,7 @@ def is_read(name: str) -> bool:
 def unread(
     without: Collection[str], headers: Collection[str], model: "nn.Module", config: "PreTrainedConfig", checkpoint: Path
 ) -> set[str]:
-    """Return those of the tensors ``without`` a place in ``model`` that may be ignored.
+    """Return those tensors of ``without`` that may be ignored although they have no place in ``model``.
 
     Args:
         without: names of tensors in the checkpoint
@@ -74,8 +74,8 @@ def _further_layers(names: Collection[str], layers: int) -> set[str]:
 
 
 def _is_of_no_layer(pattern: str, own: Collection[str]) -> bool:
-    """Return True if a pattern of transformers matches none of the model's ``own`` layers. A class has a pattern for
-    each model size, and Gemma 4 has one for each layer that shares keys."""
+    """Return True if a pattern of transformers matches no tensor in the model's ``own`` layers. The pattern is checked
+    because a class has one for each model size, and Gemma 4 has one for each layer that shares keys."""
     return re.search(r"\.\d+", pattern) is None or not any(re.search(pattern, name) for name in own)
 
 

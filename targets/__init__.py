@@ -1,8 +1,9 @@
 """The targets that ``eagle3-export --target-model`` knows.
 
-Adding one is a file and a line. The file is a family: ``skeleton`` and ``load``, which returns a ``TapTarget``
-(``spec.py``); a model of transformers needs none, ``decoder_layers.py`` runs those as they are, and ``auto`` takes any
-of them. The line goes into ``TARGETS``; ``--list-targets`` and the choices of the command line read it from there.
+A new target is a file and an entry. The file defines a family: ``skeleton``, and ``load``, which returns a
+``TapTarget`` (``spec.py``). A model of transformers needs no file, since ``decoder_layers.py`` runs it unchanged, and
+``auto`` takes any of them. The entry goes into ``TARGETS``, from which ``--list-targets`` and the choices of the
+command line are read.
 """
 
 from eagle3.targets.spec import SHIPPED, TapTarget, TargetSpec
@@ -238,12 +239,13 @@ TARGETS: dict[str, TargetSpec] = {
         DECODER_LAYERS,
     ),
 }
-"""Repositories have the names under which they were published. A dry run tells whether a head still exists and fits."""
+"""The registered targets. Repositories have the names under which they were published. A dry run tells whether a head
+still exists and fits."""
 
 
 def spec_for(name: str, model_type: str) -> TargetSpec:
-    """Return the record of target ``name`` for a text configuration of ``model_type``: ``auto`` takes the family's
-    own."""
+    """Return the entry of target ``name``. For ``auto`` it is the entry of the family that has the text configuration's
+    ``model_type``, if there is one."""
     spec = TARGETS[name]
     if spec.model_types:
         return spec

@@ -1,9 +1,9 @@
 """Attention over a KV cache, which every target and draft head leaves to the backend.
 
-A layer computes projections, norms and RoPE. The rest (write keys and values at their positions, attend to the cache)
-is a module made by an ``AttentionFactory``. ``EagerAttention`` here is the reference; each backend in
+A layer computes projections, norms and RoPE. The rest, which writes keys and values at their positions and attends to
+the cache, is a module made by an ``AttentionFactory``. ``EagerAttention`` here is the reference; each backend in
 ``eagle3.export.lowering`` has its own. Writing a position again replaces it, and no query attends past its own
-position, so rejected tokens need no other rollback.
+position. So rejected tokens need no other rollback.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,17 +21,17 @@ from eagle3.targets.softcap import softcapped
 from eagle3.targets.spec import Window
 
 SCALE_BYTES = 4
-"""A float32 scale of a token's head in a cache of 8 bits."""
+"""The bytes of a scale in a cache of 8 bits: one float32 for each token and head."""
 SMALLEST = 1e-20
-"""The smallest magnitude that a scale is made of: a head of zeros has a scale all the same."""
+"""The smallest magnitude from which a scale is computed, so that a head of zeros has a scale too."""
 
 
 @dataclass(frozen=True)
 class KVCacheShape:
     """The shape of one layer's KV cache. ``window`` is the sliding window or the attention chunk in tokens, 0 for full
-    attention; ``chunked``: it is a chunk; ``sinks``: each head has an attention sink; ``int8``: keys and values are
-    kept as codes of 8 bits, with a scale for each token and head; ``heads``: the query heads that attend to it, where
-    they are known."""
+    attention; ``chunked`` is True for a chunk. ``sinks`` is True if each head has an attention sink. ``int8`` is True
+    if keys and values are kept as 8-bit codes, with a scale for each token and head. ``heads`` is the number of query
+    heads that attend to the cache, 0 if it is not known."""
 
     kv_heads: int
     head_dim: int
@@ -51,23 +51,23 @@ class KVCacheShape:
 
     @property
     def bytes(self) -> int:
-        """The bytes of keys and values. With sinks this is an upper bound, because a backend may make heads twice as
-        wide. The CPU's few columns and slots of verify windows are left out."""
+        """The bytes of keys and values. With sinks this is an upper bound, because some backends double the width of a
+        head. The few columns and slots that the CPU adds for sinks and verify windows are not counted."""
         head = self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.dtype.itemsize
         return (4 if self.sinks else 2) * self.kv_heads * head * self.slots
 
 
 @dataclass(frozen=True)
 class Block:
-    """The positions that the rows of a draft block attend to, where that is not every position up to their own. The
-    rows are at consecutive positions, and each attends to a range of positions."""
+    """The positions that the rows of a draft block attend to, if that is not every position up to their own. The rows
+    are at consecutive positions, and each attends to a range of positions."""
 
     before: int | None = None
-    """The range begins so many positions before a row; None: at position 0."""
+    """The number of positions before a row at which the range begins; None: it begins at position 0."""
     from_first_row: bool = False
-    """``before`` counts from the first row of the block for all of its rows."""
+    """True if ``before`` counts from the block's first row, for all of its rows."""
     causal: bool = False
-    """The range ends at the row itself, otherwise at the block's last row."""
+    """True if the range ends at the row itself, False if it ends at the block's last row."""
 
     def bounds(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that rows at ``input_pos`` [T] attend to, [T] each."""
@@ -84,14 +84,14 @@ per layer, and ``write``."""
 
 
 def with_int8_caches(attention: AttentionFactory) -> AttentionFactory:
-    """Return a factory whose layers of full attention keep keys and values in 8 bits. Sliding layers, whose caches do
-    not grow with the context, keep theirs."""
+    """Return a factory whose layers of full attention keep keys and values in 8 bits. Sliding layers keep their dtype,
+    since their caches do not grow with the context."""
     return lambda shape: attention(replace(shape, int8=not shape.window))
 
 
 class Int8KVCache(nn.Module):
-    """Keys and values as symmetric int8 codes [1, kv_heads, slots, head_dim], and float32 scales [1, kv_heads, slots]:
-    the largest magnitude of a token's head divided by 127."""
+    """Keys and values as symmetric int8 codes [1, kv_heads, slots, head_dim] with float32 scales [1, kv_heads, slots].
+    A scale is the largest magnitude of a token's head divided by 127."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -126,7 +126,7 @@ def int8_codes(heads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class EagerAttention(nn.Module):
-    """The reference attention: plain PyTorch over ExecuTorch's own caches, and over one of 8 bits."""
+    """The reference attention in plain PyTorch, over ExecuTorch's own caches or over an INT8 one."""
 
     def __init__(self, shape: KVCacheShape):
         super().__init__()
@@ -199,7 +199,7 @@ class EagerAttention(nn.Module):
 
 
 def dequantized(codes: Iterable[Tensor], scales: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return keys and values of their codes [1, kv_heads, slots, head_dim] and scales [1, kv_heads, slots]."""
+    """Return keys and values from their codes [1, kv_heads, slots, head_dim] and scales [1, kv_heads, slots]."""
     return [(each * by.unsqueeze(-1)).to(dtype) for each, by in zip(codes, scales, strict=True)]
 
 
@@ -240,7 +240,8 @@ def attend(
 
 
 def ring_window(window: int, max_seq_len: int) -> int:
-    """Return the window that a layer needs a ring for: 0 without a window, or if it covers the whole context."""
+    """Return the size of the window for which a layer needs a ring: 0 if it has no window, or if the window covers the
+    whole context."""
     return window if window < max_seq_len else 0
 
 
@@ -263,8 +264,9 @@ def ring_mask(input_pos: Tensor, window: int, chunked: bool = False) -> Tensor:
     """Return a mask by which rows at ``input_pos`` [T] attend to the ``window`` positions up to their own: bool
     [1, 1, T, 2 * window].
 
-    ``chunked``: they attend only to positions of their own chunk, which begins at a multiple of ``window``. Slot j of
-    the ring holds the last written position that is j modulo its length, including the T positions of this forward.
+    With ``chunked``, rows attend only to positions of their own chunk, which begins at a multiple of ``window``. Slot j
+    of the ring holds the last written position that equals j modulo the ring's length, counting the T positions of this
+    forward.
     """
     positions = ring_positions(input_pos, 2 * window)
     distance = input_pos[:, None] - positions[None, :]
@@ -273,7 +275,7 @@ def ring_mask(input_pos: Tensor, window: int, chunked: bool = False) -> Tensor:
 
 
 def block_mask(input_pos: Tensor, shape: KVCacheShape, block: Block) -> Tensor:
-    """Return a mask by which rows at ``input_pos`` [T] attend to what ``block`` says: bool [1, 1, T, slots]."""
+    """Return a mask by which rows at ``input_pos`` [T] attend to the positions in ``block``: bool [1, 1, T, slots]."""
     first, last = block.bounds(input_pos)
     whole = torch.arange(shape.slots, device=input_pos.device)
     positions = ring_positions(input_pos, shape.slots) if shape.window else whole
@@ -281,8 +283,8 @@ def block_mask(input_pos: Tensor, shape: KVCacheShape, block: Block) -> Tensor:
 
 
 def ring_positions(input_pos: Tensor, slots: int) -> Tensor:
-    """Return the last position written into each slot of a ring, once rows at ``input_pos`` are: int64 [slots].
-    Negative for a slot that is empty."""
+    """Return the last position written into each slot of a ring, after the rows at ``input_pos`` have been written:
+    int64 [slots]. It is negative for an empty slot."""
     columns, last = torch.arange(slots, device=input_pos.device), input_pos[-1]
     return columns + (last - columns).div(slots, rounding_mode="floor") * slots
 
@@ -319,7 +321,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **given: object,
 ) -> tuple[Tensor, None]:
-    shared = getattr(module, "forward_rows", None)  # a draft head gives its rows as the mask
+    shared = getattr(module, "forward_rows", None)  # a draft head passes its rows as the mask
     if shared is not None and attention_mask is not None:
         raise ValueError("its attention takes an attention_mask of its own, which ours does not compute")
     rows = attention_mask if shared is None else shared.by_window[module.kv_window]
@@ -334,9 +336,9 @@ def _attend(
     if shares_keys(module):
         (kept,) = module.kept
         return kept(query.transpose(1, 2), None, None, rows, scaling), None
-    narrower = key.shape[-1] - value.shape[-1]  # multi-head latent attention: keys have an additional rotary part
+    narrower = key.shape[-1] - value.shape[-1]  # in multi-head latent attention keys have an additional rotary part
     value = F.pad(value, (0, narrower)) if narrower > 0 else value
-    if narrower < 0:  # zeros change no score
+    if narrower < 0:  # padding with zeros changes no score
         query, key = F.pad(query, (0, -narrower)), F.pad(key, (0, -narrower))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [1, T, heads, head_dim]
     extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
@@ -345,8 +347,8 @@ def _attend(
 
 
 def shares_keys(module: nn.Module) -> bool:
-    """Return True if an attention layer of transformers attends to the keys of an earlier layer, the last of its kind
-    that has its own, and writes none."""
+    """Return True if an attention layer of transformers writes no keys, but attends to those of the last earlier layer
+    of its kind that has its own."""
     return getattr(module, "is_kv_shared_layer", False)
 
 
@@ -356,5 +358,5 @@ def has_sinks(module: nn.Module) -> bool:
 
 
 HF_ATTENTION = "eagle3"
-"""The ``_attn_implementation`` under which a transformers layer, given ``rows``, calls ``kv_attention``."""
+"""The ``_attn_implementation`` with which a transformers layer that was given ``rows`` calls ``kv_attention``."""
 ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _attend)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """Multiply by i the complex numbers that are pairs of adjacent elements: [..., n] -> [..., n]."""
+    """Multiply by i the complex numbers that pairs of adjacent elements stand for: [..., n] -> [..., n]."""
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
@@ -31,7 +31,7 @@ class _Rotation:
         return _Rotation(self.real * factor, self.imaginary * factor)
 
     def unsqueeze(self, dim: int) -> "_Rotation":
-        if dim < 0:  # behind the pairs, where theirs and the complex numbers' dimensions differ
+        if dim < 0:  # behind the last dimension, where pairs and complex numbers differ in their dimensions
             raise TypeError(f"unsqueeze({dim}) of complex numbers is not known here")
         return _Rotation(self.real.unsqueeze(dim), self.imaginary.unsqueeze(dim))
 
@@ -59,7 +59,7 @@ class _Pairs:
 
 
 class RealRotary(TorchFunctionMode):
-    """Computes rotary embeddings on complex numbers as real ones while it is active (see the module's docstring)."""
+    """Computes rotary embeddings on complex numbers with real ones while it is active (see the module's docstring)."""
 
     def __torch_function__(
         self,

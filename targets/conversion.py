@@ -29,8 +29,8 @@ from eagle3.targets.text_part import TextPart
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a checkpoint that is merged with others into the model's tensor ``target``. ``pattern`` is
-    transformers' name of its role in the merge."""
+    """A tensor of a checkpoint that is merged with others into the model's tensor ``target``. ``pattern`` is the name
+    that transformers gives its role in the merge."""
 
     target: str
     pattern: str
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Stands in for the model in transformers' converters, because the model has our ``Experts`` by then. It holds the
+    """Stands in for the model in transformers' converters, because by then the model has our ``Experts``. It holds the
     original tensors, on the meta device."""
 
     tensors: dict[str, Tensor]
@@ -52,8 +52,8 @@ class Conversion:
     """Converts the checkpoints of one model of transformers on the meta device. The model's experts are replaced by our
     ``Experts``.
 
-    Names are those of transformers' text model. A part has the name that transformers renames it to. A ``TextPart`` is
-    converted as its wrapper is, and the wrapper's names are then mapped to the text model's.
+    Names are those of transformers' text model. A part goes by the name to which transformers renames it. A
+    ``TextPart`` is converted like its wrapper, and the wrapper's names are then mapped to the text model's.
     """
 
     def __init__(self, model: nn.Module):
@@ -68,9 +68,9 @@ class Conversion:
         self.replaced = use_experts(model)
 
     def name(self, name: str) -> str | None:
-        """Return the model's name of a checkpoint's tensor, None for a tensor that is not part of the model."""
+        """Return the model's name of a checkpoint's tensor; None for a tensor that is not part of the model."""
         renamed = self._text(apply_renamings(name, self.renamings))
-        for own in (renamed, name):  # the second: a text model's names in a wrapper's checkpoint
+        for own in (renamed, name):  # the second case is a text model's names in a wrapper's checkpoint
             if own in self.own or own in self.parts:
                 return own
         return None
@@ -99,8 +99,8 @@ class Conversion:
         return saved
 
     def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Map names to shapes of the tensors that a checkpoint with the tensors ``names`` must hold. Of a target that
-        it does not hold as one tensor, it must hold the parts."""
+        """Map names to shapes of the tensors that must be in a checkpoint that holds ``names``. If the checkpoint does
+        not hold a target as one tensor, it must hold the target's parts."""
         own = {name: tuple(value.shape) for name, value in self.own.items()}
         whole = {name for name in names if name in own and name not in self._saved}
         parts = {name: part.shape for name, part in self.parts.items() if part.target not in whole}
@@ -109,7 +109,7 @@ class Conversion:
     def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert (name, tensor) pairs of a checkpoint to those of the model with our ``Experts``.
 
-        Parts are kept (memory-mapped if the checkpoint is) and merged when the last part of a target has been read.
+        Parts are kept, memory-mapped if the checkpoint is, and merged when the last part of their target has been read.
         """
         missing = Counter(part.target for part in self.parts.values())
         waiting: dict[str, dict[str, Tensor]] = {}
@@ -131,7 +131,7 @@ class Conversion:
     def _merge(self, target: str, given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         patterns = {self.parts[name].pattern for name in given}
         converter = deepcopy(next(each for each in self.converters if patterns <= set(each.source_patterns)))
-        for name in sorted(given, key=dot_natural_key):  # experts in their order
+        for name in sorted(given, key=dot_natural_key):  # experts in the order of their numbers
             converter.add_tensor(self._whole(target), self._whole(name), self.parts[name].pattern, given.pop(name))
         made = converter.convert(self._whole(target), model=self.shapes, config=self.model.config)
         for own, value in made.items():

@@ -1,8 +1,8 @@
-"""Any decoder-only family of transformers: its own model, unmodified, with taps; the backend computes attention.
+"""Runs any decoder-only family of transformers: its own model, unmodified, with taps; the backend computes attention.
 
 transformers' own forward runs. Its layers call attention by name (``config._attn_implementation``). The function
-registered here passes queries, keys and values to the ``kv_attention`` submodule that the backend made, with the rows
-of this forward. transformers makes no mask for a name that has no mask function.
+registered under that name passes queries, keys and values to the ``kv_attention`` submodule that the backend made, with
+the rows of this forward. transformers makes no mask for a name that has no mask function.
 
 This module does not check that a family is computed correctly. The twin check compares it with transformers.
 """
@@ -62,10 +62,10 @@ class DecoderLayersTarget(nn.Module):
                 continue
             if not attends_to_text(layer):
                 continue
-            attn: Any = layer.self_attn  # of a class of transformers
+            attn: Any = layer.self_attn  # a class of transformers
             attn.kv_window, attn.forward_rows = window, self.rows
             if shares_keys(attn):
-                attn.kept = [self.kept(attn.layer_type)]  # in a list: it is the submodule of another layer
+                attn.kept = [self.kept(attn.layer_type)]  # in a list, since the module is a submodule of another layer
                 continue
             own = config.per_layer_config[index]
             ring = ring_window(window.tokens, max_seq_len)
@@ -89,7 +89,7 @@ class DecoderLayersTarget(nn.Module):
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The embedding's rows as they are, which the module of some families scales."""
+        """The embedding's raw rows; the module of some families scales them."""
         module = self.causal_lm.model.embed_tokens
         if type(module) is nn.Embedding:
             return module
@@ -102,7 +102,7 @@ class DecoderLayersTarget(nn.Module):
         return self.causal_lm.lm_head
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed as the family's own module does; families that scale outside of it have no head that asks for this."""
+        """Embed as the family's own module does. No head needs this in a family that scales outside of the module."""
         return self.causal_lm.model.embed_tokens(tokens)
 
     def kept(self, kind: str) -> nn.Module | None:
@@ -139,7 +139,8 @@ class DecoderLayersTarget(nn.Module):
             for hook in hooks:
                 hook.remove()
         for index in reversed(range(count)):
-            states.setdefault(index, states[index + 1])  # before a layer that is skipped for text
+            # for layers that are skipped for text, the input is that of the next layer
+            states.setdefault(index, states[index + 1])
         state = out.last_hidden_state
         if self.recurrent is not None and recurrent is not None:
             valid = self.recurrent.advance(recurrent)
@@ -147,8 +148,8 @@ class DecoderLayersTarget(nn.Module):
         return state, tuple(states[tap] for tap in taps)
 
     def scores(self, state: Tensor) -> Tensor:
-        """Compute the scores by transformers' own forward after the final state, because some families scale the output
-        of ``lm_head``."""
+        """Compute the scores by the part of transformers' own forward after the final state, because some families
+        scale the output of ``lm_head``."""
         tail = _Tail(self.causal_lm, state, self.causal_lm.lm_head, self.caps_itself)
         return type(tail.owner).forward(tail, inputs_embeds=state).logits
 
@@ -173,8 +174,8 @@ class DecoderLayersTarget(nn.Module):
 
 
 def past_name(model: nn.Module) -> str:
-    """Return the name of the argument of a transformers model's forward that takes its cache: another one from
-    transformers 5.24 on, which takes the old one until 5.40, with a warning."""
+    """Return the name of the argument of a transformers model's forward that takes its cache. The name changes in
+    transformers 5.24; the old one works until 5.40, with a warning."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -184,11 +185,11 @@ def attends_to_text(layer: nn.Module) -> bool:
 
 
 class _Past:
-    """Stands in for transformers' cache, which Llama 4's layers ask for positions and recurrent layers for their state.
-    ``kv_attention`` holds the keys and values, ``kept_state`` a state."""
+    """Stands in for transformers' cache, which Llama 4's layers ask for positions and recurrent layers ask for their
+    state. ``kv_attention`` holds the keys and values, ``kept_state`` a state."""
 
     layers = ()
-    """Mllama asks which layers hold states of an image: none."""
+    """Mllama asks which layers hold states of an image; none do."""
 
     def __init__(self, seen: Tensor, decoder: nn.ModuleList, rows: RecurrentRows | None):
         self._seen, self._decoder, self._rows = seen, decoder, rows
@@ -200,28 +201,28 @@ class _Past:
         return key, value
 
     def is_recording_past(self, _layer: int) -> bool:
-        """Return True: a single row, too, gets the convolution's earlier rows from ``update_conv_state``."""
+        """Return True, so that even a single row gets the convolution's earlier rows from ``update_conv_state``."""
         return True
 
     def get_conv_state(self, *_args: object, **_kwargs: object) -> None:
-        """Return None: ``update_conv_state`` gives the earlier rows."""
+        """Return None, since ``update_conv_state`` gives the earlier rows."""
 
     def update_conv_state(self, mixed: Tensor, layer: int, **_given: object) -> Tensor:
-        """Return a convolution's inputs [1, channels, T] behind those of earlier rows."""
+        """Return the earlier rows of a convolution's inputs followed by those of this forward, [1, channels, T]."""
         return self._state(layer).with_earlier(mixed, self._rows_of_states())
 
     def get_recurrent_state(self, layer: int, **_given: object) -> tuple[GatedDeltaState, RecurrentRows]:
-        """Return what the function that stands in for transformers' rule computes with."""
+        """Return the arguments for the function that stands in for transformers' rule."""
         return self._state(layer), self._rows_of_states()
 
     def update_recurrent_state(self, *_given: object, **_kwargs: object) -> None:
-        """Do nothing: the state has kept the rows already."""
+        """Do nothing, since the state already holds the rows."""
 
     def _state(self, layer: int) -> GatedDeltaState:
         return self._decoder[layer].linear_attn.kept_state  # type: ignore[union-attr, return-value]
 
     def _rows_of_states(self) -> RecurrentRows:
-        assert self._rows is not None  # a target with such layers makes them
+        assert self._rows is not None  # a target with recurrent layers makes them
         return self._rows
 
 
@@ -261,7 +262,7 @@ def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(text, SOFTCAP, None) is None:
         return config
     plain = copy(text)
-    plain.__dict__[SOFTCAP] = None  # a strict class refuses a null
+    plain.__dict__[SOFTCAP] = None  # a strict class refuses null in its constructor
     if text is config:
         return plain
     whole = copy(config)
@@ -272,9 +273,10 @@ def _uncapped(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _softcap(causal_lm: PreTrainedModel | TextPart) -> tuple[float | None, bool]:
-    """Return the softcap to apply, None without one, and whether the class with the logits applies its own always.
+    """Return the softcap to apply, None if there is none, and whether the class that computes the logits always applies
+    its own.
 
-    A wrapper may leave out the softcap of its text model's class.
+    A wrapper may ignore the softcap of its text model's class.
     """
     cap = getattr(causal_lm.config, SOFTCAP, None)
     if cap is None:
@@ -284,7 +286,7 @@ def _softcap(causal_lm: PreTrainedModel | TextPart) -> tuple[float | None, bool]
     try:
         with torch.device("cpu"):
             capped, plain = (type(tail.owner).forward(tail, inputs_embeds=state).logits for tail in tails)
-    except TypeError:  # Muse Glimmer divides by its softcap without a look whether there is one
+    except TypeError:  # Muse Glimmer divides by its softcap without checking that there is one
         return None, True
     return (None if torch.equal(capped, plain) else cap), False
 
@@ -293,7 +295,7 @@ Target = DecoderLayersTarget
 
 
 def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:  # noqa: ARG001 - as every family's
-    """Return the model without weights. Raises ValueError for layers with neither full nor windowed attention."""
+    """Return the model without weights. Raises ValueError for layers with an unsupported kind of attention."""
     layer_windows(config)
     with torch.device("meta"):
         model = build(config)
@@ -305,9 +307,11 @@ def skeleton(config: PreTrainedConfig, max_seq_len: int) -> Skeleton:  # noqa: A
 
 
 def _key_heads(attn: nn.Module, config: PreTrainedConfig, width: int) -> int:
-    """Return the number of a layer's heads of keys, each ``width`` wide: what its own projection makes, or the field.
+    """Return the number of a layer's key-value heads, each ``width`` wide, from its own projection, or else from the
+    configuration.
 
-    MiMo V2 Flash has twice the field's in sliding layers. A class without the field, as Persimmon's, does not read it.
+    In MiMo V2 Flash, sliding layers have twice the configuration's number. A class that lacks the field, such as
+    Persimmon's, does not read it.
     """
     projection = getattr(attn, "k_proj", None)
     if isinstance(projection, nn.Linear):
@@ -393,7 +397,7 @@ def make_buffers(model: PreTrainedModel | TextPart) -> None:
     in float32. Loaded tensors are not changed."""
     for module in model.modules():
         if any(isinstance(child, Experts) for child in module.children()):
-            _mark_initialized(module)  # otherwise its class looks for the tensors of transformers' own experts
+            _mark_initialized(module)  # otherwise its class would look for the tensors of transformers' own experts
         for parameter in module._parameters.values():
             if parameter is not None:
                 _mark_initialized(parameter)

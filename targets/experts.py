@@ -1,12 +1,12 @@
 """Mixture of experts as two linear layers over all experts, with shapes that do not depend on the routing.
 
 transformers loops over the chosen experts, which a trace cannot follow. Here every row goes through every expert, and
-its output has weight zero if the router did not choose the expert. A backend may do better: it finds the ``Experts`` of
-a model, whose inputs include the choice (``eagle3.export.lowering.cuda.weights.experts``).
+its output has weight zero if the router did not choose the expert. A backend may compute less: it finds the ``Experts``
+in a model, whose inputs include the choice (``eagle3.export.lowering.cuda.weights.experts``).
 
 On the CPU this is the best way. The rows of one verify window use most of 8 or 16 experts, and 32 of 128. Gathering the
-chosen matrices would read, write and read them again, hold gigabytes for a chunk of prefill, and need a second copy of
-the weights beside the one that XNNPACK packs for prefill.
+chosen matrices would read, write and read them again, take gigabytes for a chunk of prefill, and need a second copy of
+the weights in addition to the one that XNNPACK packs for prefill.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ class Experts(nn.Module):
             yield "down_proj_bias", "down_bias", lambda bias: bias
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> [T, hidden]."""
+        """Map x [T, hidden], chosen int64 [T, k] and weights [T, k] to [T, hidden]."""
         each = self.by_expert(chosen, weights.to(x.dtype))
         inner = self.gate_up(x).unflatten(-1, (self.count, -1))  # [T, experts, 2 * width]
         # Without a bias, weighting the input is the same as weighting the output of gate_up.
@@ -73,24 +73,26 @@ class Experts(nn.Module):
         return self.finished(inner, each)
 
     def by_expert(self, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weights [T, k] at the places of the experts, [T, experts], 0 elsewhere."""
+        """Return the weights [T, k] in the columns of their experts, [T, experts], with 0 elsewhere."""
         return weights.new_zeros(weights.shape[0], self.count).scatter(1, chosen, weights)
 
     def finished(self, inner: Tensor, each: Tensor) -> Tensor:
-        """Compute [T, hidden] of weighted gated activations [T, experts, width] and the weights [T, experts]."""
+        """Return the output [T, hidden] from weighted gated activations [T, experts, width] and the weights [T,
+        experts]."""
         out = self.down(inner.flatten(1))
         return out if self.gate_up.bias is None else out + each @ self.down_bias
 
 
 class Router(nn.Linear):
-    """A linear that scores experts. No recipe quantizes it, as it quantizes no router that is not a linear."""
+    """A linear that scores experts. It is not quantized, like routers that are not linears, since recipes cover only
+    ``nn.Linear`` itself."""
 
 
 def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
     """Replace transformers' own experts by ``Experts`` and routers that are linears by ``Router``, on the meta device.
 
     Returns for each tensor that they held its new name and the function that converts it. Raises ValueError for an
-    unknown kind of experts, and for an activation that has weights in each.
+    unknown kind of experts, and for experts whose activation has weights.
     """
     replaced: dict[str, tuple[str, Flatten]] = {}
     for path, parent in list(model.named_modules()):
@@ -112,7 +114,7 @@ def use_experts(model: nn.Module) -> dict[str, tuple[str, Flatten]]:
 
 
 def _refuse_learnt_activation(model: nn.Module, stacked: nn.Module) -> None:
-    """Raise ValueError for experts whose activation has weights (xIELU): ``Experts`` loads those of matrices alone."""
+    """Raise ValueError for experts whose activation has weights (xIELU), since ``Experts`` loads only matrices."""
     for activation in stacked.children():
         if type(activation).__module__ == activations.__name__ and (names := dict(activation.named_parameters())):
             config: Any = model.config
@@ -127,11 +129,11 @@ def _experts_for(module: nn.Module) -> Experts | None:
     """Return the replacement for a module of experts, None for any other module."""
     if isinstance(module, Llama4TextExperts):
         return Experts(module, True, MethodType(_llama4_gate, module), weighs_inputs=True)
-    if not hasattr(type(module), "_apply_gate"):  # by transformers' decorator for experts, or by the class itself
+    if not hasattr(type(module), "_apply_gate"):  # set by transformers' decorator for experts, or by the class itself
         return None
     stacked: Any = module
     name = type(module).__name__
-    if not hasattr(stacked, "has_gate"):  # only the decorator says how the weights lie
+    if not hasattr(stacked, "has_gate"):  # only the decorator tells the layout of the weights
         raise ValueError(f"its experts ({name}) do not say how their weights lie: not supported")
     if not stacked.has_gate or stacked.has_post_expert_norm:
         raise ValueError(f"its experts ({name}) have no gate, or a norm of their own: not supported")
@@ -144,8 +146,8 @@ def _llama4_gate(experts: Llama4TextExperts, gate_up: Tensor) -> Tensor:
 
 
 def _llama4_forward(self: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces ``Llama4TextMoe.forward``, which gives every row to every expert and multiplies by zero the rows that
-    were not routed to it."""
+    """Replaces ``Llama4TextMoe.forward``, which gives every row to every expert, with zeros for rows that were not
+    routed to it."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     logits = F.linear(x, self.router.weight)
     best, chosen = torch.topk(logits, self.top_k, dim=1)

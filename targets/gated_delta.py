@@ -1,11 +1,11 @@
-"""Layers of the gated delta rule (Qwen3-Next, Qwen3.5): transformers' own forward over states that roll back.
+"""Layers of the gated delta rule (Qwen3-Next, Qwen3.5): transformers' own forward over states that can roll back.
 
 With queries q and keys k of unit length, a scalar log decay g and a factor beta for each head and token t:
 
     S_t = exp(g_t) S_(t-1) + k_t u_t^T        u_t = beta_t (v_t - (exp(g_t) S_(t-1))^T k_t)        o_t = S_t^T q_t
 
 (Gated Delta Networks, arXiv 2412.06464). The rank-1 change of a token is (k_t, u_t, g_t). A causal convolution of a few
-taps comes before queries, keys and values; its earlier rows are kept by position too.
+taps comes before queries, keys and values. Its earlier rows are also kept by position.
 
 transformers' layers ask their cache for a state and for the convolution's earlier rows, and call functions of their
 module. ``use_gated_delta`` replaces those functions while a target's forward runs.
@@ -27,12 +27,12 @@ from eagle3.targets.spec import ROLLBACK_ROWS
 ROW_RULE, CHUNK_RULE = "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 CONVOLUTION = "causal_conv1d_fn"
 REPLACED = (ROW_RULE, CHUNK_RULE, CONVOLUTION)
-"""The names of what a layer of this form calls in the module of its class."""
-UNIT_EPS = 1e-6  # transformers' l2norm of queries and keys
+"""The names of the functions that such a layer calls in its class's module."""
+UNIT_EPS = 1e-6  # the epsilon of transformers' l2norm of queries and keys
 
 
 def is_gated_delta(layer: nn.Module) -> bool:
-    """Return whether a decoder layer of transformers mixes tokens by the gated delta rule."""
+    """Return True if a decoder layer of transformers mixes tokens by the gated delta rule."""
     mixer = getattr(layer, "linear_attn", None)
     return mixer is not None and all(hasattr(sys.modules[type(mixer).__module__], name) for name in REPLACED)
 
@@ -54,13 +54,15 @@ class GatedDeltaState(nn.Module):
         self.register_buffer("saved", torch.zeros(size), persistent=False)
         self.register_buffer("saved_conv", torch.zeros(self.earlier, channels), persistent=False)
         self.conv = Ring(ROLLBACK_ROWS + self.earlier, channels)
-        # Key, update and log decay of a token are one row: it is written behind what was read, since updates depend on
-        # that. With a ring for each, a backend may write keys in place before it reads those that they replace.
+        # Key, update and log decay of a token are stored in one row. It must be written after the earlier rows were
+        # read, and it is, since the update depends on them. With separate rings, a backend might write keys in place
+        # before it reads the keys that they replace.
         self.parts = self.key_heads * mixer.head_k_dim, self.value_heads * mixer.head_v_dim, self.value_heads
         self.changes = Ring(ROLLBACK_ROWS, sum(self.parts))
 
     def with_earlier(self, mixed: Tensor, rows: RecurrentRows) -> Tensor:
-        """Return the convolution's inputs ``mixed`` [1, channels, T] behind those of earlier rows, and keep them."""
+        """Return the earlier rows of the convolution's inputs followed by ``mixed`` [1, channels, T], and keep the new
+        ones."""
         positions = rows.before[-self.earlier :]
         earlier = self.conv.read(positions, positions >= 0)
         if rows.from_saved is not None:
@@ -70,7 +72,7 @@ class GatedDeltaState(nn.Module):
             kept = both[rows.length - ROLLBACK_ROWS :]
             self.conv.write(rows.input_pos[-1:] + torch.arange(1 - kept.shape[0], 1), kept.float())
             self.saved_conv.copy_(kept[: self.earlier])
-        else:  # the earlier rows are written again: what is written has to depend on what is read
+        else:  # the earlier rows are written again, so that the write depends on the read
             self.conv.write(torch.cat((positions, rows.input_pos)), both.float())
         return both.T.unsqueeze(0)
 
@@ -104,11 +106,11 @@ class GatedDeltaState(nn.Module):
         tail, update = self._window(query, key, value, decay, beta, state, rows.masks)
         self._keep(rows.input_pos[-1:] + torch.arange(1 - ROLLBACK_ROWS, 1), key, update, decay)
         self.state.copy_(state)
-        self.saved.copy_(state.clone())  # two buffers of one tensor break to_edge
+        self.saved.copy_(state.clone())  # the two buffers must not come from one tensor, which breaks to_edge
         return torch.cat((out, tail), dim=1)
 
     def _at_first_row(self, state: Tensor, rows: RecurrentRows) -> Tensor:
-        """Return ``state`` with the live changes before the first row committed, by one product a head."""
+        """Return ``state`` after the live changes before the first row, which one product for each head commits."""
         key, update, decay = self.changes.read(rows.before, rows.live).split(self.parts, dim=-1)
         key, update = (
             each.unflatten(-1, (heads, -1)).transpose(0, 1)
@@ -118,19 +120,19 @@ class GatedDeltaState(nn.Module):
         return self._behind(state, key, update, decay.T)
 
     def _behind(self, state: Tensor, key: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-        """Return the state behind the changes of T rows: one product a head of [d_k, T] and [T, d_v]."""
-        after = decay.flip(-1).cumsum(-1).flip(-1) - decay  # what decays a change until the last row
+        """Return the state after the changes of T rows, by one product for each head of [d_k, T] and [T, d_v]."""
+        after = decay.flip(-1).cumsum(-1).flip(-1) - decay  # the decay of a change from its row to the last row
         key = self._for_values(key).transpose(1, 2)
         return state * decay.sum(-1).exp()[:, None, None] + torch.bmm(key, update * after.exp().unsqueeze(-1))
 
     def _window(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs and updates [value heads, T, d_v] of up to ``ROLLBACK_ROWS`` rows behind ``state``.
+        """Return outputs and updates [value heads, T, d_v] of up to ``ROLLBACK_ROWS`` rows that follow ``state``.
 
-        update_i + sum over j < i of a_ij update_j = beta_i (v_i - decay_i S^T k_i). The triangular system's inverse is
-        made of blocks that double in size, which is as accurate as substitution. (Its Neumann series is not: it errs by
-        1e-2 where keys are equal.)
+        The updates solve update_i + sum over j < i of a_ij update_j = beta_i (v_i - decay_i S^T k_i). The inverse of
+        this triangular system is built from blocks that double in size, which is as accurate as substitution. (Its
+        Neumann series is not accurate: it is off by 1e-2 if keys are equal.)
         """
         length = key.shape[1]
         until = decay.cumsum(-1)
@@ -146,8 +148,8 @@ class GatedDeltaState(nn.Module):
         return reads[:, length:] + torch.bmm(dots[:, length:], update), update
 
     def _bulk(self, given: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs [value heads, T, d_v] of rows that are committed, and the state behind them. ``given``:
-        query, key, value, decay and beta, as in ``forward``."""
+        """Return the outputs [value heads, T, d_v] of committed rows, and the state after them. ``given`` holds query,
+        key, value, decay and beta, as in ``forward``."""
         query, key, value, decay, beta = given
         outs = []
         for start in range(0, key.shape[1], ROLLBACK_ROWS):
@@ -164,7 +166,7 @@ class GatedDeltaState(nn.Module):
         )
 
     def _for_values(self, heads: Tensor) -> Tensor:
-        """Repeat [key heads, ...] for the value heads that share each."""
+        """Repeat [key heads, ...] for the value heads that share each key head."""
         groups = self.value_heads // self.key_heads
         return heads if groups == 1 else heads.repeat_interleave(groups, dim=0)
 
@@ -179,7 +181,8 @@ def _rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_given: object,
 ) -> tuple[Tensor, None]:
-    """Stand in for transformers' functions: [1, T, heads, d] each, ``g`` and ``beta`` [1, T, value heads]."""
+    """Replaces transformers' functions for the rule: arguments [1, T, heads, d], ``g`` and ``beta`` [1, T, value
+    heads]."""
     if not use_qk_l2norm_in_kernel:
         raise ValueError("its delta rule does not normalize queries and keys, which ours does")
     state, rows = initial_state
@@ -196,8 +199,8 @@ def _unit(x: Tensor) -> Tensor:
 def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_given: object
 ) -> Tensor:
-    """Stand in for transformers' causal convolution of [1, channels, T] by ``weight`` [channels, taps], as products
-    with shifted rows: a grouped convolution of a few taps is slow on the CPU."""
+    """Replaces transformers' causal convolution of [1, channels, T] by ``weight`` [channels, taps] with products of
+    shifted rows, since a grouped convolution of a few taps is slow on the CPU."""
     if activation not in (None, "silu"):
         raise ValueError(f"its convolution is followed by {activation}, ours by silu")
     taps, rows = weight.shape[-1], hidden_states[0].T  # [T, channels]
@@ -220,9 +223,9 @@ def use_gated_delta(mixers: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def token_by_token(model: nn.Module) -> Iterator[None]:
-    """Let transformers' own layers in ``model`` compute all rows by their rule for single rows.
+    """Make transformers' own layers in ``model`` compute all rows by their rule for single rows.
 
-    Its rule for chunks differs from that by 1e-4 of the states' spread in float32.
+    Their rule for chunks gives states that differ from it by 1e-4 of their standard deviation in float32.
     """
     mixers = [layer.linear_attn for layer in model.modules() if is_gated_delta(layer)]
     with _replaced((module, CHUNK_RULE, getattr(module, ROW_RULE)) for module in _modules(mixers)):  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 Norms, MLP, ring caches and masks are ExecuTorch's. Two things differ: an attention layer calls its ``kv_attention``
 submodule, and the rotary tables are those of transformers, computed once per forward instead of once per layer.
 
-E2B, E4B and 26B-A4B have per-layer inputs, layers that share keys, or experts, which ``Gemma4_31B`` does not have. They
-are transformers' own model (``decoder_layers.py``).
+E2B, E4B and 26B-A4B have per-layer inputs, layers that share keys, or experts, which ``Gemma4_31B`` does not have.
+These are computed by transformers' own model (``decoder_layers.py``).
 """
 
 from dataclasses import replace
@@ -41,10 +41,10 @@ class SharedInputs(NamedTuple):
 
 
 def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BConfig:
-    """Make ExecuTorch's configuration of transformers'.
+    """Make ExecuTorch's configuration from transformers'.
 
-    Its own ``from_hf_config`` reads ``global_head_dim``, which transformers 5.23 no longer writes (the sizes of full
-    layers are in ``per_layer_config``), and silently falls back to the 31B's.
+    ExecuTorch's own ``from_hf_config`` reads ``global_head_dim``, which transformers 5.23 no longer writes (the sizes
+    of full layers are in ``per_layer_config``), and silently falls back to the 31B's.
     """
     sliding, full = (
         config.per_layer_config[config.layer_types.index(kind)] for kind in ("sliding_attention", "full_attention")
@@ -75,7 +75,8 @@ def executorch_config(config: Gemma4TextConfig, max_seq_len: int) -> Gemma4_31BC
 
 
 def is_dense(config: Gemma4TextConfig) -> bool:
-    """Return True for a configuration that ``Gemma4_31B`` computes, False for one that transformers' own model must."""
+    """Return True for a configuration that ``Gemma4_31B`` computes, and False if transformers' own model must compute
+    it."""
     others = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block", "use_double_wide_mlp")
     both = {"sliding_attention", "full_attention"} <= set(config.layer_types)
     return both and config.final_logit_softcapping is not None and not any(getattr(config, each) for each in others)
@@ -149,7 +150,7 @@ class Gemma4TapTarget(nn.Module):
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin [1, T, head_dim] of positions [T], in float32, then rounded."""
+    """Compute cos and sin [1, T, head_dim] for positions [T] in float32, then round them."""
     angles = torch.outer(positions.float(), inv_freq)
     angles = torch.cat((angles, angles), dim=-1)[None]
     cos, sin = angles.cos(), angles.sin()
@@ -167,12 +168,13 @@ def Target(  # noqa: N802 - the name of a class in other families
 
 
 def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
-    """Return the model without weights: ExecuTorch's, or transformers' own for one that is not dense."""
+    """Return the model without weights: ExecuTorch's model, or transformers' own for a configuration that is not
+    dense."""
     if not is_dense(config):
         unfilled = decoder_layers.skeleton(config, max_seq_len)
         known = set(unfilled.model.state_dict())
 
-        def key_map(name: str) -> str | None:  # a GGUF file's names are in ExecuTorch's form
+        def key_map(name: str) -> str | None:  # names from a GGUF file have ExecuTorch's form
             return f"model.{name}" if f"model.{name}" in known else unfilled.key_map(name)
 
         return replace(unfilled, key_map=key_map)
@@ -184,7 +186,7 @@ def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
 
 
 def use_rotary_tables(model: Gemma4_31B, config: Gemma4TextConfig) -> None:
-    """Use transformers' own rotary tables. ExecuTorch's cover only the two kinds of RoPE of the 31B."""
+    """Use transformers' own rotary tables. ExecuTorch's tables cover only the 31B's two kinds of RoPE."""
     rotary = Gemma4TextRotaryEmbedding(config)
     for layer in model.layers:
         kind = "sliding_attention" if layer.self_attn.is_sliding else "full_attention"
@@ -208,7 +210,7 @@ def load(
     target = Gemma4TapTarget(model, max_seq_len, attention, dtype)
     materialize_runtime_buffers(model, dtype)
     if config.dtype is not None:  # transformers rounds the factor to the checkpoint's dtype, as in training
-        stored = getattr(torch, str(config.dtype).removeprefix("torch."))  # a saved configuration has its name
+        stored = getattr(torch, str(config.dtype).removeprefix("torch."))  # a saved configuration has the dtype's name
         model.embed_normalizer = model.embed_normalizer.to(stored).float()
     use_rotary_tables(model, config)
     return target.eval().requires_grad_(False)

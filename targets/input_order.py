@@ -1,7 +1,7 @@
 """Permutes the inputs of linears whose weight columns are stored in another order.
 
-Weights that were quantized in activation order share scales between columns that are not adjacent. Sorted by group,
-they have the usual layout. Permuting the input changes only the order of the sum.
+Weights that were quantized in activation order share scales between columns that are not adjacent. Sorted by group, the
+columns have the usual layout. Permuting the input changes only the order of the sum.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from eagle3.targets.loading import is_plain
 
 INPUT_ORDER = "input_order"
-"""The name of an order, int64 [K]. It precedes its weight in a checkpoint. Column j of the weight multiplies column
-``input_order[j]`` of the input."""
+"""The last part of the name of an order, int64 [K]. It precedes its weight in a checkpoint. Column j of the weight
+multiplies column ``input_order[j]`` of the input."""
 
 
 class InputOrders:
-    """The orders found while a checkpoint is read. ``key_map`` returns a tensor's name in the model."""
+    """Holds the orders that are found while a checkpoint is read. ``key_map`` returns a tensor's name in the model."""
 
     def __init__(self, key_map: Callable[[str], str | None]):
         self.key_map = key_map
@@ -30,8 +30,8 @@ class InputOrders:
         return part == INPUT_ORDER
 
     def settled(self, own: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the model holds for a weight. The columns of a dense weight are put into the input's
-        order; a quantized weight is preceded by its order."""
+        """Yield the tensors that the model holds for a weight. A dense weight's columns are put back into the input's
+        order. A quantized weight keeps its columns, and its order comes before it."""
         order = self.waiting.pop(own, None)
         if order is not None and not is_plain(value):
             yield own.removesuffix("weight") + INPUT_ORDER, order

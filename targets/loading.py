@@ -1,7 +1,7 @@
-"""ExecuTorch's loader of checkpoints, without the classes of quantized tensors that its package imports.
+"""ExecuTorch's loader of checkpoints without torchao's tensor classes, which its package imports.
 
-Those classes bring all of torchao, which takes two seconds to import and which a checkpoint of plain tensors does not
-need. A plan and its twin check load nothing else.
+Those classes import all of torchao, which takes two seconds, and a checkpoint of plain tensors does not need them. A
+plan and its twin check load nothing else.
 """
 
 import sys
@@ -37,7 +37,7 @@ def load_tensors(
 
 
 def default_form(name: str, weight: Tensor) -> Tensor:
-    """Convert as ExecuTorch's ``to_default``, which leaves a plain tensor as it is."""
+    """Convert a quantized tensor as ExecuTorch's ``to_default`` does; return a plain tensor unchanged."""
     if is_plain(weight):
         return weight
     from executorch.extension.llm.export.quant.convert import to_default
@@ -50,14 +50,14 @@ def as_stored(_name: str, weight: Tensor) -> Tensor:
 
 
 def is_plain(value: Any) -> bool:  # noqa: ANN401
-    """Return True for a tensor of PyTorch's own classes, not one of torchao's."""
+    """Return True for a tensor of PyTorch's own classes, as opposed to torchao's."""
     return type(value) in (Tensor, nn.Parameter)
 
 
 @contextmanager
 def _bare(name: str) -> Iterator[None]:
-    """Stand an empty package in for ``name``, whose modules can then be imported without it; afterwards the package is
-    not imported, its modules are. Do nothing if it is imported already."""
+    """Put an empty package in the place of ``name``, so that its modules can be imported without it. Afterwards the
+    package counts as not imported, but its modules stay. Does nothing if the package is imported already."""
     if name in sys.modules:
         yield
         return

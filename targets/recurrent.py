@@ -1,14 +1,16 @@
 """The state of a recurrent layer, which rolls back as a KV cache does: by writing positions again.
 
-A layer keeps one state, valid before position ``committed``, and rings by position of what each later token did to it:
-a rank-1 change (key, update, log decay), whose update was computed when the token was a row of a forward. A forward
-first commits the changes from ``committed`` up to its first row's position. It runs its own rows from there and leaves
-their changes in the rings. A rejected row never touches the state, and ``input_pos`` alone says what was accepted.
+A layer keeps one state, valid before position ``committed``. It also keeps rings by position with the change that each
+later token made to the state: a rank-1 change (key, update, log decay), whose update was computed when the token was a
+row of a forward. A forward first commits the changes from ``committed`` up to its first row's position. It then runs
+its own rows, and leaves their changes in the rings. A rejected row never touches the state, and ``input_pos`` alone
+tells which rows were accepted.
 
 A chunk of more than ``ROLLBACK_ROWS`` rows, which only prefill has, commits all but its last ``ROLLBACK_ROWS`` rows. It
-saves that state: the next turn of a dialogue, whose prompt parts from the generated text, goes on from there.
+also saves that state: the next turn of a dialogue, whose prompt differs from the generated text from some position on,
+continues from there.
 
-A position before what is committed, other than the saved one, cannot be computed: its states are NaN.
+A position before the committed one, other than the saved one, cannot be computed: its states are NaN.
 """
 
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from eagle3.targets.spec import ROLLBACK_ROWS
 
 
 class Ring(nn.Module):
-    """Rows by position [1, slots, 1, width], where slot = position modulo the number of slots."""
+    """A ring of rows by position, [1, slots, 1, width], where slot = position modulo the number of slots."""
 
     rows: Tensor
 
@@ -32,7 +34,7 @@ class Ring(nn.Module):
     def read(self, positions: Tensor, live: Tensor) -> Tensor:
         """Return the rows at ``positions`` [T], zeros where ``live`` (bool [T]) is False: [T, width].
 
-        What is not live may never have been written, and its memory may hold anything.
+        A row that is not live may never have been written, so its memory may hold anything.
         """
         rows = self.rows[0, :, 0].index_select(0, self._slots(positions))
         return torch.where(live[:, None], rows, torch.zeros((), dtype=rows.dtype))
@@ -54,9 +56,10 @@ class Masks(NamedTuple):
 
     unit: Tensor
     lower: Tensor
-    """The diagonal and what is below it."""
+    """The diagonal and the entries below it."""
     pairs: tuple[Tensor, ...]
-    """For blocks of 1, 2, 4, 8 rows: the second block's rows of each two, in the columns of the first."""
+    """For each block size of 1, 2, 4, ... rows: in each two neighbouring blocks, the rows of the second in the columns
+    of the first."""
 
 
 def window_masks(index: Tensor) -> Masks:
@@ -78,11 +81,12 @@ class RecurrentRows(NamedTuple):
     before: Tensor
     """int64 [ROLLBACK_ROWS]: the positions before the first row, ascending."""
     live: Tensor
-    """bool [ROLLBACK_ROWS]: the changes at ``before`` that are to be committed."""
+    """bool [ROLLBACK_ROWS]: True for the changes at ``before`` that must be committed."""
     started: Tensor
-    """bool [1]: there is something before the first row."""
+    """bool [1]: True if there is a position before the first row."""
     from_saved: Tensor | None
-    """bool [1]: the forward goes on from the saved state; None in a forward whose rows can all be rejected."""
+    """bool [1]: True if the forward continues from the saved state; None in a forward whose rows can all be
+    rejected."""
     masks: Masks
     """The masks of the rows that can be rejected."""
 
@@ -97,7 +101,8 @@ class RecurrentRows(NamedTuple):
 
 
 class RecurrentPositions(nn.Module):
-    """The positions that the states of all recurrent layers are valid before, int64 [1] each."""
+    """The positions ``committed`` and ``saved``, int64 [1] each, before which the two states of each recurrent layer
+    are valid."""
 
     committed: Tensor
     saved: Tensor

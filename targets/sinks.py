@@ -1,4 +1,4 @@
-"""Attention sinks for kernels without sinks: one more slot at the beginning of the cache.
+"""Attention sinks for kernels that have none: one more slot at the beginning of the cache.
 
 The slot's key is zero except in an additional column, in which the query has the sink's logit. Its value is zero. The
 slot therefore takes the sink's share of the softmax and adds nothing to the output.
@@ -18,7 +18,7 @@ def query_with_sinks(query: Tensor, sinks: Tensor, scale: float, width: int) -> 
 def after_the_sink(new: Tensor, sink: Tensor) -> Tensor:
     """Put the first slot before new keys or values, so that all are written together.
 
-    new [1, T, kv_heads, head_dim], sink [1, 1, kv_heads, width] -> [1, 1 + T, kv_heads, width].
+    Maps new [1, T, kv_heads, head_dim] and sink [1, 1, kv_heads, width] to [1, 1 + T, kv_heads, width].
     """
     return torch.cat((sink, F.pad(new, (0, sink.shape[-1] - new.shape[-1]))), dim=1)
 

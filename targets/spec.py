@@ -1,4 +1,4 @@
-"""The types that describe a target to the exporter: a protocol for the module, a record for the registry."""
+"""The types that describe a target to the exporter: a protocol for its module, and a record for the registry."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -23,15 +23,16 @@ class TapTarget(Protocol):
     """A causal language model with a KV cache of its own, as a ``torch.nn.Module``."""
 
     recurrent: "nn.Module | None"
-    """The positions of the states of recurrent layers; None where every position may be written again at any time."""
+    """The positions of recurrent layers' states; None if any position may be written again at any time."""
 
     @property
     def embed_tokens(self) -> "nn.Embedding":
-        """Raw rows [vocab_size, hidden_size]: shared with a draft head that has no embedding of its own."""
+        """The raw rows [vocab_size, hidden_size], which a draft head without its own embedding shares."""
 
     @property
     def lm_head(self) -> "nn.Linear":
-        """The head of normed states, without what ``logits`` scales or caps: shared with a draft head that has none."""
+        """The output layer over normed states, without the scale or softcap of ``logits``; a draft head without its own
+        shares it."""
 
     def parameters(self) -> Iterator["nn.Parameter"]: ...
 
@@ -51,18 +52,19 @@ class TapTarget(Protocol):
         """
 
     def embed(self, tokens: "Tensor") -> "Tensor":
-        """Return the input of the first layer for tokens [1, T]: the embedding's rows, scaled as the model scales them,
-        [1, T, hidden_size]."""
+        """Return the first layer's input for tokens [1, T]: the embedding's rows as the model scales them, [1, T,
+        hidden_size]."""
 
     def kept(self, kind: str) -> "nn.Module | None":
-        """Return the attention module (``AttentionFactory``) with the keys and values of the last layer of a kind that
-        has its own; None without such a layer. ``kind``: "full_attention" or "sliding_attention"."""
+        """Return the attention module (of an ``AttentionFactory``) that holds the keys and values of the last layer of
+        ``kind`` with keys of its own; None if there is no such layer. ``kind`` is "full_attention" or
+        "sliding_attention"."""
 
     def scores(self, state: "Tensor") -> "Tensor":
         """Return scores [1, R, vocab_size] of normed states [1, R, hidden_size]: the logits before the softcap.
 
-        The greatest score is the greatest logit. Where the softcap makes equals of the greatest logits (in float32 from
-        about nine times its value on), the greatest score is one of them.
+        The largest score is the largest logit. Where the softcap makes several of the largest logits equal (in float32,
+        from about nine times its value on), the largest score is one of them.
         """
 
     def capped(self, scores: "Tensor") -> "Tensor":
@@ -73,32 +75,36 @@ class TapTarget(Protocol):
 
 
 Weights = Iterable[tuple[str, "Tensor"]]
-"""The tensors of a checkpoint under its own names, some of them quantized (torchao's classes); read once, in order."""
+"""The tensors of a checkpoint under its own names, some of them quantized (torchao's classes). They are read once, in
+order."""
 Convert = Callable[[str, "Tensor"], "Tensor"]
-"""Takes the model's own name and a checkpoint's tensor; returns what the model holds, or the tensor as it is."""
+"""A function of the model's own name and a checkpoint's tensor. It returns the tensor that the model holds, which may
+be the same one."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model on the meta device and how a checkpoint fills it, as ExecuTorch's ``load_checkpoint`` takes it."""
+    """A model on the meta device, and how a checkpoint fills it, in the terms of ExecuTorch's ``load_checkpoint``."""
 
     model: "nn.Module"
     key_map: Callable[[str], str | None]
     """Maps a checkpoint's name to the model's; None for a tensor that is not read."""
     tie_map: dict[str, tuple[str, bool]]
     conversion: "Conversion | None" = None
-    """Set where the names that ``key_map`` gives are not all the model's own."""
+    """Set if ``key_map`` gives names that are not the model's own."""
 
     def expected(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Map each name to the shape that a checkpoint with tensors ``names``, as ``key_map`` gives them, must hold."""
+        """Map names to shapes of the tensors that must be in a checkpoint that holds ``names``, in the form that
+        ``key_map`` gives."""
         if self.conversion is not None:
             return self.conversion.expected(names)
         return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
 
     def fill(self, weights: Weights, dtype: "torch.dtype", convert: Convert | None = None) -> None:
-        """Load the tensors of a checkpoint, each converted as it is read: no more of them is in memory.
+        """Load the tensors of a checkpoint. Each is converted as it is read, so that only one unconverted tensor is in
+        memory.
 
-        A tied head is the embedding itself, unless ``convert`` makes something else of it.
+        A tied head is the embedding itself, unless ``convert`` makes another tensor of it.
         """
         from eagle3.targets.input_order import InputOrders, use_input_orders
         from eagle3.targets.loading import as_stored, default_form, load_tensors
@@ -112,7 +118,7 @@ class Skeleton:
         use_input_orders(self.model)
 
     def _converted(self, tensors: Weights, convert: Convert, orders: "InputOrders") -> Iterator[tuple[str, "Tensor"]]:
-        """Convert tensors under the model's own names; the heads that are tied come last."""
+        """Convert tensors under the model's own names; tied heads come last."""
         given, embeddings = set(), {}
         for own, value in tensors:
             given.add(own)
@@ -148,22 +154,23 @@ class TargetSpec:
     summary: str
     family: str
     model_types: tuple[str, ...] = ()
-    """transformers' ``model_type`` of the text configurations that the family reads; none: any."""
+    """transformers' ``model_type`` of the text configurations that the family reads; empty if it reads any."""
     checkpoint: Path | None = None
-    """Shipped with the package."""
+    """The checkpoint, if it is shipped with the package."""
     drafts: tuple[Path, ...] = ()
-    """Draft heads shipped with the package. The first is taken where ``--draft`` is not given."""
+    """Draft heads shipped with the package. The first is the default of ``--draft``."""
     repository: str | None = None
-    """The model's repository on the Hugging Face hub, which is taken where ``--checkpoint`` is not given."""
+    """The model's repository on the Hugging Face hub, which is the default of ``--checkpoint``."""
     heads: tuple[str, ...] = ()
-    """Repositories of draft heads published for the model. The first is taken where ``--draft`` is not given."""
+    """Repositories of draft heads published for the model. The first is the default of ``--draft``."""
     max_seq_len: int = 4096
-    """Default of ``--max-seq-len``, in tokens."""
+    """The default of ``--max-seq-len``, in tokens."""
     min_forward_len: Callable[["PreTrainedConfig"], int] = lambda _config: 1
     max_forward_len: Callable[["PreTrainedConfig"], int] = lambda config: (
         sliding_window(config) or config.max_position_embeddings
     )
-    """Takes the configuration; returns the rows a forward may have. A longer chunk cuts sliding attention short."""
+    """Functions of the configuration that return the fewest and the most rows of a forward. The most are bounded, since
+    a longer chunk would cut sliding attention short."""
 
     @property
     def draft(self) -> Path | None:
@@ -174,7 +181,8 @@ class TargetSpec:
 
 
 class Window(NamedTuple):
-    """The tokens that a layer attends back to, 0 for all. ``chunked``: not past the last multiple of that number."""
+    """The number of tokens that a layer attends back to; 0 for all. With ``chunked``, it does not attend past the last
+    multiple of that number."""
 
     tokens: int = 0
     chunked: bool = False
@@ -183,7 +191,7 @@ class Window(NamedTuple):
 RECURRENT = "linear_attention"
 """The kind of layers with a recurrent state (``recurrent.py``)."""
 ROLLBACK_ROWS = 16
-"""The most rows of a forward that recurrent layers can reject; a longer one commits those before."""
+"""The most rows of a forward that recurrent layers can reject; a longer forward commits the rows before them."""
 _WINDOW_FIELDS = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
@@ -195,9 +203,9 @@ _WINDOW_FIELDS = {
 def layer_windows(config: "PreTrainedConfig") -> list[Window]:
     """Return the window of each layer of a transformers text configuration.
 
-    Without ``layer_types`` a ``sliding_window`` is every layer's (Mistral, Phi-3, Starcoder 2), and nothing in a class
-    that has no such field (Llama, OLMo 2): transformers keeps the key of the file there and reads it nowhere. Raises
-    ValueError for a layer that attends otherwise.
+    Without ``layer_types``, every layer has the ``sliding_window`` (Mistral, Phi-3, Starcoder 2). But a class without
+    that field (Llama, OLMo 2) ignores it: transformers keeps such a key of the file, and no code reads it. Raises
+    ValueError for a layer with another kind of attention.
     """
     kinds = getattr(config, "layer_types", None)
     if not kinds:
@@ -206,15 +214,15 @@ def layer_windows(config: "PreTrainedConfig") -> list[Window]:
     for kind in kinds:
         if kind not in _WINDOW_FIELDS:
             raise ValueError(
-                f"layer_types has {kind}, but {', '.join(_WINDOW_FIELDS)} are what is supported: "
+                f"layer_types has {kind}, but only {', '.join(_WINDOW_FIELDS)} are supported: "
                 "eagle3-export --list-targets lists models"
             )
     return [_window(config, kind) for kind in kinds]
 
 
 def has_field(config: "PreTrainedConfig", name: str) -> bool:
-    """Return whether the class of a configuration has a field. transformers keeps any other key of a file too, and
-    reads it nowhere."""
+    """Return True if the class of a configuration has a field. transformers keeps any other key of a file too, but no
+    code reads it."""
     return any(field.name == name for field in fields(config))
 
 
@@ -224,11 +232,11 @@ def _window(config: "PreTrainedConfig", kind: str) -> Window:
 
 
 def is_recurrent(config: "PreTrainedConfig") -> bool:
-    """Return whether a transformers text configuration has recurrent layers."""
+    """Return True if a transformers text configuration has recurrent layers."""
     return RECURRENT in (getattr(config, "layer_types", None) or ())
 
 
 def sliding_window(config: "PreTrainedConfig") -> int:
-    """Return the longest window or chunk in tokens of a transformers text configuration, 0 where every layer attends
-    fully."""
+    """Return the longest window or chunk, in tokens, of a transformers text configuration; 0 if every layer has full
+    attention."""
     return max(window.tokens for window in layer_windows(config))

@@ -21,8 +21,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 _WHOLE = "whole_config"
-"""Attribute of a text configuration: the configuration that contains it, and the path of field names that leads to
-it."""
+"""The attribute of a text configuration that holds the configuration containing it, and the path of field names that
+leads to it."""
 
 
 def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -34,7 +34,7 @@ def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config()
     if text is not config:
         path = next(_paths(config, text), None)
-        if path is None:  # transformers built it from the fields of the whole
+        if path is None:  # transformers built it from fields of the containing configuration
             return text
         text.__dict__[_WHOLE] = (config, path)
     return text
@@ -55,8 +55,8 @@ def like(config: PreTrainedConfig, other: PreTrainedConfig) -> PreTrainedConfig:
 def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of the configuration that contains a text configuration, with that text configuration in it.
 
-    Some classes make the parts outside of the text model in the dtype of the containing configuration, so it gets the
-    text configuration's.
+    Some classes make the parts outside of the text model in the dtype of the containing configuration, so that is set
+    to the text configuration's.
     """
     config = deepcopy(config)
     whole, path = config.__dict__.pop(_WHOLE, (config, ()))
@@ -89,8 +89,8 @@ def _paths(config: PreTrainedConfig, part: PreTrainedConfig) -> Iterator[tuple[s
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class for a text configuration, or for the larger configuration that contains it.
 
-    This is the first of ``architectures`` that takes one of the two and generates text, otherwise the class in
-    transformers' mappings. Raises ValueError if there is none.
+    It is the first of ``architectures`` that accepts one of the two configurations and generates text, or else the
+    class in transformers' mappings. Raises ValueError if there is none.
     """
     whole, _ = config.__dict__.get(_WHOLE, (config, ()))
     for name in whole.architectures or ():
@@ -132,13 +132,13 @@ def wrapper_model(config: PreTrainedConfig) -> PreTrainedModel | None:
 def build(config: PreTrainedConfig, real: bool = False) -> "PreTrainedModel | TextPart":
     """Build the model of a text configuration: transformers' own model, or the ``TextPart`` of a wrapper.
 
-    The configuration is not changed. ``real``: the text part gets initial weights, even if the current device is the
-    meta device. Raises ValueError for a wrapper whose parts are not found, and whatever transformers raises.
+    The configuration is not changed. With ``real``, the text part gets initial weights, even if the current device is
+    the meta device. Raises ValueError for a wrapper whose parts are not found, and any error that transformers raises.
     """
     kind, text = model_class(config), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     try:
         wrapper = wrapper_model(config)
-    except RuntimeError:  # a tower reads its values while it is built (Idefics 3): use the text class
+    except RuntimeError:  # a tower reads its values while it is built (Idefics 3), so the text class is used
         if text is None:
             raise
         wrapper, kind = None, text
@@ -153,7 +153,7 @@ def build(config: PreTrainedConfig, real: bool = False) -> "PreTrainedModel | Te
 class TextPart(nn.Module):
     """The text decoder and the head of a ``wrapper`` on the meta device, under the names that a text model uses.
 
-    The wrapper is not a submodule, so its other parts are visible to its own forward alone.
+    The wrapper is not a submodule, so only its own forward sees its other parts.
     """
 
     base_model_prefix = "model"
@@ -184,7 +184,7 @@ class TextPart(nn.Module):
         return {to: by for to, by in tied.items() if to and by}
 
     def text_name(self, name: str) -> str | None:
-        """Return the text model's name of a tensor of the wrapper, None if it is not in the text part."""
+        """Return the text model's name of a tensor of the wrapper; None if it is not in the text part."""
         for own, path in self.paths.items():
             if name.startswith(f"{path}."):
                 return own + name.removeprefix(path)
@@ -214,8 +214,7 @@ class TextPart(nn.Module):
         return self.wrapper(*args, **given)
 
     def saved(self) -> dict[str, Tensor]:
-        """Return the text part's tensors under the names and in the shapes in which transformers saves the
-        wrapper's."""
+        """Return the text part's tensors with the names and shapes with which transformers saves the wrapper."""
         own = {self.wrapped_name(name): value for name, value in self.state_dict().items()}
         tied = set(map(self.wrapped_name, self.all_tied_weights_keys))
         own = {name: value for name, value in own.items() if name not in tied}

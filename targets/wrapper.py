@@ -1,4 +1,5 @@
-"""Finds the text model in a multimodal model of transformers: which tensors belong to it, and whether its head is tied.
+"""Finds the text model in a multimodal model of transformers: the tensors that belong to it, and whether its head is
+tied.
 
 All of this is read from transformers' own class, on the meta device.
 """
@@ -22,8 +23,8 @@ class Wrapper:
         self.text, self.head = (self._name(part) for part in (model.get_decoder(), model.get_output_embeddings()))
 
     def is_elsewhere(self, name: str) -> bool:
-        """Return True if a checkpoint's tensor of this name belongs to a part of the model that does not read text: an
-        image or audio tower, or the projection of its states."""
+        """Return True if a checkpoint's tensor of this name belongs to a part of the model that does not read text,
+        such as an image or audio tower or a projection of its states."""
         own, _ = rename_source_key(
             name, self.renamings, self.converters, self.model.base_model_prefix, dict.fromkeys(self.own, True)
         )
@@ -44,6 +45,6 @@ def wrapper_of(config: PreTrainedConfig) -> Wrapper | None:
     """Return the wrapper for a checkpoint's whole configuration; None for a text model, or if none can be built."""
     try:
         model = wrapper_model(text_config_of(config))
-    except Exception:  # some need packages that are not installed; their tensors are then refused by name
+    except Exception:  # some need packages that are not installed; their tensors are refused by name later
         return None
     return None if model is None else Wrapper(model)

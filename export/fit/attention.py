@@ -52,7 +52,7 @@ class Chains(nn.Module):
 
     In step 0, each row attends to the rows of the text up to itself. In step j, whose positions begin at j, row p
     continues the chain that began at row p. It attends to the keys of step 0 up to row p, and to its chain's keys of
-    steps 1 to j. Every row so sees exactly what it would see if its chain were the only one.
+    steps 1 to j. So every row sees exactly what it would see if its chain were the only one.
     """
 
     def __init__(self, shape: KVCacheShape):

@@ -1,4 +1,5 @@
-"""The files of an artifact beside its program: the tokenizer's files and ``export.json``, the record of the export."""
+"""The files of an artifact other than its program: the tokenizer's files, and ``export.json``, the record of the
+export."""
 
 import hashlib
 import json
@@ -27,7 +28,7 @@ PACKAGES = ("eagle3-export", "torch", "executorch", "torchao", "transformers", "
 
 
 def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """Copy the tokenizer's files that the checkpoint has."""
+    """Copy those files of the tokenizer that the checkpoint has."""
     for name in TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, folder / name)
@@ -39,14 +40,14 @@ def sha256(path: Path) -> str:
 
 
 def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
-    """Hash several files at a time: one is read while another is hashed. Returns each sha256 by file name."""
+    """Hash several files at a time, so that one is read while another is hashed. Returns each sha256 by file name."""
     paths = list(paths)
     with ThreadPoolExecutor() as pool:
         return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
 
 
 class HashedFile:
-    """A file to write into, with a thread of its own that hashes what is written."""
+    """A file to write to, with a thread that hashes the data as it is written."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
         self._file, self._pool, self._digest = file, pool, hashlib.sha256()
@@ -69,11 +70,11 @@ def hashed_file(path: Path) -> Iterator[HashedFile]:
 
 
 def write_program(program: "ExecutorchProgramManager", folder: Path) -> dict[str, str]:
-    """Write ``model.pte``, and beside it the files that a backend keeps outside of it. Returns each sha256 by name."""
+    """Write ``model.pte``, and next to it the files that a backend keeps outside of it. Returns each sha256 by name."""
     with hashed_file(folder / MODEL_FILE) as file:
         program.write_to_file(file)
     digests = {MODEL_FILE: file.sha256()}
-    for name, data in program._tensor_data.items():  # write_tensor_data_to_file opens files of its own
+    for name, data in program._tensor_data.items():  # write_tensor_data_to_file would open the files itself
         path = folder / (name if name.endswith(".ptd") else f"{name}.ptd")
         with hashed_file(path) as file:
             data.write_to_file(file)
@@ -86,10 +87,11 @@ def package_versions() -> dict[str, str]:
 
 
 def program_digest(model: Path) -> dict[str, Any]:
-    """Return ``{"program": {"bytes", "sha256"}}`` of the program at the head of a ``.pte``, up to its first segment.
+    """Return ``{"program": {"bytes", "sha256"}}`` for the program at the beginning of a ``.pte``, up to its first
+    segment.
 
-    A runner can check that much at once, whatever the file's size. A file without ExecuTorch's extended header gives
-    an empty dictionary.
+    A runner can check this part at once, whatever the file's size. A file without ExecuTorch's extended header gives an
+    empty dictionary.
     """
     from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header
 
@@ -103,9 +105,9 @@ def program_digest(model: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: dict[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Write ``export.json``, the record with size and sha256 of every other file, and return its content.
+    """Write ``export.json``, the record with the size and sha256 of every other file, and return its contents.
 
-    ``known`` holds the sha256 of the files that were hashed as they were written, by name.
+    ``known`` maps the names of files that were hashed while they were written to their sha256.
     """
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)}

@@ -1,8 +1,9 @@
 """The output folder: it appears whole or not at all, and nothing that an export did not write is ever deleted.
 
-Everything is written into a hidden folder beside the final one, ``.NAME.partial-PID-RANDOM``, and renamed when it is
-complete; between two renames the earlier folder is ``.NAME.replaced-PID-RANDOM``. Whatever ends an export early, the
-final name keeps what it had. ``lock.py`` keeps a second export out and tidies up after a killed one.
+Everything is written into a hidden folder next to the final one, ``.NAME.partial-PID-RANDOM``, which is renamed when it
+is complete. Between two renames the earlier folder is ``.NAME.replaced-PID-RANDOM``. Whatever ends an export early, the
+final name keeps its earlier contents. ``lock.py`` refuses a second export into the same folder, and cleans up after a
+killed one.
 """
 
 import json
@@ -28,8 +29,8 @@ from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 def check_output(folder: Path, overwrite: bool) -> None:
     """Raise OSError for a folder that cannot be made or replaced, and for one that must not be replaced.
 
-    That is a mount point, the working folder, and a folder that is not empty, unless ``overwrite`` is given and every
-    file in it is as ``export.json`` records it.
+    Mount points and the working folder must not be replaced, nor a folder that is not empty, unless ``overwrite`` is
+    given and every file in it is as ``export.json`` records it.
     """
     place = _resolved(folder)
     try:
@@ -48,13 +49,13 @@ def check_output(folder: Path, overwrite: bool) -> None:
 def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a folder to write into that becomes ``folder`` at the end. After an exception ``folder`` is unchanged.
 
-    Raises BlockingIOError at once where another export writes into the same folder, and FileExistsError at the end
-    where ``check_output`` has come to refuse ``folder`` meanwhile.
+    Raises BlockingIOError at once if another export writes into the same folder, and FileExistsError at the end if
+    ``check_output`` by then refuses ``folder``.
     """
     place = _resolved(folder)
     place.parent.mkdir(parents=True, exist_ok=True)
     with _stopped_by_interrupt(), locked_folder(place) as partial:
-        check_output(place, overwrite)  # a killed export's earlier artifact may be back
+        check_output(place, overwrite)  # cleaning up after a killed export may have restored an earlier artifact
         yield partial
         check_output(place, overwrite)
         _swap(partial, place)
@@ -62,9 +63,10 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
-    """Turn any error that a full disk caused, in this process or in a compiler, into one OSError with the numbers.
+    """Turn any error that a full disk caused, in this process or in a compiler, into one OSError that says how much is
+    needed and free.
 
-    ``needed`` is about how many bytes the artifact takes.
+    ``needed`` is the approximate size of the artifact in bytes.
     """
     try:
         yield
@@ -82,7 +84,7 @@ def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, says that a disk is full."""
+    """Return True if an error, or one that caused it, says that a disk is full."""
     cause: BaseException | None = error
     while cause is not None:
         if "No space left on device" in str(cause):
@@ -94,7 +96,7 @@ def is_full_disk(error: BaseException) -> bool:
 def _resolved(folder: Path) -> Path:
     try:
         return folder.resolve()
-    except RuntimeError as error:  # Python 3.11's way to say that links go round in circles
+    except RuntimeError as error:  # Python 3.11's error for links that form a cycle
         raise OSError(f"{folder} is a link that leads back to itself: name another --output-dir") from error
 
 
@@ -112,7 +114,7 @@ def _check_place(folder: Path, place: Path) -> None:
             f"{folder} is a mount point, which no finished folder can take the place of: "
             f"type --output-dir {folder / 'NAME'}"
         )
-    with suppress(FileNotFoundError):  # of a working folder that someone removed
+    with suppress(FileNotFoundError):  # the working folder was removed
         if Path.cwd().is_relative_to(place):
             raise OSError(
                 f"{folder} {'is' if Path.cwd() == place else 'contains'} the working folder {Path.cwd()}, which would "
@@ -121,7 +123,7 @@ def _check_place(folder: Path, place: Path) -> None:
 
 
 def _is_mount_point(place: Path) -> bool:
-    """Return whether ``place`` is a mount point; Linux's own list also has bind mounts of the same file system."""
+    """Return True if ``place`` is a mount point. Linux's own list also has bind mounts of the same file system."""
     if os.path.ismount(place):
         return True
     escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(place))
@@ -173,7 +175,7 @@ def _not_written(place: Path) -> tuple[str, str] | None:
 
 @cache
 def _sha256_of(path: Path, _identity: tuple[int, ...]) -> str:
-    """Hash a file once, and again when it has changed: an artifact is checked before the work and after it."""
+    """Hash a file once, and again after it has changed: an artifact is checked before an export and at its end."""
     return sha256(path)
 
 
@@ -192,10 +194,9 @@ def _recorded(file: Path) -> dict[str, tuple[int, str]] | None:
 def _stopped_by_interrupt() -> Iterator[None]:
     """Let Ctrl-C unwind as KeyboardInterrupt and SIGTERM as Terminated, so that the partial folder is removed.
 
-    PyTorch's tracer may turn it into another error and log a traceback: the error becomes the first again, and the log
-    is off.
+    PyTorch's tracer may turn it into another error and log a traceback. That error is turned back, and the log is off.
     """
-    if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     stopped: type[KeyboardInterrupt] | None = None
@@ -224,12 +225,12 @@ def _stopped_by_interrupt() -> Iterator[None]:
 
 
 def _swap(new: Path, place: Path) -> None:
-    """Rename ``new`` to ``place``. The earlier folder is removed after that, and comes back if the rename fails."""
+    """Rename ``new`` to ``place``. The earlier folder is removed afterwards, or restored if the rename fails."""
     earlier = put_aside(new, place)
     try:
         if place.exists():
             shutil.copymode(place, new)
-            if any(place.iterdir()):  # an empty folder gives way to a rename
+            if any(place.iterdir()):  # a rename replaces an empty folder
                 os.rename(place, earlier)
         os.rename(new, place)
     finally:

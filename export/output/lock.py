@@ -1,9 +1,9 @@
-"""One export a folder: a partial folder is locked while its export runs.
+"""Allows one export for each output folder: a partial folder is locked while its export runs.
 
-A second export into the same folder is refused. A folder without a lock was left by a killed export: the next export
-removes it, or brings back the earlier artifact that the killed one had put aside. Locks are ``flock`` on the folders
-themselves and end with the process. Where there are none (another platform, some network file systems), no export is
-refused and nothing is removed.
+A second export into the same folder is refused. A partial folder without a lock was left by a killed export. The next
+export removes it, or restores the earlier artifact that the killed one had renamed. Locks are ``flock`` on the folders
+themselves and end with the process. Where folders cannot be locked (another platform, some network file systems), no
+export is refused and nothing is removed.
 """
 
 import os
@@ -19,18 +19,18 @@ from eagle3.runner.contract import EXPORT_RECORD
 
 try:
     import fcntl
-except ImportError:  # no Unix
+except ImportError:  # the platform is not Unix
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL, REPLACED = "partial", "replaced"
-PATIENCE = 5.0  # seconds that an export waits for others that begin beside it
+PATIENCE = 5.0  # the seconds that an export waits for others that begin at the same time
 
 
 @contextmanager
 def locked_folder(place: Path) -> Iterator[Path]:
-    """Yield a new, locked folder beside ``place``, which is to become it.
+    """Yield a new, locked folder next to ``place``, which will be renamed to it.
 
-    Raises BlockingIOError where another export holds one.
+    Raises BlockingIOError if another export holds such a folder.
     """
     with _alone_in(place.parent):
         stale = refuse_a_second(place)
@@ -47,11 +47,12 @@ def locked_folder(place: Path) -> Iterator[Path]:
 
 
 def refuse_a_second(place: Path) -> list[Path]:
-    """Raise BlockingIOError where an export writes beside ``place``; return the folders that killed exports left."""
+    """Raise BlockingIOError if another export writes a folder next to ``place``; return the folders that killed exports
+    left."""
     stale = []
     for path, process in _beside(place, PARTIAL):
         try:
-            lock = _lock(path, shared=True)  # any number may look at once
+            lock = _lock(path, shared=True)  # any number of exports may check at once
         except BlockingIOError:
             raise BlockingIOError(
                 f"another export is writing {place} (process {process or 'unknown'}, in {path.name}): wait for its "
@@ -69,13 +70,13 @@ def put_aside(partial: Path, place: Path) -> Path:
 
 
 def _tidy(place: Path, stale: list[Path]) -> None:
-    """Remove what killed exports left, and bring back the artifact that one of them had put aside."""
+    """Remove the folders that killed exports left, and restore the artifact that one of them had renamed."""
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     aside = sorted((path for path, _ in _beside(place, REPLACED)), key=lambda path: path.stat().st_ctime_ns)
     if aside and not (place.is_dir() and any(place.iterdir())):
         os.rename(aside.pop(), place)
-    if (place / EXPORT_RECORD).is_file():  # a new artifact stands, or the earlier one stands again
+    if (place / EXPORT_RECORD).is_file():  # the new artifact or the restored earlier one is in place
         for path in aside:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -85,7 +86,7 @@ def _prefix(place: Path, kind: str) -> str:
 
 
 def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
-    """Return the folders of exports into ``place``, each with the process id in its name."""
+    """Return the partial or replaced folders of exports to ``place``, each with the process id in its name."""
     pattern = re.compile(re.escape(_prefix(place, kind)) + r"(?:(\d+)-)?[a-z0-9_]{8}")
     found = []
     with suppress(FileNotFoundError, PermissionError), os.scandir(place.parent) as entries:
@@ -98,9 +99,9 @@ def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """Let exports that begin at the same time look for others one after the other.
+    """Make exports that begin at the same time check for others one after the other.
 
-    An export that has waited for ``PATIENCE`` goes on without the lock: another program may hold it.
+    An export that has waited for ``PATIENCE`` goes on without the lock, which another program may hold.
     """
     deadline, lock = time.monotonic() + PATIENCE, None
     while time.monotonic() < deadline:
@@ -118,8 +119,8 @@ def _alone_in(parent: Path) -> Iterator[None]:
 def _lock(folder: Path, shared: bool = False, wait: bool = False) -> int | None:
     """Lock a folder until its descriptor is closed or the process ends.
 
-    Returns None where it cannot be locked: another platform, a network file system, a folder that this user may not
-    open. Raises BlockingIOError where another process has the lock, unless ``wait``.
+    Returns None if the folder cannot be locked: on another platform, on some network file systems, or if this user may
+    not open it. Raises BlockingIOError if another process has the lock, unless ``wait`` is True.
     """
     if fcntl is None:
         return None

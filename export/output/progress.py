@@ -1,5 +1,5 @@
-"""The progress of an export: a line per stage on stderr with seconds and peak resident memory, which ``export.json``
-has as well."""
+"""Shows the progress of an export: a line per stage on stderr, with the seconds and the peak resident memory, which
+``export.json`` also records."""
 
 import resource
 import sys
@@ -14,7 +14,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Progress:
-    """``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the order they ended."""
+    """``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the order in which the stages ended."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -23,7 +23,7 @@ class Progress:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         with suppress(OSError):
-            _CLEAR.write_text("5")  # Linux: the peak counts from here
+            _CLEAR.write_text("5")  # on Linux the peak is counted from here
         start = time.monotonic()
         with self.console.status(name):
             yield
@@ -36,8 +36,8 @@ class Progress:
 
 
 def peak_resident_mb() -> float:
-    """Return the peak resident memory in MB (10^6 bytes) since the stage began; of the process where the system cannot
-    say."""
+    """Return the peak resident memory in MB (10^6 bytes) since the stage began, or since the process began if the
+    system cannot say."""
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM"):

@@ -1,4 +1,4 @@
-"""The text that ``eagle3-export`` prints on stdout: the plan of a dry run, the result of an export."""
+"""Formats what ``eagle3-export`` prints on stdout: the plan of a dry run, or the result of an export."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -69,13 +69,13 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
 
 
 def _gpus(plan: Plan) -> list[Gpu]:
-    """Return the known GPUs of the architecture in ``--cuda-arch``; all known GPUs without the flag."""
+    """Return the known GPUs of the architecture in ``--cuda-arch``, or all known GPUs without the flag."""
     arch = plan.config.cuda_arch
     return gpus_of(arch) if arch else list(GPUS.values())
 
 
 def _longest_context(plan: Plan, gpu: Gpu) -> int:
-    """Return the longest ``--max-seq-len`` with which a run fits on a GPU, 0 if none does."""
+    """Return the longest ``--max-seq-len`` with which a run fits on a GPU; 0 if none fits."""
     memory = plan.footprint
     assert memory is not None
     most = plan.target_config.max_position_embeddings
@@ -110,7 +110,7 @@ def draft_text(plan: Plan) -> str:
 
 
 def quantized_text(plan: Plan) -> str:
-    """Return a line on a quantized checkpoint's weights: how many are quantized, and what the export makes of them."""
+    """Return a line on a quantized checkpoint: how many weights are quantized, and how the export converts them."""
     quantized = plan.quantized_headers
     kinds = " and ".join(sorted({header.dtype for header in quantized}))
     if BACKENDS[plan.config.backend].quantizes:
@@ -132,7 +132,7 @@ def result_text(plan: Plan, record: dict[str, Any]) -> str:
 
 
 def _shared_text(plan: Plan) -> str:
-    copy = 2 * plan.target_config.vocab_size * plan.target_config.hidden_size  # in bfloat16
+    copy = 2 * plan.target_config.vocab_size * plan.target_config.hidden_size  # bytes, in bfloat16
     embedding = "" if plan.draft.has_embedding else f", the target's embedding (a copy would take {_mb(copy)})"
     return embedding + (", the target's lm_head" if plan.draft.shares_lm_head else "")
 

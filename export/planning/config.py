@@ -13,17 +13,18 @@ OWN_LAYER = "mtp"
 """The value of ``--draft`` for the MTP layer that the target's own checkpoint holds."""
 CUDA_RECIPES = ("none", "default", "sensitive")
 XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
-"""Dynamic activations in 8 bits, weights in 4 or 8: ExecuTorch's names (``extension/llm/export/quantize.py``)."""
-GROUPED = "8da4w"  # whose inputs share scales in groups; 8da8w has a scale a row
+"""ExecuTorch's names for dynamic 8-bit activations with weights of 4 or 8 bits
+(``extension/llm/export/quantize.py``)."""
+GROUPED = "8da4w"  # in this recipe groups of inputs share a scale; 8da8w has one scale for each row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
 LONGEST_CHAIN = 15
-"""The most draft tokens a round; a verify window has one row more."""
+"""The most draft tokens of a round; a verify window has one row more."""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """See ``eagle3-export --help``. None leaves a value to the target, the draft head or the backend."""
+    """See ``eagle3-export --help``. None means that the target, the draft head or the backend decides."""
 
     target_model: str = "auto"
     output_dir: Path | None = None
@@ -48,7 +49,7 @@ class ExportConfig:
     draft_rope_theta: float | str | None = None
     draft_partial_rotary: float | str | None = None
     read: tuple[str, ...] = ()
-    """Readings of the head, each FIELD=VALUE."""
+    """Overridden readings of the head, each FIELD=VALUE."""
     fit: bool | None = None
     fit_only: bool = False
     text: Path | None = None
@@ -63,33 +64,33 @@ class ExportConfig:
     random_weights: bool = False
     layers: int | None = None
     repositories: Mapping[str, HubName] = field(default_factory=dict)
-    """Maps a field whose path lies in the hub's cache to the name on the hub, with its commit."""
+    """Maps each field whose path lies in the hub's cache to its name on the hub, with the commit."""
 
     @property
     def reads_weights(self) -> bool:
-        """False where configurations and headers suffice."""
+        """False if configurations and headers are enough."""
         return not (self.dry_run or self.random_weights)
 
     @property
     def publisher(self) -> str | None:
-        """Who published the draft head on the hub; None for a folder of one's own."""
+        """The organization that published the draft head on the hub; None for a local folder."""
         named = self.repositories.get("draft")
         return named.repository.partition("/")[0] if named else None
 
     @property
     def int8_caches(self) -> bool:
-        """True where the target's layers of full attention keep keys and values in 8 bits."""
+        """True if the target's layers of full attention keep keys and values in 8 bits."""
         return self.kv_cache == "int8"
 
     @property
     def folder(self) -> Path:
-        """The artifact's folder. Raises ValueError where none was chosen yet."""
+        """The artifact's folder. Raises ValueError if none has been chosen yet."""
         if self.output_dir is None:
             raise ValueError("output_dir is missing")
         return self.output_dir
 
     def as_json(self) -> dict[str, Any]:
-        """Return the flags as they can be typed again, with names on the hub instead of paths into its cache."""
+        """Return the flags in a form that can be typed again, with names on the hub instead of paths into its cache."""
         given = {each.name: self.repositories.get(each.name, getattr(self, each.name)) for each in fields(self)}
         del given["repositories"], given["dry_run"]
         return {name: str(value) if isinstance(value, Path | HubName) else value for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""Flags that contradict each other or the backend, which are refused before any file is read."""
+"""Refuses flags that contradict each other or the backend, before any file is read."""
 
 from pathlib import Path
 
@@ -41,7 +41,9 @@ def check_flags(config: ExportConfig) -> None:
     if config.fit and config.random_weights:
         raise ValueError("--fit measures weights, and --random-weights has none: leave one of the two out")
     if config.text is not None and config.fit is False:
-        raise ValueError(f"--text {config.text} is what --fit measures on: leave it or --no-fit out")
+        raise ValueError(
+            f"--text {config.text} gives --fit its text, and --no-fit measures nothing: leave one of the two out"
+        )
     backend = BACKENDS[config.backend]
     for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
         if getattr(config, flag) is not None:

@@ -1,4 +1,4 @@
-"""The memory that a run takes by parts, and the bytes of an artifact's KV caches, computed from configurations."""
+"""Computes from configurations the memory that the parts of a run take, and the bytes of an artifact's KV caches."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -40,12 +40,12 @@ class GpuMemory:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that programs may still take on this machine; None on other systems than Linux."""
+    """Return the bytes of memory that are free on this machine; None on systems other than Linux."""
     return linux_bytes("/proc/meminfo", "MemAvailable")
 
 
 def linux_bytes(file: str, key: str) -> int | None:
-    """Return the bytes in the line ``key`` of one of Linux's own files; None without such a line or file."""
+    """Return the bytes in the line ``key`` of a file of Linux's /proc; None if there is no such line or file."""
     with suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(f"{key}:"):
@@ -56,8 +56,8 @@ def linux_bytes(file: str, key: str) -> int | None:
 def target_caches(
     spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype, int8: bool = False
 ) -> list[KVCacheShape]:
-    """Return the KV caches of a target with transformers' text configuration ``config``. ``int8``: its layers of full
-    attention keep codes."""
+    """Return the KV caches of a target with transformers' text configuration ``config``. With ``int8``, its layers of
+    full attention keep INT8 codes."""
     shapes: list[KVCacheShape] = []
 
     def note(shape: KVCacheShape) -> nn.Module:
@@ -71,8 +71,8 @@ def target_caches(
 
 
 def draft_caches(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> list[KVCacheShape]:
-    layer = draft.layer  # of a head without caches there are no windows
-    slots = max_seq_len + draft.block_rows  # a block lies behind the last position
+    layer = draft.layer  # a head without caches has no windows, so that this is not used
+    slots = max_seq_len + draft.block_rows  # a block lies behind the last position of the context
     rings = (ring_window(window, slots) for window in draft.windows)
     return [KVCacheShape(layer.num_key_value_heads, draft.key_size, slots, ring, dtype) for ring in rings]
 
@@ -82,8 +82,8 @@ def cache_bytes(shapes: Iterable[KVCacheShape]) -> int:
 
 
 def longest_context(shapes: Iterable[KVCacheShape], tokens: int, spare: int, most: int) -> int:
-    """Return the tokens of the longest context, at most ``most``, whose caches take at most ``spare`` bytes more than
-    ``shapes``, those for ``tokens``. Rings do not grow with it."""
+    """Return the most tokens, up to ``most``, whose caches take at most ``spare`` bytes more than ``shapes``, which are
+    the caches for ``tokens``. Rings do not grow with the context."""
     each = sum(shape.bytes / shape.slots for shape in shapes if not shape.window)
     more = int(spare / each) // 256 * 256 if each else most
     return max(0, min(most, tokens + more))

@@ -13,13 +13,14 @@ from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent, sliding_window
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DEFAULT_MAX_PREFILL = 1024  # tokens: longer chunks gain little and their activations take memory
-FORWARD_ROWS = 128  # tokens: so far the small-M kernel, which single rows need, should keep up with dequantizing
+DEFAULT_MAX_PREFILL = 1024  # tokens; longer chunks gain little, and their activations take memory
+# tokens; up to this length the small-M kernel, which single rows need, should be no slower than dequantizing
+FORWARD_ROWS = 128
 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """A method's lengths in rows, both ends included."""
+    """The smallest and the largest length of a method in rows, both included."""
 
     name: str
     min_len: int
@@ -28,7 +29,8 @@ class MethodPlan:
     @property
     def traced_len(self) -> int:
         """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
-        window, a few rows of what begins at one. Odd, so that it equals no size of a model by chance."""
+        window, or a few rows of a method that accepts one. It is odd, so that it does not equal a size of the model by
+        chance."""
         if self.min_len == self.max_len:
             return self.max_len
         return min(self.max_len, 9 if self.min_len == 1 else self.max_len) - 1 | 1
@@ -46,8 +48,8 @@ def plan_methods(
 ) -> tuple[MethodPlan, ...]:
     """Return the lengths of every method, within the bounds of the target and of the draft.
 
-    Without ``draft`` the draft has no bound; with ``fused`` there is a method ``speculate``; without ``verify_rows``
-    the verify window is as long as the chain. Raises ValueError with the flag to change.
+    Without ``draft``, only the target bounds the lengths. With ``fused`` there is a method ``speculate``. Without
+    ``verify_rows``, the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
     of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
@@ -68,7 +70,8 @@ def plan_methods(
             f"--draft-window {config.draft_window + window - longest} or more"
         )
     fewest_rows, most_rows = max(2, shortest), min(backend.window_rows[-1], longest)
-    if 0 < of_target <= backend.few_rows(most_rows):  # with more rows prefill would begin behind the sliding window
+    # a larger window would make the shortest prefill longer than the sliding window
+    if 0 < of_target <= backend.few_rows(most_rows):
         most_rows = min(most_rows, least - 1)
     if window > chain_rows and not fewest_rows <= window <= most_rows:
         raise ValueError(
@@ -131,7 +134,7 @@ def plan_methods(
 
 
 def check_recurrent(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
-    """Raise ValueError for what is not there for a target with recurrent layers."""
+    """Raise ValueError for a feature that is not supported for targets with recurrent layers."""
     model = target_config.model_type
     if not BACKENDS[config.backend].rolls_back_states:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.rolls_back_states)
@@ -147,11 +150,11 @@ def check_recurrent(config: ExportConfig, target_config: "PreTrainedConfig") -> 
 
 
 def draft_rows(draft: DraftDescription, chain_len: int) -> int:
-    """Return the longest forward that the draft's sliding window allows, 0 where it has none.
+    """Return the longest forward that the draft's sliding window allows; 0 if it has none.
 
-    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. Where a head drafts a block,
-    the rows that it is given attend to nothing, and as many as its ring has slots may be written at once. Raises
-    ValueError where mask rows fill the window, and for a chain that the head does not propose.
+    The mask rows of a P-EAGLE come after each forward and take part of the sliding window. In a head that drafts a
+    block, the given rows do not attend, so one forward may write as many of them as the ring has slots. Raises
+    ValueError if mask rows fill the window, and for a chain length that the head does not propose.
     """
     masks = draft.proposals(chain_len) - 1
     if draft.block_rows:
@@ -165,7 +168,7 @@ def draft_rows(draft: DraftDescription, chain_len: int) -> int:
 
 
 def own_verify_rows(config: ExportConfig, qlinear: str) -> int:
-    """Return the rows of a verify window where no head says how many: as many as the kernels take at once."""
+    """Return the rows of a verify window without a head: as many as the kernels take at once."""
     backend = BACKENDS[config.backend]
     return backend.fast_rows.get(qlinear, backend.window_rows[0])
 
@@ -173,9 +176,9 @@ def own_verify_rows(config: ExportConfig, qlinear: str) -> int:
 def fused_rounds(
     config: ExportConfig, draft: DraftDescription, chain_len: int, target_bytes: int, verify_rows: int = 0
 ) -> tuple[bool, tuple[str, ...]]:
-    """Return whether to export the method ``speculate``, and a warning where the default would, but cannot.
+    """Return whether to export the method ``speculate``, and a warning if it is the default but impossible.
 
-    Raises ValueError where it is impossible and ``--speculate`` asks for it.
+    Raises ValueError if it is impossible and ``--speculate`` asks for it.
     """
     backend = BACKENDS[config.backend]
     rows, most = draft.fused_rows(chain_len), backend.few_rows(max(chain_len + 1, verify_rows, draft.block_rows))

@@ -1,7 +1,7 @@
 """Finds the folders and files of both checkpoints.
 
-The command imports this module before it checks the output folder, and should not wait for torch there: what reads
-checkpoints is imported where it is called.
+The command imports this module before it checks the output folder, and should not wait for torch then. So modules that
+read checkpoints are imported in the functions that need them.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
 
 
 def draft_folder(config: ExportConfig) -> Path:
-    """Return the folder of the draft head. Raises ValueError or FileNotFoundError where there is none."""
+    """Return the folder of the draft head. Raises ValueError or FileNotFoundError if there is none."""
     from eagle3.export.checkpoints.gguf_file import GGUFFile
     from eagle3.export.draft.other_heads import GGUF_HEAD
 
@@ -47,8 +47,8 @@ def draft_folder(config: ExportConfig) -> Path:
 
 
 def uses_own_layer(config: ExportConfig) -> bool:
-    """Return True if the draft head is the MTP layer in the target's checkpoint: ``--draft mtp``, or no ``--draft`` for
-    a folder that has such a layer and a target without a head of its own."""
+    """Return True if the draft head is the MTP layer in the target's checkpoint: with ``--draft mtp``, or without
+    ``--draft`` if the folder has such a layer and no head is listed for the target."""
     if config.draft is not None:
         return config.draft == Path(OWN_LAYER)
     spec = TARGETS[config.target_model]
@@ -72,6 +72,6 @@ def _folder(path: Path | None, target: str, flag: str) -> Path:
 
 
 def _heads(target: str) -> list[str]:
-    """Return what may be typed after ``--draft`` beside folders and numbers."""
+    """Return the names that may be typed after ``--draft``, apart from folders and numbers."""
     spec = TARGETS[target]
     return [*(path.name for path in spec.drafts), *(head.partition("/")[2] for head in spec.heads), OWN_LAYER, NO_HEAD]

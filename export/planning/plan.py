@@ -40,34 +40,34 @@ if TYPE_CHECKING:
     from eagle3.targets.attention import KVCacheShape
 
 LARGE = 100_000_000
-"""Weights of a target whose steps take as long as reading them does."""
+"""The number of a target's weights from which a step takes as long as reading them."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything an export needs to know; sizes in tokens."""
+    """All that the stages of an export need to know; sizes are in tokens."""
 
     config: ExportConfig
     spec: TargetSpec
-    checkpoint: Path  # with the configuration and the tokenizer
+    checkpoint: Path  # the folder with the configuration and the tokenizer
     target_source: Source
     target_config: "PreTrainedConfig"  # transformers' text configuration
-    target_headers: dict[str, TensorHeader]  # of the tensors that are read
+    target_headers: dict[str, TensorHeader]  # the headers of the tensors that are read
     draft: DraftDescription
     chosen_taps: Taps
     chain_len: int
     verify_rows: int
-    """The longest verify window: the anchor, and a proposal for each other row."""
+    """The rows of the longest verify window: the anchor, and a proposal in each other row."""
     max_seq_len: int
     methods: tuple[MethodPlan, ...]
     qlinear: str
     draft_qlinear: str
-    """The recipes for the weights of target and draft: a recipe of the backend, or "checkpoint" where the target's
-    weights are quantized already and no recipe quantizes them again."""
-    bos_id: int  # -1: none
+    """The recipes for the weights of target and draft. Each is a recipe of the backend; the target's is "checkpoint" if
+    its weights are already quantized and no recipe quantizes them again."""
+    bos_id: int  # -1 if there is none
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
-    """Possible mistakes that are not errors, a line each."""
+    """Lines on possible mistakes that are not errors."""
 
     @property
     def quantized_headers(self) -> list[TensorHeader]:
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def speculates(self) -> bool:
-        """True where the artifact has the method ``speculate``, a greedy round in one call."""
+        """True if the artifact has the method ``speculate``, a greedy round in one call."""
         return any(method.name == SPECULATE for method in self.methods)
 
     def method(self, name: str) -> MethodPlan:
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def proposals(self) -> int:
-        """Tokens that one forward of the draft proposes."""
+        """The number of tokens that one forward of the draft proposes."""
         return self.draft.proposals(self.chain_len)
 
     @property
@@ -125,12 +125,12 @@ class Plan:
 
     @property
     def few_rows(self) -> int:
-        """The most rows of a method other than prefill, by the backend."""
+        """The most rows of a method other than prefill, which depends on the backend."""
         return BACKENDS[self.config.backend].few_rows(max(self.verify_rows, self.draft.block_rows))
 
     @property
     def has_draft(self) -> bool:
-        """False with ``--draft none``."""
+        """False for ``--draft none``."""
         return self.draft.kind != NO_HEAD
 
 
@@ -183,7 +183,8 @@ def make_plan(config: ExportConfig) -> Plan:
     qlinear = choose_recipe(config, target_headers)
     draft_qlinear = config.draft_qlinear or BACKENDS[config.backend].draft_recipe if has_draft else "none"
     if has_draft:
-        wider = qlinear == "none" and draft_qlinear != "none"  # a step would read the target's lm_head in more bytes
+        # otherwise a draft step would read the target's lm_head, which has more bytes
+        wider = qlinear == "none" and draft_qlinear != "none"
         draft = without_copies(draft, target_source, target_headers, skeleton, TABLES[:1] if wider else TABLES)
     verify_rows = config.verify_rows or (chain_len + 1 if has_draft else own_verify_rows(config, qlinear))
     fused, left_out = fused_rounds(config, draft, chain_len, target_bytes, verify_rows) if has_draft else (False, ())
@@ -218,7 +219,7 @@ def make_plan(config: ExportConfig) -> Plan:
 
 
 def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str:
-    """Return ``Plan.qlinear``. Raises ValueError for a recipe where the checkpoint's own codes are kept."""
+    """Return ``Plan.qlinear``. Raises ValueError for a recipe if the backend keeps the checkpoint's own codes."""
     keeps_codes = BACKENDS[config.backend].quantizes
     if any(header.quantized for header in headers.values()):
         if keeps_codes and config.qlinear is not None:
@@ -229,7 +230,7 @@ def choose_recipe(config: ExportConfig, headers: dict[str, TensorHeader]) -> str
 
 
 def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Iterator[str]:
-    """Propose a recipe where a large target would keep float32 because nobody chose one."""
+    """Propose a recipe if a large target would stay in float32 because none was chosen."""
     backend, elements = BACKENDS[config.backend], sum(header.elements for header in headers.values())
     quantized = any(header.quantized for header in headers.values())
     if config.qlinear is None and backend.small_recipe and not quantized and elements > LARGE:
@@ -240,7 +241,7 @@ def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Ite
 
 
 def _chain_notes(config: ExportConfig, draft: DraftDescription) -> Iterator[str]:
-    """Say so where the head proposes more tokens a round than a verify window of 16 rows holds."""
+    """Yield a note if the head proposes more tokens a round than fit into a verify window of 16 rows."""
     if config.chain_len is None and draft.chain_len > LONGEST_CHAIN:
         yield (
             f"the head's files suggest {draft.chain_len} draft tokens a round, {LONGEST_CHAIN} are the most: the chain "

@@ -1,4 +1,4 @@
-"""Replaces the checkpoints of an export by ones with random weights, which take no room on the disk."""
+"""Replaces the checkpoints of an export by checkpoints with random weights, which take no room on the disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +23,11 @@ from eagle3.targets.text_part import whole_config
 
 @contextmanager
 def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
-    """Yield the flags with random checkpoints of the same shapes, of ``config.layers`` layers. They are removed at the
-    end. The taps of a head for more layers are spread over those that are there.
+    """Yield the flags with random checkpoints of the same shapes, and with ``config.layers`` layers if that is set. The
+    checkpoints are removed at the end. The taps of a head for more layers are spread over the remaining ones.
 
-    Raises ValueError or FileNotFoundError where a checkpoint has no shapes to take, or not every kind of layer is kept.
+    Raises ValueError or FileNotFoundError if a checkpoint's shapes cannot be read, or if some kind of layer would be
+    missing.
     """
     checkpoint, _ = target_paths(config, TARGETS[config.target_model])
     own = uses_own_layer(config)
@@ -48,7 +49,7 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
 
 
 def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path, own: bool) -> None:
-    """``own``: the MTP layer behind the last one is kept too."""
+    """With ``own``, the MTP layer after the last layer is kept too."""
     assert config.layers is not None
     whole = read_target_config(checkpoint, config.target_model)
     fewer, layers = fewer_layers(common_fields(whole), partial(from_common_fields, whole), config.layers)
@@ -59,5 +60,5 @@ def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path, own: 
 
 
 def _within(folder: Path, of: Path) -> Path:
-    """Return a folder with the last two parts of the path ``of``, by which messages and the manifest name it."""
+    """Return a folder whose path ends with the last two parts of ``of``, by which messages and the manifest name it."""
     return folder.joinpath(*of.resolve().parts[-2:])

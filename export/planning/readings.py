@@ -1,4 +1,4 @@
-"""The readings of a head that the flag ``--read FIELD=VALUE`` gives."""
+"""Applies the readings of a head that the flag ``--read FIELD=VALUE`` gives."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def with_readings(
     draft: DraftDescription, taps: Taps, target: "PreTrainedConfig", given: Iterable[str]
 ) -> tuple[DraftDescription, Taps]:
-    """Return the head and its taps as read by ``given``, each FIELD=VALUE. Raises ValueError, one line, for a field
-    that the head's kind has not, and for a value that is none."""
+    """Return the head and its taps with the readings ``given``, each FIELD=VALUE. Raises ValueError with one line for a
+    field that the head's kind lacks, and for an invalid value."""
     fields = {field.name: field for field in KINDS[draft.kind].load().FIELDS}
     reading, typed = HeadReading(draft, taps.layers, target), []
     for text in given:

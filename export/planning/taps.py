@@ -1,4 +1,4 @@
-"""The hidden states of the target that a draft head fuses, its taps: a wrong one gives no error.
+"""Chooses the taps: the hidden states of the target that a draft head fuses. A wrong tap gives no error.
 
 Under the same key, a layer id means the input of that layer in SafeAILab, vLLM and speculators, and its output in
 SGLang, SpecForge and TensorRT-LLM. A head with a wrong tap loads and runs, and about 1% of its tokens are accepted.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Taps:
     """``layers`` are transformers' ``hidden_states`` indices; an empty tuple means that the head takes the final state.
-    ``origin`` tells a person where they come from, ``doubt`` what may be wrong with them."""
+    ``origin`` tells a person where they come from, and ``doubt`` what may be wrong with them."""
 
     layers: tuple[int, ...]
     origin: str
@@ -31,11 +31,11 @@ class Taps:
 def choose_taps(
     draft: DraftDescription, target_config: "PreTrainedConfig", given: tuple[int, ...] | None, convention: str | None
 ) -> Taps:
-    """Choose the taps from the flags; without flags, from the checkpoint's ids; without ids, 2, n//2, n-3.
+    """Choose the taps from the flags, or else from the checkpoint's ids, or else 2, n//2 and n-3.
 
-    ``convention`` says whether explicit ids mean the ``input`` or the ``output`` of a layer. With None, ids of flags
-    mean inputs, and ids of a checkpoint have their dialect's meaning. Raises ValueError for ids that no target of this
-    depth has.
+    ``convention`` says whether explicit ids mean the ``input`` or the ``output`` of a layer. If it is None, ids of
+    flags mean inputs, and ids of a checkpoint have the meaning of their dialect. Raises ValueError for ids that a
+    target of this depth does not have.
     """
     layers, hidden = target_config.num_hidden_layers, target_config.hidden_size
     if draft.takes_final_state:
@@ -65,13 +65,13 @@ def spread_taps(draft: DraftDescription, layers: int) -> tuple[int, ...] | None:
 
 
 def _meaning(draft: DraftDescription, ids: tuple[int, ...], layers: int) -> tuple[str, str | None]:
-    """Return whether a checkpoint's ids mean inputs or outputs, and a doubt where only its dialect tells."""
-    if draft.dialect in ("speculators", "z-lab", "deepspec"):  # each has one meaning
+    """Return whether a checkpoint's ids mean inputs or outputs, and a doubt if only the dialect decides that."""
+    if draft.dialect in ("speculators", "z-lab", "deepspec"):  # these dialects have one meaning
         return draft.aux_convention, None
     if max(ids) >= layers or ids == (2, layers // 2, layers - 3):
-        return "input", None  # no layer has the index n; 2, n//2, n-3 is the default of inputs
+        return "input", None  # no layer has the index n, and 2, n//2, n-3 is the default of dialects that mean inputs
     if ids == (1, layers // 2 - 1, layers - 4):
-        return "output", None  # the default of outputs
+        return "output", None  # this is the default of dialects that mean outputs
     other = "input" if draft.aux_convention == "output" else "output"
     return draft.aux_convention, (
         f"the draft's layer ids {','.join(map(str, ids))} are taken as {draft.aux_convention}s of layers, as heads of "

@@ -1,9 +1,9 @@
-"""Decomposes a traced program where an operator needs it, for time alone: the program is the same.
+"""Decomposes a traced program node by node. This only saves time: the resulting program is the same as PyTorch's.
 
-PyTorch decomposes a program by running all of it twice through three layers of tracing, which with dynamic lengths
-takes as long as the export before it. Here a node that a decomposition changes is traced by itself, once for all nodes
-like it, and every other node is copied. A program with a part that only a trace of the whole handles is left to
-PyTorch.
+PyTorch decomposes a program by running all of it twice through three layers of tracing. With dynamic lengths that takes
+as long as the export before it. Here, a node that a decomposition changes is traced alone, and the trace is reused for
+all nodes like it. Every other node is copied. If a program has a part that only a trace of the whole program can
+handle, PyTorch decomposes it.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,8 @@ _INNER = torch.ops.export.access_subclass_inner_tensor.default
 def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> ExportedProgram | None:
     """Return what ``program.run_decompositions(table)`` returns, except for the names of nodes.
 
-    None if the program has a part that only PyTorch's own handles: an operator that changes an input other than one
-    whole buffer, an operator of higher order, a subclass of tensors within another.
+    Returns None if the program has a part that only PyTorch's own function handles: an operator that changes any input
+    but one whole buffer, a higher-order operator, or a tensor subclass nested in another.
     """
     composites, operators = _split_decomp_table_to_cia_and_python_decomp(dict(table))
     fake = next((val for node in program.graph.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
@@ -53,7 +53,8 @@ def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> E
         stack.enter_context(_ignore_backend_decomps())
         stack.enter_context(fake.fake_mode)
         stack.enter_context(_override_composite_implicit_decomp(composites))
-        stack.enter_context(enable_python_dispatcher())  # without it an operator that stays would not stay in others
+        # without it, an operator that is kept would not be kept inside the decompositions of others
+        stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
         try:
             return _Decomposition(program, Traces(composites, operators)).run()
@@ -62,7 +63,7 @@ def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> E
 
 
 class _Decomposition:
-    """A program on its way into a new graph, with its weights and inputs."""
+    """Builds the decomposed program: a new graph with its weights and inputs."""
 
     def __init__(self, program: ExportedProgram, traces: Traces):
         self.program = program
@@ -99,7 +100,8 @@ class _Decomposition:
         )
 
     def _place(self, node: Node, spec: InputSpec) -> None:
-        """Add an input; for a parameter of a subclass of tensors one for each tensor in it, as PyTorch names them."""
+        """Add an input. A parameter of a tensor subclass becomes one input for each tensor in it, with PyTorch's
+        names."""
         if spec.kind in (InputKind.TOKEN, InputKind.CUSTOM_OBJ):
             raise LeftToPyTorch
         weight = self.state.get(spec.target)
@@ -123,7 +125,7 @@ class _Decomposition:
             self.inputs.append(InputSpec(spec.kind, TensorArgument(placed.name), target, spec.persistent))
 
     def _finish(self, output: Node) -> list[OutputSpec]:
-        """Add the output, buffers first, and return what its parts are."""
+        """Add the output node, with changed buffers first, and return the specifications of its parts."""
         buffers = [spec.target for spec in self.inputs if spec.target in self.new.changed]
         results = map_arg(output.args[0], lambda each: self.new.value(each, output))
         placed = self.new.graph.output((*(self.new.changed[buffer] for buffer in buffers), *results))
@@ -141,8 +143,8 @@ class _Decomposition:
 
 
 def _by_module(specs: list[InputSpec]) -> Callable[[tuple[Node, InputSpec]], tuple]:
-    """Return a key by which inputs are in the order in which PyTorch finds them: parameters, buffers, the rest; a
-    module's own before those of the modules in it, modules by the first of their inputs."""
+    """Return a sort key that puts inputs into PyTorch's order: parameters, then buffers, then the rest. A module's own
+    inputs come before those of its submodules, and modules are ordered by their first input."""
     ranks: dict[str, int] = {}
     for spec in specs:
         parts = (spec.target or "").split(".")
@@ -156,7 +158,7 @@ def _by_module(specs: list[InputSpec]) -> Callable[[tuple[Node, InputSpec]], tup
         parts = target.split(".")
         modules = [ranks[".".join(parts[:length])] + 1 for length in range(1, len(parts))]
         if is_traceable_wrapper_subclass(placed[0].meta["val"]):
-            modules.append(len(ranks) + 1)  # its parts are in a module of their own, the last
+            modules.append(len(ranks) + 1)  # the tensors of a subclass are in a submodule of their own, the last one
         return kind is InputKind.BUFFER, (*modules, 0)
 
     return key

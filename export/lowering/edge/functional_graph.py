@@ -1,6 +1,7 @@
-"""A graph in which no operator changes its inputs, made of one in which some do, as PyTorch makes it.
+"""Builds a graph in which no operator changes its inputs from one in which some do, with the same result as PyTorch.
 
-An operator that changes a buffer returns it instead. A view of what was changed is made anew where it is used next.
+An operator that changes a buffer returns the new value instead. A view of a changed value is computed again where it is
+used next.
 """
 
 import operator
@@ -30,18 +31,19 @@ from eagle3.export.lowering.edge.operator_traces import (
 _ATEN = torch.ops.aten
 _NOTHING: Mapping[Node, Node] = MappingProxyType({})
 _RENAMED = {_ATEN.item.default: _ATEN._local_scalar_dense.default}
-"""Traced by itself, an ``item`` would be a new unknown number."""
+"""If an ``item`` were traced alone, it would become a new unknown number."""
 _OPAQUE = frozenset((_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default))
-"""Operators that a trace handles by the history of their input."""
+"""Operators whose trace depends on how their input was made."""
 
 
 class FunctionalGraph:
-    """``graph``, into which the nodes of another are added one after the other.
+    """Builds ``graph`` by adding the nodes of another graph one after the other.
 
-    ``now`` is where the value of an old node is, ``same`` the node whose value another returns. ``views`` has the base
-    of what may be a view of a value that some operator changes, and the nodes that lead from it; ``generation`` how
-    often a base was changed, ``made_at`` at which generation a view was made. ``buffers`` are the names of old
-    placeholders; ``changed`` has the node that holds a buffer in the end, by its name.
+    ``now`` maps an old node to the node that has its value, and ``same`` maps a node to the one whose value it returns.
+    ``views`` maps each possible view of a value that some operator changes to its base and to the nodes that lead from
+    the base to it. ``generation`` counts how often a base was changed, and ``made_at`` holds the generation at which a
+    view was computed. ``buffers`` are the names of the old placeholders. ``changed`` maps the name of a buffer to the
+    node that holds its final value.
     """
 
     def __init__(self, old: Graph, buffers: Mapping[str, str], traces: Traces):
@@ -58,7 +60,7 @@ class FunctionalGraph:
         """Add an operator.
 
         Raises:
-            LeftToPyTorch: it has to be traced with all others
+            LeftToPyTorch: the operator can only be traced with all others
         """
         target = node.target
         if target is operator.getitem and isinstance(self.now.get(node.args[0]), tuple | list):
@@ -73,7 +75,7 @@ class FunctionalGraph:
             self._compute(node)
 
     def value(self, node: Node, user: Node) -> Node:
-        """Return where the value of an old node is, for ``user``."""
+        """Return the new node that has the value of the old ``node``, for use in ``user``."""
         node = self.same.get(node, node)
         if node in self.views:
             base, steps = self.views[node]
@@ -87,12 +89,13 @@ class FunctionalGraph:
         return self.now[node]
 
     def _values_for(self, user: Node, known: Mapping[Node, Node] = _NOTHING) -> Callable[[Node], Node]:
-        """Return ``value`` for a user, except for what is ``known``."""
+        """Return a function that gives the new node of an old one for ``user``; the nodes in ``known`` are taken from
+        it."""
         return lambda each: known[each] if each in known else self.value(each, user)
 
     def _plain(self, node: Node) -> Node:
-        """Add what is no operator of tensors. A number that is there already is not computed again, except for asserts,
-        which PyTorch adds last."""
+        """Add a node that is not an operator on tensors. A number that the graph has already is not computed again,
+        except for asserts, which PyTorch adds last."""
         number = node.meta["val"]
         for_asserts = node.target is not SIZE and all(user.target in COMPARISONS for user in node.users)
         if isinstance(number, SymInt) and node.target is not SIZE and not for_asserts:
@@ -104,7 +107,7 @@ class FunctionalGraph:
         return copied if for_asserts else self._noted(copied)
 
     def _compute(self, node: Node) -> None:
-        """Add an operator that changes nothing, or keep it for its first use if it is a view of what was changed."""
+        """Add an operator that changes no input. A view of a changed value is not added before its first use."""
         parent = next(iter(node.all_input_nodes), None)
         parent = self.same.get(parent, parent)
         trace = self.traces.of(node)
@@ -121,7 +124,7 @@ class FunctionalGraph:
     def _emitted(
         self, node: Node, trace: Graph | None, value: Callable[[Node], Node], origin: Node
     ) -> Node | tuple[Node, ...]:
-        """Add what a node is decomposed to, its ``trace``, with the history of ``origin``."""
+        """Add the decomposition of a node, its ``trace``, with the metadata of ``origin``."""
         if trace is None:
             return self._copied(node, value, origin)
         inputs = dict(zip((each for each in trace.nodes if each.op == "placeholder"), inputs_of(node), strict=True))
@@ -151,12 +154,12 @@ class FunctionalGraph:
         return map_arg(trace.output_node().args[0], value_of)
 
     def _is_late(self, node: Node) -> bool:
-        """Return True if a node is or was a view of what was changed since."""
+        """Return True if a node is a view of a value that was changed after the view was made."""
         base, _ = self.views.get(self.same.get(node, node), (None, ()))
         return base is not None and self.generation[base] > 0
 
     def _size(self, size: SymInt) -> Node:
-        """Add the size of the first input that has it, before everything else, as PyTorch does."""
+        """Add the size of the first input that has it, before all other nodes, as PyTorch does."""
         placeholders = self.graph.find_nodes(op="placeholder")
         for node in placeholders:
             shape = node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ()
@@ -170,16 +173,17 @@ class FunctionalGraph:
 
     def _copied(self, node: Node, value: Callable[[Node], Node], origin: Node) -> Node:
         copied = self.graph.node_copy(node, value)
-        of = node.args[0] if node.target is operator.getitem else origin  # a trace makes a tuple with its parts
+        # a trace makes a tuple together with its parts
+        of = node.args[0] if node.target is operator.getitem else origin
         copied.meta["from_node"] = [_source(of)]
         return copied
 
     def _made(self, target: Callable, args: tuple, kwargs: dict, origin: Node) -> Node:
-        """Add a node with the history of ``origin``."""
+        """Add a node with the metadata of ``origin``."""
         made = self.graph.call_function(target, args, kwargs)
         values = map_arg((args, kwargs), lambda node: node.meta["val"])
         made.meta = {**origin.meta, "from_node": [_source(origin)], "val": target(*values[0], **values[1])}
-        made.meta.pop("eager_input_vals", None)  # of the origin's own inputs
+        made.meta.pop("eager_input_vals", None)  # they are the values of the origin's inputs, not of this node's
         if origin.op == "output":
             del made.meta["from_node"]
         return made
@@ -191,7 +195,7 @@ class FunctionalGraph:
         return node
 
     def _change(self, node: Node) -> None:
-        """Make an operator that changes its input return it instead, as PyTorch does."""
+        """Replace an operator that changes its input by one that returns the new value, as PyTorch does."""
         changed = self.same.get(_changed(node), _changed(node))
         buffer = self.buffers.get(changed.name)
         if buffer is None:
@@ -211,7 +215,7 @@ class FunctionalGraph:
         self.generation[changed] += 1
 
     def _returned(self, node: Node, changed: Node) -> Node:
-        """Add the operator that returns what an operator of ATen makes of ``changed``, an operator's own result."""
+        """Add the ATen operator that returns the new value of ``changed``, which must be the result of an operator."""
         operators = getattr(_ATEN, node.target.overloadpacket.__name__.removesuffix("_"), None)
         functional = getattr(operators, node.target._overloadname, None)
         if functional is None or self.traces.is_decomposed(functional):
@@ -230,7 +234,8 @@ def _is_changing(target: object) -> bool:
 
 
 def _changed_place(node: Node) -> int:
-    """Return which argument a node's operator changes. Raises LeftToPyTorch unless it is one tensor."""
+    """Return the position of the argument that a node's operator changes. Raises LeftToPyTorch unless the operator
+    changes exactly one tensor."""
     schema = node.target._schema
     places, names = mutated_args_kwargs(schema)
     if len(places) != 1 or names or places[0] >= len(node.args) or len(schema.returns) != 1:

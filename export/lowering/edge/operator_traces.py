@@ -1,4 +1,4 @@
-"""Decompositions of single operators, traced once for all nodes that call it on inputs alike."""
+"""Decompositions of single operators, each traced once for all nodes that call the operator on like inputs."""
 
 import operator
 from collections.abc import Callable
@@ -18,22 +18,24 @@ from eagle3.export.lowering.edge.values import description
 SIZE = torch.ops.aten.sym_size.int
 COMPARISONS = frozenset((operator.ge, operator.le))
 PLAIN = frozenset((operator.getitem, operator.add, operator.sub, operator.mul, SIZE)) | COMPARISONS
-"""Targets that are no operators of tensors: they stay."""
+"""Targets that are not operators on tensors; they are kept."""
 
 
 class LeftToPyTorch(Exception):
-    """A program has a part that only a trace of the whole program handles."""
+    """Raised for a part of a program that only a trace of the whole program handles."""
 
 
 class Traces:
-    """The decompositions of operators. ``composites`` and ``operators`` are the two parts of PyTorch's table."""
+    """Traces the decompositions of operators, and keeps them. ``composites`` and ``operators`` are the two parts of
+    PyTorch's table."""
 
     def __init__(self, composites: dict[OpOverload, Callable], operators: dict[OpOverload, Callable]):
         self.composites, self.operators = composites, operators
         self.traces: dict[object, Graph] = {}
 
     def of(self, node: Node) -> Graph | None:
-        """Return what a node is decomposed to, a graph of ``inputs_of`` it; None if it stays."""
+        """Return the decomposition of a node, a graph with the node's ``inputs_of`` as placeholders; None if the node
+        is kept."""
         target = node.target
         if not self.is_decomposed(target):
             return None
@@ -67,17 +69,17 @@ class Traces:
 
 
 def inputs_of(node: Node) -> list[Node]:
-    """Return the nodes that a node's arguments name, each once, in order."""
+    """Return the nodes in a node's arguments, each once, in order."""
     return list(dict.fromkeys(leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)))
 
 
 def may_share(target: object) -> bool:
-    """Return True if what an operator returns may be its input's memory."""
+    """Return True if the result of an operator may share its input's memory."""
     return isinstance(target, OpOverload) and any(each.alias_info is not None for each in target._schema.returns)
 
 
 def is_view(node: Node, trace: Graph | None) -> bool:
-    """Return True if a node, which is decomposed to ``trace``, is its input's memory."""
+    """Return True if a node with the decomposition ``trace`` shares its input's memory."""
     if trace is None:
         return may_share(node.target)
     called = [each.target for each in trace.nodes if each.op == "call_function"]
@@ -88,13 +90,13 @@ def is_view(node: Node, trace: Graph | None) -> bool:
 
 @dataclass(frozen=True)
 class _Input:
-    """The place of an operator's argument that is its input number ``place``."""
+    """Stands for an operator's argument that is its input number ``place``."""
 
     place: int
 
 
 def _described(value: object) -> object:
-    """Return what a trace with a value depends on."""
+    """Return the part of the cache key of a trace that describes one input value."""
     if isinstance(value, FakeTensor):
         return description(value)
     if isinstance(value, SymInt):

@@ -1,14 +1,14 @@
-"""ExecuTorch's passes without what changes nothing, for time alone: the program is the same.
+"""Makes ExecuTorch's passes skip work that changes nothing. This only saves time: the program is the same.
 
-Each of its passes builds a new graph from an old one and computes every node's shapes anew, with dynamic lengths half a
-millisecond a node; most passes change no node, or few. Here
+Each pass builds a new graph from the old one and computes every node's shapes again, which takes half a millisecond a
+node with dynamic lengths. Most passes change few nodes or none. Three things are done instead:
 
-- a pass whose ``call_operator`` would leave every node as it is leaves the graph as it is,
-- a node keeps the value that it had where a pass repeats the very call that the value was computed by, and where its
-  new value has the same shape, strides and dtype: what comes after it is then repeated as well,
-- for the CPU, a program is decomposed once, since the first of ExecuTorch's two decompositions makes it functional,
-  which the second does as well, and node by node (``decompositions.py``). Programs for CUDA hold Triton kernels, which
-  only PyTorch's own decomposition knows.
+- A pass whose ``call_operator`` would change no node leaves the graph unchanged.
+- A node keeps its value if a pass repeats the call that computed it, or if the new value has the same shape, strides
+  and dtype. The nodes after it then repeat their calls too.
+- For the CPU, a program is decomposed once instead of twice, since both decompositions of ExecuTorch make it
+  functional, and it is decomposed node by node (``decompositions.py``). Programs for CUDA hold Triton kernels, which
+  only PyTorch's own decomposition handles.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,8 @@ BASES = (
     "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
 )
 CALL = "computed by"
-"""The key in a node's ``meta`` of a call whose value is its ``val``. Passes that edit a graph in place leave both."""
+"""The key in a node's ``meta`` of the call that computed its ``val``. Passes that edit a graph in place leave both
+unchanged."""
 DECOMPOSE = "torch.export.ExportedProgram.run_decompositions"
 BY_NODE = (
     NormalizeTransposePass,
@@ -56,11 +57,11 @@ BY_NODE = (
     RemoveMixedTypeOperators,
     LegalizePortableDimOrderPass,
 )
-"""Passes that are their ``call_operator`` alone, which looks at one node and keeps nothing."""
+"""Passes that consist of their ``call_operator`` alone, which looks at one node and keeps no state."""
 
 
 class _Changed(Exception):
-    """A pass would not repeat a node as it is."""
+    """Raised where a pass would change a node."""
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def repeated_alone(decompose_by_node: bool) -> Iterator[None]:
 
 
 def _repeating(base: str) -> dict[str, Callable]:
-    """Return the patches by which passes of a ``base`` repeat a node, by name."""
+    """Return the patches, by name, that make passes derived from ``base`` reuse the values of unchanged nodes."""
     run_node, fx = f"{base}.ExportInterpreter.run_node", f"{base}._fx"
     originally_ran, originally = original(run_node), original(fx)
 
@@ -125,8 +126,8 @@ def _repeating(base: str) -> dict[str, Callable]:
 
 
 def _outputs(node: Node, delegate: LoweredBackendModule) -> object:
-    """Return the values of a new delegate: computed, it would run all of its operations. Its node also has values of
-    buffers that it changes, which it does not return."""
+    """Return the values of a new delegate's node, which computing would run all of its operations for. Its node also
+    has the values of buffers that it changes, which the delegate does not return."""
     program = delegate.original_module
     results = zip(program.graph.output_node().args[0], program.graph_signature.output_specs, strict=True)
     kept = [result.meta["val"] for result, spec in results if spec.kind is OutputKind.USER_OUTPUT]
@@ -134,7 +135,8 @@ def _outputs(node: Node, delegate: LoweredBackendModule) -> object:
 
 
 class _Known:
-    """An interpreter of nodes that gives a known ``value`` where ``is_its`` call is made, or one as good."""
+    """Interprets nodes, and returns the known ``value`` for its own call (``is_its``), or if the new value has the same
+    description."""
 
     def __init__(self, interpreter: Interpreter, value: object, is_its: bool):
         self.interpreter, self.value, self.is_its = interpreter, value, is_its
@@ -147,7 +149,7 @@ class _Known:
 
 
 def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
-    """Return True if a pass of ``BY_NODE`` would return the same nodes: its ``call_operator`` is asked about each."""
+    """Return True if a pass of ``BY_NODE`` would change no node. Its ``call_operator`` is called for each."""
     values = {
         node: _value(node) if node.op == "get_attr" else ProxyValue(_value(node), node)
         for node in graph_module.graph.nodes
@@ -162,7 +164,7 @@ def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
     try:
         for node in graph_module.graph.nodes:
             if node.op == "call_function" and not _same(_call(node), node.meta.get(CALL)):
-                return False  # edited, and its value may be another now
+                return False  # the node was edited, so its value may have changed
             if isinstance(node.target, OpOverload | EdgeOpOverload):
                 given = map_arg((node.args, node.kwargs), values.__getitem__)
                 if self.call_operator(node.target, *given, NodeMetadata(node.meta)) is not values[node]:
@@ -175,24 +177,25 @@ def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
 
 
 def _call(node: Node) -> tuple[object, object, object]:
-    """Return what a node calls: its operator, and the values of its inputs."""
+    """Return the call of a node: its operator, and the values of its inputs."""
     return _aten(node.target), *map_arg((node.args, node.kwargs), _value)
 
 
 def _data(value: object) -> object:
-    """Return the value of a pass's proxy, of ExecuTorch's class or of torch.export's; anything else as it is."""
+    """Return the value of a pass's proxy, of ExecuTorch's class or of torch.export's; return anything else
+    unchanged."""
     return value.data if isinstance(value, ProxyValue | ExportsProxyValue) else value
 
 
 def _value(node: Node) -> object:
-    """Return the value that a pass has for a node: the tensor itself for a constant."""
+    """Return the value that a pass sees for a node; for a constant that is the tensor itself."""
     if node.op == "get_attr":
         return attrgetter(node.target)(node.graph.owning_module)
     return node.meta.get("val")
 
 
 def _is_alike(found: object, known: object) -> bool:
-    """Return True if both values are fake tensors of the same shape, strides and dtype, none a constant."""
+    """Return True if both values are fake tensors of the same shape, strides and dtype, and neither is a constant."""
     if not isinstance(found, FakeTensor) or not isinstance(known, FakeTensor):
         return False
     if found.fake_mode is not known.fake_mode or found.constant is not None or known.constant is not None:
@@ -201,13 +204,13 @@ def _is_alike(found: object, known: object) -> bool:
 
 
 def _aten(target: object) -> object:
-    """Return the ATen operator that an operator of the edge dialect computes; anything else as it is."""
+    """Return the ATen operator of an edge-dialect operator; return anything else unchanged."""
     return target._op if isinstance(target, EdgeOpOverload) else target
 
 
 def _same(found: object, wanted: object) -> bool:
-    """Return True if containers hold the same values: tensors and symbols by identity, what else a graph holds by type
-    and value."""
+    """Return True if containers hold the same values. Tensors and symbols are compared by identity, other values by
+    type and value."""
     if found is wanted:
         return True
     if isinstance(found, tuple | list) and isinstance(wanted, tuple | list):

@@ -1,4 +1,4 @@
-"""The attention of a layer on the CPU, by its kind."""
+"""Chooses the attention of a layer on the CPU."""
 
 from torch import nn
 
@@ -8,5 +8,5 @@ from eagle3.targets.attention import KVCacheShape
 
 
 def cpu_attention(shape: KVCacheShape) -> nn.Module:
-    """Return the attention of a layer with such a cache: an ``AttentionFactory``."""
+    """Return the attention module for a layer with such a cache; this function is an ``AttentionFactory``."""
     return (LlmOpsAttention if shape.window or shape.sinks else FullAttention)(shape)

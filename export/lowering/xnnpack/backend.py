@@ -1,6 +1,6 @@
-"""The CPU: linear algebra through XNNPACK, attention and caches through ExecuTorch's own LLM ops.
+"""Lowers to the CPU: linear algebra through XNNPACK, attention and caches through ExecuTorch's own LLM ops.
 
-Methods are one program whose caches are the same memory in each.
+All methods are in one program and share the memory of the caches.
 """
 
 import os
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class XnnpackBackend:
-    """See ``eagle3.export.backends.Backend``. What quantizes and lowers is imported when weights are there: a plan is
-    made, and refused, without."""
+    """See ``eagle3.export.backends.Backend``. Modules that quantize and lower are imported only when weights are
+    loaded, since planning does not need them."""
 
     dtype = torch.float32
     eager_on_host = True
@@ -44,7 +44,7 @@ class XnnpackBackend:
         return cpu_attention
 
     def check(self, plan: Plan) -> None:
-        """Raise ValueError for groups that do not fit a linear, and for versions that were not tested."""
+        """Raise ValueError for a group size that does not fit a linear, and for versions that were not tested."""
         check_versions(FOR_CPU, TESTED, "lowering for the CPU", "")
         target, draft = recipes(plan)
         target.check("--qlinear", plan.skeleton.model)

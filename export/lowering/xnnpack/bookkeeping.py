@@ -1,11 +1,11 @@
-"""Keeps or looks up once what PyTorch and ExecuTorch do again and again while they trace and lower: time alone, the
-program is the same.
+"""Removes repeated bookkeeping of PyTorch and ExecuTorch while they trace and lower. This only saves time: the program
+is the same.
 
-- Each node that is made from another has its whole history, copied deeply from pass to pass.
-- Each node that is traced has its Python stack, looked up and formatted; ExecuTorch writes none of it.
-- The operators that are composites are asked of the dispatcher for each of some thirty namespaces, at each pass.
-- ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser in Python.
-- Each graph that a pass builds or changes is written out as Python and compiled; a lowering calls hardly any.
+- Each node that is made from another one copies its whole history deeply, in each pass.
+- Each traced node looks up and formats its Python stack; ExecuTorch writes none of it.
+- Each pass asks the dispatcher for the composite operators of each of some thirty namespaces.
+- ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser written in Python.
+- Each graph that a pass builds or changes is written as Python and compiled, but a lowering calls hardly any.
 """
 
 import sys
@@ -30,7 +30,8 @@ RECOMPILE = "torch.fx.GraphModule.recompile"
 
 @contextmanager
 def kept_once() -> Iterator[None]:
-    """Give nodes no stack and the history of the node that they were made from, and look composites up once."""
+    """Give nodes no stack and share the history of the node that they were made from; look composite operators up
+    once."""
     original(COMPOSITES)()
     with all_replaced({NO_STACKS: True, HISTORY: _begin, COMPOSITES: _nothing}):
         yield
@@ -56,7 +57,7 @@ def _nothing() -> None:
 
 
 class LibYaml:
-    """ruamel's ``YAML``, as far as ExecuTorch uses it, by libyaml."""
+    """Implements the part of ruamel's ``YAML`` that ExecuTorch uses, with libyaml."""
 
     def __init__(self, typ: str):
         assert typ == "safe"
@@ -67,8 +68,8 @@ class LibYaml:
 
 @contextmanager
 def tables_read_by_libyaml() -> Iterator[None]:
-    """Import ExecuTorch's compiler within it: its table is read by libyaml, where PyYAML has it. Nothing changes for
-    a compiler that is imported already."""
+    """Let libyaml read ExecuTorch's table if its compiler is imported in this context, and if PyYAML has libyaml. This
+    has no effect if the compiler is imported already."""
     if not hasattr(yaml, "CSafeLoader") or TABLE in sys.modules:
         yield
         return
@@ -84,7 +85,7 @@ def tables_read_by_libyaml() -> Iterator[None]:
 
 @contextmanager
 def code_on_call() -> Iterator[None]:
-    """Make the code of graphs that appear in the context only when they are first called."""
+    """Compile the code of graphs that appear in the context only when they are first called."""
     recompile = original(RECOMPILE)
 
     def put_off(self: GraphModule) -> None:
@@ -95,7 +96,7 @@ def code_on_call() -> Iterator[None]:
         codegen = self.graph._codegen
         if isinstance(codegen, _PyTreeCodeGen):
             self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        self._code = "(made when it is called)"  # which ExecuTorch writes for a log that nobody keeps
+        self._code = "(made when it is called)"  # ExecuTorch writes it to a log that nobody reads
         type(self).forward = forward
 
     with replaced(RECOMPILE, put_off):

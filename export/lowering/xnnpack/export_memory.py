@@ -1,6 +1,6 @@
-"""The memory that an export to the CPU takes on this machine, from configurations alone: every weight as it is written,
-copies of the one that is being written, and the head's weights. Those of the target may lie in files
-(``tensor_files``)."""
+"""Estimates the memory that an export to the CPU takes on this machine, from configurations alone: every weight as it
+is written, copies of the weight that is being written, and the head's weights. The target's weights may lie in files
+instead (``tensor_files``)."""
 
 from torch import nn
 
@@ -9,12 +9,12 @@ from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.planning.plan import Plan
 
 OVERHEAD = 1 << 30
-"""Bytes: libraries, graphs, and the rows of a weight that are being quantized."""
+"""The bytes of libraries, graphs, and the rows of a weight that are being quantized."""
 FLOAT = 4
 
 
 def export_bytes(plan: Plan) -> int:
-    """Return the bytes that an export takes beside the target's own weights."""
+    """Return the bytes that an export takes in addition to the target's own weights."""
     target, draft = recipes(plan)
     head = unfilled(plan.draft)
     models = ((plan.skeleton.model, target), (head, draft))
@@ -24,14 +24,15 @@ def export_bytes(plan: Plan) -> int:
 
 
 def held_bytes(plan: Plan) -> int:
-    """Return the bytes of the target's weights as the export computes with them."""
+    """Return the bytes of the target's weights in the form in which the export computes with them."""
     target, _ = recipes(plan)
     return round(_model_bytes(plan.skeleton.model, target)[0])
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
-    """Return the bytes of what ExecuTorch makes of the largest weight on its way into the file: it is written twice
-    over, codes a third time with their scales' hash behind them; codes of 4 bits were 8 before."""
+    """Return the bytes that ExecuTorch takes to write the largest weight. It holds two copies, and of codes a third one
+    with the hash of their scales appended; 4-bit codes are 8-bit ones before. It holds two copies, and of codes a third
+    one that is hashed together with their scales; 4-bit codes are held as 8-bit ones before."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     codes = 2 if recipe.group else 3
     sizes = (module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)
@@ -39,8 +40,8 @@ def _copies(model: nn.Module, recipe: Recipe) -> int:
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
-    """Return the bytes of a model's weights as it holds them, and as they are written. A tensor that a head and an
-    embedding share is two where it is quantized."""
+    """Return the bytes of a model's weights in memory, and in the file. A tensor that head and embedding share counts
+    twice if it is quantized."""
     counted, held, written = set(), 0.0, 0.0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

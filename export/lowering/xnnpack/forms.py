@@ -1,12 +1,13 @@
-"""Forms of operations that XNNPACK takes whole and right.
+"""Rewrites operations into forms that XNNPACK takes completely and computes correctly.
 
-ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate
-and run a portable kernel whose time grows with the rows. As a product with a constant it stays inside, and so a
-rotation of halves is a node instead of four: ``target_verify`` of gemma4-tiny has 14 delegates (tests/test_inspect.py
-counts them).
+ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate,
+and would run a portable kernel whose time grows with the rows. Written as a product with a constant, it stays in the
+delegate. A rotation of halves, written so, is one node instead of four. As a result, ``target_verify`` of gemma4-tiny
+has 14 delegates (tests/test_inspect.py counts them).
 
-Its GELU is the exact one, and the partitioner hands it the tanh approximation all the same: 4.7e-4 off, which grew to
-2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/test_artifact.py compares at 1e-4).
+XNNPACK's GELU is the exact one, but the partitioner also gives it GELUs with the tanh approximation: the results were
+4.7e-4 off, which grew to 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out
+(tests/test_artifact.py compares at 1e-4).
 """
 
 import inspect
@@ -27,11 +28,11 @@ from eagle3.export.patches import replaced
 from eagle3.targets import complex_rotary
 
 FAMILY = modeling_llama.__name__
-"""Stands for the module of any family in the register of patches."""
+"""Stands for any family's module in the register of patches."""
 
 
 class ProductRMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight``, the mean and eps as a linear layer with one output."""
+    """Computes ``x * rsqrt(mean(x^2) + eps) * weight``, with the mean and eps as a linear layer with one output."""
 
     def __init__(self, mean: Callable[[], Tensor], eps: Callable[[], Tensor], weight: Tensor | None):
         super().__init__()
@@ -43,11 +44,13 @@ class ProductRMSNorm(nn.Module):
 
 
 def use_product_norms(owner: nn.Module) -> None:
-    """Replace every RMSNorm below ``owner``, weights kept. Norms of a size share constants: buffers of ``owner``."""
+    """Replace every RMSNorm below ``owner``; the weights are kept. Norms of the same size share their constants, which
+    are buffers of ``owner``."""
 
     def shared(name: str, value: Tensor) -> Callable[[], Tensor]:
         owner.register_buffer(name, value, persistent=False)
-        return lambda: getattr(owner, name)  # looked up in each forward: a trace swaps buffers for fake ones
+        # it is looked up in each forward, since a trace swaps buffers for fake ones
+        return lambda: getattr(owner, name)
 
     for parent in list(owner.modules()):
         for name, child in list(parent.named_children()):
@@ -61,15 +64,16 @@ def use_product_norms(owner: nn.Module) -> None:
 
 
 def _rms_norm(module: nn.Module, width: int) -> tuple[int, float, Tensor | None] | None:
-    """Return size, epsilon and factor of a module that computes an RMSNorm, None of any other: every family of
-    transformers has a class of its own, some with a weight that is added to 1, so that it is tried. ``width``: the size
-    of one that holds neither a weight nor a shape, as Gemma 4's of values."""
+    """Return size, epsilon and factor of a module that computes an RMSNorm; None for any other module. Every family
+    of transformers has a class of its own, some with a weight that is added to 1, so the module is run to see what
+    it computes. ``width`` is the size of a norm that has neither a weight nor a shape, such as Gemma 4's norm of
+    values."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     shape: Sequence[int] = getattr(module, "normalized_shape", (width,)) if weight is None else weight.shape
     if "Norm" not in type(module).__name__ or not isinstance(eps, float) or len(shape) != 1 or not shape[0]:
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # a recurrent layer's norm takes a gate too
+    if len(inspect.signature(module.forward).parameters) != 1:  # the norm of a recurrent layer also takes a gate
         return None
     x = torch.linspace(-1, 2, 2 * shape[0]).reshape(2, -1)
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -84,9 +88,9 @@ def _rms_norm(module: nn.Module, width: int) -> tuple[int, float, Tensor | None]
 def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
     """Make the ``rotate_half`` of each family of transformers a product with a signed permutation.
 
-    The permutations are buffers of ``owner``: XNNPACK's partitioner cannot take a constant that is no buffer. Families
-    rotate halves or neighbours: what one does to the unit vectors of a head is its permutation. A partial embedding
-    cuts heads before it rotates, and stays as it is.
+    The permutations are buffers of ``owner``, since XNNPACK's partitioner cannot take a constant that is not a buffer.
+    Families rotate halves or neighbours. A family's permutation is found by applying its function to the unit vectors
+    of a head. A partial rotary embedding calls the function on a part of a head, and is not replaced.
     """
     with ExitStack() as stack:
         for index, family in enumerate(_families(owner)):
@@ -102,9 +106,9 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
 
 @contextmanager
 def rows_before_heads(owner: nn.Module) -> Iterator[None]:
-    """Rotate queries and keys as projections give them and attention takes them, [1, T, heads, head_dim]: most families
-    of transformers hand over [1, heads, T, head_dim], and the transpositions there and back meet now, for
-    ``remove_no_ops`` to take out."""
+    """Rotate queries and keys in the layout that projections give and attention takes, [1, T, heads, head_dim]. Most
+    families of transformers use [1, heads, T, head_dim]. The two transpositions then follow each other, so that
+    ``remove_no_ops`` removes both."""
     with ExitStack() as stack:
         for family in _families(owner):
             original = getattr(sys.modules.get(family), "apply_rotary_pos_emb", None)
@@ -133,7 +137,8 @@ def _rotated_by_rows(
 
 
 def _families(owner: nn.Module) -> list[str]:
-    """Return the names of transformers' modules, and of those with the draft's layers and a complex rotation."""
+    """Return the names of the Python modules that define the layers of ``owner``, the draft's layers and complex
+    rotations."""
     names = {type(module).__module__ for module in owner.modules()}
     return sorted(names | {modeling_llama.__name__, complex_rotary.__name__})
 
@@ -144,7 +149,8 @@ def _rotate(owner: nn.Module, original: Callable[[Tensor], Tensor], index: int, 
 
 
 class _WrittenOutGelu(TorchFunctionMode):
-    """Sees every call of ``F.gelu``, also through a reference that was taken before (transformers' ``GELUTanh``)."""
+    """Replaces every call of ``F.gelu``, also those through a reference that was taken earlier (transformers'
+    ``GELUTanh``)."""
 
     def __init__(self, owner: nn.Module):
         super().__init__()
@@ -168,7 +174,8 @@ class _WrittenOutGelu(TorchFunctionMode):
 def tanh_gelu(owner: nn.Module) -> Iterator[None]:
     """Compute ``F.gelu(x, approximate="tanh")`` as ``x * sigmoid(x * (a + b x^2))``, which is the same function.
 
-    (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3). The constants are buffers of ``owner``.
+    It holds that (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3). The constants are buffers
+    of ``owner``.
     """
     scale = 2 * math.sqrt(2 / math.pi)
     owner.register_buffer("gelu_a", torch.full((1,), scale), persistent=False)

@@ -1,16 +1,17 @@
-"""Attention on the CPU of a layer that attends to everything before it.
+"""Attention on the CPU for a layer that attends to the whole context.
 
-A verify window is two products and a softmax of XNNPACK's for each head of keys, over the slots that hold something
-(``used_slots.py``). They read each key once for all rows and all query heads that share it: the keys are the left side
-of the product, which XNNPACK takes as it lies. The slots are rounded up to a multiple of ``STEP``, the rest masked: for
-each new number of slots XNNPACK plans its memory anew, and for a larger one it gets new pages.
+For a verify window, XNNPACK computes two products and a softmax for each key-value head, over the used slots
+(``used_slots.py``). These products read each key once for all rows and all query heads that share it: the keys are the
+left operand, which XNNPACK takes without packing. The number of slots is rounded up to a multiple of ``STEP`` and the
+rest is masked, because XNNPACK plans its memory again for each new number of slots and allocates new pages for a larger
+one.
 
-ExecuTorch's ``llama::custom_sdpa`` packs keys anew for each query head and takes the softmax a number at a time. It
-computes single rows, where it is as fast, longer chunks, since its memory does not grow with rows times slots, and all
-of a small cache. It knows no softcap: with one, a row is products too, and a chunk is computed over all slots.
+ExecuTorch's ``llama::custom_sdpa`` packs keys again for each query head, and its softmax is not vectorized. It computes
+single rows, where it is as fast; longer chunks, since its memory does not grow with rows times slots; and all rows of a
+small cache. It has no softcap: with one, a single row is computed by products too, and a chunk over all slots.
 
-``llama::update_cache`` writes in place. Where nothing is computed over all slots, a step costs the same whatever
-``max_seq_len`` is. What is masked has to be finite: ExecuTorch's runners begin with caches of zeros.
+``llama::update_cache`` writes in place. Except for that chunk, the time of a step does not depend on ``max_seq_len``.
+Masked slots must hold finite numbers, which they do: ExecuTorch's runners begin with caches of zeros.
 """
 
 from typing import Any, NamedTuple
@@ -26,20 +27,21 @@ from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
 from eagle3.targets.softcap import softcapped
 
 FEW_ROWS = 16
-"""The longest window that is computed by products."""
+"""The most rows of a window that is computed by products."""
 MOST_HEADS = 16
-"""The most heads of keys that are."""
+"""The most key-value heads of a layer that is computed by products."""
 LEAST_BYTES = 2 * 2**20
-"""The smallest keys and values that are. The processor's caches hold what is smaller, and products cost a layer 20 to
-60 microseconds more before they gain."""
+"""The smallest keys and values, in bytes, of a layer that is computed by products. The processor's caches hold smaller
+ones, and products cost a layer 20 to 60 microseconds more before they gain."""
 STEP = 64
-"""Slots. A call at another multiple takes some milliseconds more."""
+"""The number of used slots is rounded up to a multiple of this. The first call with another such multiple takes some
+milliseconds more."""
 
 
 class Rows(NamedTuple):
-    """``start``: the first row's slot. ``last`` [T]: the last slot that each row attends to. ``single``: there is one
-    row. ``alike``: ``last`` is the last row's slot for all. ``additive`` [T, used slots]: the mask of rows that may be
-    computed by products, None of others."""
+    """``start`` is the slot of the first row. ``last`` [T] has the last slot that each row attends to. ``single`` is
+    True if there is one row. ``alike`` is True if all rows attend up to the last row's slot. ``additive`` [T, used
+    slots] is the mask of rows that may be computed by products; None for other rows."""
 
     start: Any
     last: Tensor
@@ -49,7 +51,8 @@ class Rows(NamedTuple):
 
 
 class FullAttention(nn.Module):
-    """See ``EagerAttention``. The caches are laid out [kv_heads, slots, 1, head_dim]: to ExecuTorch's ops a batch."""
+    """See ``EagerAttention``. The caches have the layout [kv_heads, slots, 1, head_dim], in which ExecuTorch's ops take
+    the heads for a batch."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -100,7 +103,8 @@ class FullAttention(nn.Module):
             torch.ops.llama.update_cache(new.permute(2, 1, 0, 3).contiguous(), cache, rows.start)
 
     def _by_products(self, query: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-        """Return [1, T, heads, head_dim]. T rows of the G query heads that share keys are T * G rows."""
+        """Return [1, T, heads, head_dim]. The T rows of the G query heads that share keys are computed as T * G
+        rows."""
         kv_heads, used = self.shape.kv_heads, mask.shape[1]
         groups = query.shape[2] // kv_heads
         packed = (query[0] * scale).unflatten(1, (kv_heads, groups)).permute(1, 3, 0, 2).flatten(2)
@@ -114,17 +118,17 @@ class FullAttention(nn.Module):
         return torch.cat(results).unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)[None]
 
     def _by_custom_sdpa(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
-        """Return [1, T, heads, head_dim]. Query heads of a single row that share keys are rows, since the op packs the
-        keys for each head."""
+        """Return [1, T, heads, head_dim]. For a single row, the query heads that share keys become rows, since the op
+        packs the keys for each head."""
         heads, kv_heads = query.shape[2], self.shape.kv_heads
         together = heads_together(heads, kv_heads) if rows.single else 1
         batch = query[0].unflatten(1, (kv_heads, -1, together)).permute(1, 0, 3, 2, 4).flatten(1, 2)
-        start = rows.start + 1 - together  # the op takes as many keys as this and the rows are
+        start = rows.start + 1 - together  # the op attends to as many keys as ``start`` plus the number of rows
         given = self.k_cache, self.v_cache, start, None, 0.0, not rows.alike, scale
         out = torch.ops.llama.custom_sdpa(batch, *given)  # [kv_heads, T * together, heads of each, head_dim]
         return out.unflatten(1, (-1, together)).permute(1, 0, 3, 2, 4).flatten(1, 3)[None]
 
 
 def whole_steps(count: int) -> int:
-    """Return ``count`` slots, in a trace a symbol, rounded up to a multiple of ``STEP``."""
+    """Return ``count`` slots rounded up to a multiple of ``STEP``; ``count`` is a symbol in a trace."""
     return (count + STEP - 1) // STEP * STEP

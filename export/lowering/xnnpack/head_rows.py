@@ -1,9 +1,9 @@
-"""Arguments of ExecuTorch's ``custom_sdpa``: the first slot, a mask, and query heads that share keys as rows below each
-other, [1, T, heads, head_dim].
+"""Arguments of ExecuTorch's ``custom_sdpa``: the first slot, a mask, and queries [1, T, heads, head_dim] in which heads
+that share keys become rows.
 
-The op packs the keys anew for each head: four rows of 32 heads over 4,000 positions take half the time as 16 rows of 8
-(scripts/bench_cpu_kernels.py). Rows need a mask, or to see all keys alike, as a single row's heads do: the op's own
-causal mask goes by the row.
+The op packs the keys for each head: four rows of 32 heads over 4,000 positions take half the time if they become 16
+rows of 8 heads (scripts/bench_cpu_kernels.py). Such rows need a mask, unless all see the same keys, as the heads of a
+single row do, since the op's own causal mask counts rows.
 """
 
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 LEAST_HEADS = 4
-"""The fewest heads that stay: the op's threads take a head each."""
+"""The fewest heads that may remain, since each thread of the op takes one head."""
 
 
 def first_slot(input_pos: Tensor, slots: int) -> Any:  # noqa: ANN401 - in a trace a symbol, else a number
-    """Return the first of the rows' positions, of which a trace then knows that the ``slots`` of a cache hold them."""
+    """Return the first of the rows' positions; a trace then knows that the positions lie within the ``slots`` of a
+    cache."""
     start: Any = input_pos[0].item()
     torch._check(start >= 0)
     torch._check(start + input_pos.shape[0] <= slots)
@@ -24,19 +25,19 @@ def first_slot(input_pos: Tensor, slots: int) -> Any:  # noqa: ANN401 - in a tra
 
 
 def additive_mask(seen: Tensor) -> Tensor:
-    """Return what is added to the scores for a mask of bool, of the same shape."""
+    """Return the mask that is added to scores, in the shape of the bool mask ``seen``."""
     return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
 
 
 def heads_together(heads: int, kv_heads: int) -> int:
-    """Return how many query heads of the same keys become rows of one; 1: none."""
+    """Return how many query heads with the same keys become rows of one head; 1 if none do."""
     shared = heads // kv_heads
     fitting = (count for count in range(shared, 1, -1) if shared % count == 0 and heads // count >= LEAST_HEADS)
     return next(fitting, 1)
 
 
 def heads_as_rows(query: Tensor, together: int) -> Tensor:
-    """[1, T, heads, head_dim] -> [1, T * together, heads / together, head_dim]"""
+    """Map [1, T, heads, head_dim] to [1, T * together, heads / together, head_dim]."""
     return query.unflatten(2, (-1, together)).transpose(2, 3).flatten(1, 2)
 
 
@@ -46,5 +47,5 @@ def rows_as_heads(out: Tensor, together: int) -> Tensor:
 
 
 def repeated_rows(mask: Tensor, together: int) -> Tensor:
-    """[T, slots] -> [T * together, slots]"""
+    """Map [T, slots] to [T * together, slots]."""
     return mask[:, None].expand(-1, together, -1).flatten(0, 1)

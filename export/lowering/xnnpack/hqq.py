@@ -1,4 +1,4 @@
-"""torchao's search for the scales of symmetric weights (HQQ without zero points) in less than half of the time.
+"""Runs torchao's search for the scales of symmetric weights (HQQ without zero points) in less than half of the time.
 
 Codes and scales are the same, bit for bit. The search alternates between codes ``Q = round(W / s)`` and the scales
 ``s = <W, Q> / <Q, Q>`` that fit them best, at most 20 times. torchao's ``_choose_qparams_and_quantize_scale_only_hqq``
@@ -19,10 +19,11 @@ SEARCH = (
     "_choose_qparams_and_quantize_scale_only_hqq"
 )
 CACHED = 1 << 18
-"""Weights of float32 that are computed with at once: two such tensors stay in the caches of a core and its neighbours.
-A quarter of them took a quarter more time, since steps are short and PyTorch's own time for each is not."""
+"""The number of float32 weights that are computed at once: two such tensors stay in the caches of a core and its
+neighbours. A quarter of that number took a quarter more time, since PyTorch's overhead of each step then counts."""
 STILL_CHANGING = 0.8
-"""Share of the groups that are copied to go on without the others: a copy of more costs more than it saves."""
+"""If a smaller share of the groups still changes, they are copied and the search goes on without the others. Copying a
+larger share costs more than it saves."""
 ITERATIONS = 20
 TOLERANCE = 1e-5
 LEAST_SCALE = torch.finfo(torch.float32).eps
@@ -66,7 +67,7 @@ def search_scales(weight: Tensor, block_size: Sequence[int], qmin: int, qmax: in
 
 
 def _fitted(groups: Tensor, scales: Tensor, qmin: int, qmax: int, at_once: int, buffers: Tensor) -> Tensor:
-    """Return the scales that fit the codes of ``scales`` best, a group's old one where all of its codes are 0."""
+    """Return the scales that fit the codes of ``scales`` best. A group whose codes are all 0 keeps its scale."""
     weighted, squared = torch.empty_like(scales), torch.empty_like(scales)
     for start in range(0, len(groups), at_once):
         part = slice(start, start + at_once)
@@ -83,6 +84,6 @@ def _codes(groups: Tensor, scales: Tensor, qmin: int, qmax: int, buffer: Tensor)
 
 @contextmanager
 def faster_search() -> Iterator[None]:
-    """Make torchao quantize by ``search_scales``."""
+    """Make torchao search scales with ``search_scales``."""
     with replaced(SEARCH, search_scales):
         yield

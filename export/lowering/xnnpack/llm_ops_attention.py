@@ -1,8 +1,8 @@
-"""Attention on the CPU of a layer with a sliding window or with sinks, by ExecuTorch's own LLM ops.
+"""Attention on the CPU for a layer with a sliding window or with sinks, by ExecuTorch's own LLM ops.
 
 Plain PyTorch attention would lower to an ``index_put`` that copies each cache and a dozen portable kernels over all of
-its slots. ``llama::update_cache`` writes in place, and ``llama::custom_sdpa`` reads a ring, or what has been written.
-It knows no softcap: with one, products and softmax are XNNPACK's, over all slots.
+its slots. ``llama::update_cache`` writes in place, and ``llama::custom_sdpa`` reads a ring, or only the slots that have
+been written. That op has no softcap: with one, XNNPACK computes products and softmax over all slots.
 """
 
 from typing import NamedTuple
@@ -28,13 +28,13 @@ from eagle3.targets.sinks import (
     slots_after_the_sink,
 )
 
-SINK_COLUMNS = 8  # beside a head's own, of which the sink takes one: what follows stays aligned
+SINK_COLUMNS = 8  # columns added to a head's own; the sink needs one, and eight keep the heads aligned
 
 
 class Rows(NamedTuple):
-    """``start``: the first slot of a layer that attends fully, 0 of others. ``slots`` [1, T] and ``additive``
-    [T, slots] of a ring, with the sink's; ``mask``: bool [1, 1, T, slots] without. ``alike``: every row attends to all
-    slots up to the last row's."""
+    """``start`` is the first slot in a layer with full attention, and 0 in others. ``slots`` [1, T] and, for a ring,
+    ``additive`` [T, slots] count the sink's slot too; ``mask``, bool [1, 1, T, slots], does not. ``alike`` is True if
+    every row attends to all slots up to the last row's."""
 
     start: int
     slots: Tensor
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class LlmOpsAttention(nn.Module):
-    """See ``EagerAttention``. The caches are laid out [1, slots, kv_heads, head_dim], as the ops want them."""
+    """See ``EagerAttention``. The caches have the layout [1, slots, kv_heads, head_dim], which the ops need."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -54,7 +54,7 @@ class LlmOpsAttention(nn.Module):
     def __init__(self, shape: KVCacheShape):
         super().__init__()
         self.shape = shape
-        self.first_slot = int(shape.sinks)  # of position 0
+        self.first_slot = int(shape.sinks)  # the slot of position 0
         self.columns = SINK_COLUMNS if shape.sinks else 0
         width = shape.head_dim + self.columns
         for name in ("k_cache", "v_cache"):
@@ -106,7 +106,7 @@ class LlmOpsAttention(nn.Module):
             torch.ops.llama.update_cache_with_indices(new, cache, 0, rows.slots)
 
     def _attended(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
-        """``query`` and what it gives: [1, T, heads, width of the caches]."""
+        """Return the attention's output; it and ``query`` are [1, T, heads, width of the caches]."""
         caches = self.k_cache, self.v_cache
         together = heads_together(query.shape[2], self.shape.kv_heads)
         length = query.shape[1]
@@ -114,7 +114,8 @@ class LlmOpsAttention(nn.Module):
         if together == 1 or (rows.additive is None and not alike):
             causal = rows.additive is None and not rows.alike
             return torch.ops.llama.custom_sdpa(query, *caches, rows.start, rows.additive, 0.0, causal, scale)
-        if rows.additive is None:  # no mask: each row attends to as many keys as ``start`` and all rows are
+        # without a mask, each row attends to as many keys as ``start`` plus the number of rows
+        if rows.additive is None:
             start, mask = rows.start + length - length * together, None
         else:
             start, mask = 0, repeated_rows(rows.additive, together)

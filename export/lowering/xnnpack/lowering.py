@@ -1,5 +1,5 @@
-"""The lowering of an eager module to a program of the CPU's delegates: its forms while it is traced, the lowering, the
-plan of its memory."""
+"""Lowers eager modules to a program of the CPU's delegates: the forms for tracing, the lowering, and the memory
+plan."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +30,8 @@ from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 
 @contextmanager
 def tracing(model: nn.Module, rows: int) -> Iterator[None]:
-    """Prepare ``model`` for a trace: norms, rotary embeddings and GELUs in XNNPACK's form, and products that suit a
-    verify window of ``rows``."""
+    """Prepare ``model`` for a trace: put norms, rotary embeddings and GELUs into XNNPACK's form, and choose products
+    that suit a verify window of ``rows``."""
     use_product_norms(model)
     use_cpu_recurrence(model)
     if splits():
@@ -43,7 +43,7 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
 
 
 def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
-    """Return one program of all methods, whose mutable buffers (the caches) are the same memory in each."""
+    """Return one program of all methods, in which each mutable buffer (cache) has the same memory in all methods."""
     for program in programs.values():
         remove_no_ops(program)
     with (

@@ -1,15 +1,16 @@
-"""The partitioner, which chooses the operations of each delegate: as few delegates as the operations between them
-allow.
+"""The partitioner, which chooses the operations of each delegate and makes as few delegates as possible.
 
-ExecuTorch 1.5 merges what XNNPACK can take pair by pair, and looks for a cycle through what it cannot take, not through
-other delegates: of one row of attention with a softcap two delegates come to wait for each other, and the lowering ends
-with "Invalid partition, found dependency cycles". Here a delegate is a level: the operations that as many alternations
-lie before. None waits for a later one, and there are as many as the longest chain of alternations has.
+ExecuTorch 1.5 merges the operations that XNNPACK takes pair by pair. It looks for cycles through operations that
+XNNPACK does not take, but not for cycles through other delegates. With one row of attention with a softcap, two
+delegates would wait for each other, and the lowering would end with "Invalid partition, found dependency cycles". Here,
+the delegates are levels: an operation's level is the number of alternations, on the longest path before it, between
+operations that XNNPACK takes and others. So no delegate waits for a later one, and there are no more delegates than the
+longest chain of alternations has.
 
-It also leaves out every slice of a tensor with a dynamic dimension, which ends a delegate. XNNPACK takes it: a
-dimension's upper bound, which is what ExecuTorch writes as the size of a slice, is cut to what there is when the
-delegate runs. It leaves out what has a dimension that a number of the program's decides, such as the slots of a cache
-that are used; XNNPACK takes that as well.
+ExecuTorch's partitioner also leaves out every slice of a tensor with a dynamic dimension, which ends a delegate.
+XNNPACK takes such a slice: ExecuTorch writes the dimension's upper bound as the size of the slice, and XNNPACK cuts it
+to the actual size when the delegate runs. The partitioner also leaves out operations with a data-dependent dimension,
+such as the number of used slots of a cache, although XNNPACK takes those as well.
 """
 
 from collections import defaultdict
@@ -28,7 +29,7 @@ _UNBACKED = "executorch.backends.xnnpack.partition.config.xnnpack_config.has_fre
 
 
 class SliceConfig(SliceCopyConfig):
-    """Slices without a step, along a dimension that is fixed, of which something is left."""
+    """Accepts slices with step 1 along a fixed dimension whose result is not empty."""
 
     def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
         (source, dim), step = node.args[:2], node.args[4] if len(node.args) > 4 else 1
@@ -42,7 +43,7 @@ CONFIGS = [SliceConfig if config is SliceCopyConfig else config for config in AL
 
 
 class LevelPartitioner(XnnpackPartitioner):
-    """Keeps every linear whole without asking of each whether it may: one decomposition of the graph less."""
+    """Keeps every linear whole without asking for each whether it may, which saves one decomposition of the graph."""
 
     def __init__(self) -> None:
         super().__init__(configs=CONFIGS)
@@ -61,14 +62,16 @@ class LevelPartitioner(XnnpackPartitioner):
 
 
 def levels(graph: Graph, groups: list[list[Node]]) -> list[int]:
-    """Return the level of each group of operations that form a delegate: even; odd levels are for what lies between.
+    """Return the level of each group of operations that form a delegate. These levels are even; odd levels are for
+    operations outside delegates.
 
-    Raises RuntimeError for a group that waits for what waits for it.
+    Raises RuntimeError for a group that waits for itself.
     """
     group_of = {node: index for index, group in enumerate(groups) for node in group}
     found, level = [0] * len(groups), dict.fromkeys(graph.nodes, -1)
     settled = False
-    while not settled:  # a group's operations need not be next to each other: all wait for the last one's inputs
+    # the operations of a group need not be adjacent, and all of them wait for the inputs of the last one
+    while not settled:
         settled = True
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):

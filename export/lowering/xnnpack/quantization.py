@@ -1,8 +1,8 @@
-"""Quantized weights on the CPU: ExecuTorch's recipes, as torchao's tensors, in the form that XNNPACK computes with.
+"""Quantized weights on the CPU: torchao's tensors by ExecuTorch's recipes, in the form that XNNPACK computes with.
 
-A linear of ``8da4w`` or ``8da8w`` quantizes each row of its input for itself, to 8 bits, so that rows do not depend on
-each other. An embedding of ``8w`` looks up codes and multiplies them by the scales of their rows: the table is never in
-float32.
+A linear of ``8da4w`` or ``8da8w`` quantizes each row of its input separately, to 8 bits, so that rows do not depend on
+each other. An embedding of ``8w`` looks up codes and multiplies them by the scales of their rows, so the table is never
+in float32.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,14 @@ from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 ELEMENTS = 1 << 21
-"""The elements of a weight that a core quantizes at once. With fewer the threads wait for each other's Python."""
+"""The number of elements of a weight that a core quantizes at once. With fewer, threads wait for each other's Python
+code."""
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
-    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers, each core some rows at
-    a time."""
+    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers. Return threads that
+    compute on one core each: steps this small are not worth the wait for other threads, above all on a busy machine,
+    where they took ten times the CPU time."""
     quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
     rows = max(1, ELEMENTS // weight.shape[1])
     data: dict[str, Tensor] = {}
@@ -48,9 +50,9 @@ def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
 
 @cache
 def _a_core_each() -> ThreadPoolExecutor:
-    """Return threads that compute on one core each: steps this small are not worth waiting for other threads, on a busy
-    machine least of all (there they took ten times the CPU time). They are the same for all weights: what new threads
-    free, glibc keeps in an arena for each of them, 7 GiB after a model of 4 B parameters."""
+    """All weights use the same threads, since glibc keeps the memory that a thread freed in an arena of that thread:
+    new threads for each weight held 7 GiB after a model of 4B parameters. They are the same for all weights: what new
+    threads free, glibc keeps in an arena for each of them, 7 GiB after a model of 4 B parameters."""
     return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 
 
@@ -59,7 +61,7 @@ def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
     holder.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(holder, _make_linear_config(recipe.linear, recipe.group))
     made = _taken(holder)
-    if recipe.group:  # XNNPACK holds the scales of groups in bfloat16
+    if recipe.group:  # XNNPACK stores the scales of groups in bfloat16
         made.scale = made.scale.to(torch.bfloat16).to(weight.dtype)
     return DynamicWeight(*(getattr(made, name) for name in (*made.tensor_data_names, *made.tensor_attribute_names)))
 
@@ -72,28 +74,28 @@ def _quantized_embedding(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
 
 
 def _taken(holder: nn.Module) -> TorchAOBaseTensor:
-    """Return the weight of a module that torchao quantized, which the module no longer holds: it refers to itself
-    (``extra_repr``), so that codes would stay until Python's collector comes by."""
+    """Return the weight of a module that torchao quantized, and remove it from the module. The module refers to itself
+    (``extra_repr``), so its codes would otherwise stay in memory until a garbage collection."""
     made: TorchAOBaseTensor = holder.get_parameter("weight").data
     del holder.weight
     return made
 
 
 class DynamicWeight(IntxUnpackedToInt8Tensor):
-    """torchao's weight with its own product, whatever else is imported: ExecuTorch's CUDA backend gives torchao's class
-    another one, for the whole process."""
+    """torchao's weight with its own matmul. ExecuTorch's CUDA backend replaces the matmul of torchao's class for the
+    whole process."""
 
 
 @DynamicWeight.implements([torch.ops.aten.linear.default])
 @DynamicWeight.implements_torch_function([F.linear])
 def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """Multiply the weight by each row of x [..., K], quantized to 8 bits with a scale and a zero point of its own."""
+    """Multiply the weight by each row of x [..., K], quantized to 8 bits with the row's own scale and zero point."""
     x, weight, *bias = args
     return F.linear(_apply_int8_act_asym_per_token_quant_dequant(x), weight.dequantize(), *bias)
 
 
 class ExactActivations(TorchFunctionMode):
-    """A mode in which linears of ``DynamicWeight`` take their inputs as they are, in float32."""
+    """A mode in which linears of ``DynamicWeight`` do not quantize their inputs."""
 
     def __torch_function__(
         self,
@@ -108,7 +110,7 @@ class ExactActivations(TorchFunctionMode):
 
 
 class Int8Rows(TorchAOBaseTensor):
-    """A table [N, K] of float32 as codes [N, K] of int8 and a scale a row, [N, 1]."""
+    """A table [N, K] of float32, held as codes [N, K] of int8 and a scale for each row, [N, 1]."""
 
     tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names: list[str] = []
@@ -127,6 +129,6 @@ class Int8Rows(TorchAOBaseTensor):
 @Int8Rows.implements([torch.ops.aten.embedding.default])
 @Int8Rows.implements_torch_function([F.embedding])
 def _embedding(func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """[...] int64 -> [..., K]."""
+    """Map [...] int64 to [..., K]."""
     ids, table = (args[1], args[0]) if func is torch.ops.aten.embedding.default else args[:2]
     return F.embedding(ids, table.qdata).to(table.dtype) * F.embedding(ids, table.scale)

@@ -1,5 +1,5 @@
-"""The quantization recipes of the CPU, by ExecuTorch's names for them. Nothing that quantizes is imported here, which
-takes seconds."""
+"""The quantization recipes of the CPU, with ExecuTorch's names. This module imports nothing that quantizes, which would
+take seconds."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -11,30 +11,30 @@ from eagle3.export.planning.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RE
 from eagle3.export.planning.plan import Plan
 
 DEFAULT_GROUP = 32
-"""ExecuTorch's for 8da4w."""
-LEAST_GROUP = 32  # XNNPACK's kernels take groups of a multiple of it
+"""ExecuTorch's default for 8da4w."""
+LEAST_GROUP = 32  # XNNPACK's kernels take only multiples of it
 QUANTIZED = (*XNNPACK_RECIPES[1:], *EMBEDDING_RECIPES[1:])
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The quantization of one model: ``linear`` and ``embedding`` by ExecuTorch's names; ``group``: how many inputs of
-    a linear share a scale, 0 for all of a row."""
+    """The quantization of one model: ``linear`` and ``embedding`` are ExecuTorch's names; ``group`` is the number of
+    inputs of a linear that share a scale, or 0 if a whole row shares one."""
 
     linear: str
     embedding: str
     group: int
 
     def covers(self, module: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
-        """Return True for an embedding or linear that is quantized. A router is not: where it is a linear (Llama 4's),
-        it has a class of its own."""
+        """Return True for an embedding or a linear that is quantized. Routers are not quantized: a router that is a
+        linear (Llama 4's) has a class of its own."""
         if isinstance(module, nn.Embedding):
             return self.embedding in QUANTIZED
         return type(module) is nn.Linear and self.linear in QUANTIZED
 
     def weight_bytes(self, module: nn.Module) -> tuple[float, float]:
-        """Return the bytes per weight of a ``module`` that the recipe covers: as torchao holds it, where a 4-bit code
-        takes a byte, and as it is written."""
+        """Return the bytes per weight of a ``module`` that the recipe covers: in torchao's form, where a 4-bit code
+        takes a byte, and in the file."""
         if isinstance(module, nn.Embedding):
             return 1, 1
         if self.group:
@@ -48,7 +48,7 @@ class Recipe:
         return quantized(self, module, weight)
 
     def check(self, flag: str, model: nn.Module) -> None:
-        """Raise ValueError, naming the linear of ``model`` that the groups do not fit."""
+        """Raise ValueError naming a linear of ``model`` that the group size does not fit."""
         if not self.group:
             return
         covered = ((name, module) for name, module in model.named_modules() if self.covers(module))
@@ -64,7 +64,7 @@ class Recipe:
 
 
 def _divisors(width: int) -> str:
-    """Return the group sizes that divide ``width``, as words."""
+    """Return the group sizes that divide ``width``, as a list in a string."""
     return ", ".join(str(size) for size in range(LEAST_GROUP, min(width, 256) + 1, LEAST_GROUP) if width % size == 0)
 
 

@@ -1,7 +1,8 @@
-"""Recurrent layers on the CPU: rings written in place, and the bulk of a prefill chunk by ExecuTorch's own operators.
+"""Recurrent layers on the CPU: rings are written in place, and ExecuTorch's own operators compute most of a prefill
+chunk.
 
-``index_copy_`` would lower to an ``index_put`` that copies a whole ring, and the reference's loop over parts of a chunk
-takes a length that is known when the chunk is traced.
+``index_copy_`` would lower to an ``index_put`` that copies a whole ring. The reference's loop over parts of a chunk
+would need a length that is known when the chunk is traced.
 """
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
@@ -20,7 +21,7 @@ class InPlaceRing(Ring):
 
 
 class SequentialState(GatedDeltaState):
-    """Runs the rows that are committed by ``llama::gated_delta_rule``, one after the other."""
+    """Runs the committed rows one after the other, by ``llama::gated_delta_rule``."""
 
     def _bulk(self, given: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, decay, beta = given
@@ -30,7 +31,7 @@ class SequentialState(GatedDeltaState):
 
 
 def use_cpu_recurrence(model: nn.Module) -> None:
-    """Let the recurrent layers of ``model`` compute by ExecuTorch's operators, in place."""
+    """Make the recurrent layers of ``model`` use ExecuTorch's operators, in place."""
     for module in model.modules():
         if type(module) is Ring:
             module.__class__ = InPlaceRing

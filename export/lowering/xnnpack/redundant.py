@@ -1,8 +1,8 @@
-"""Removes what a graph need not compute, before delegates are cut from it.
+"""Removes operations that a graph need not compute, before it is divided into delegates.
 
-XNNPACK computes each node that it is given. transformers' layers hold heads before rows between projections and
-attention, where neither wants them so; torchao quantizes the input of each linear anew, though q, k and v share theirs;
-a rotary embedding without scaling is multiplied by 1.
+XNNPACK computes each node that it is given. transformers' layers transpose heads before rows between projections and
+attention, where neither needs it; torchao quantizes the input of each linear again, although q, k and v share theirs;
+and a rotary embedding without scaling is multiplied by 1.
 """
 
 import torch
@@ -13,15 +13,15 @@ from torch.fx.passes.infra.pass_base import PassBase
 
 
 def computed_once() -> PassBase:
-    """Return a pass that merges equal nodes of the edge dialect, in which a cache that is written is another value. The
-    weight of a linear that is called twice stays two values: two calls that share one would be one delegate, though the
-    second waits for the first."""
+    """Return a pass that merges equal nodes of the edge dialect; a cache counts as another value after it is written.
+    The weight of a linear that is called twice stays two values. With one value the two calls would be one delegate,
+    although the second waits for the first."""
     return CSEPass(banned_ops={torch.ops.torchao.dequantize_affine})
 
 
 def remove_no_ops(program: ExportedProgram) -> None:
-    """Remove transpositions that undo each other and products with 1, in place, from a program as it was traced. An
-    output stays: the program's signature has its name."""
+    """Remove transpositions that undo each other and products with 1 from a traced program, in place. An output is
+    kept, since the program's signature has its name."""
     outputs = program.graph.output_node().all_input_nodes
     for node in program.graph.nodes:
         same = None if node in outputs else _without_effect(node)

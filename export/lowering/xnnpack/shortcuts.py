@@ -1,7 +1,7 @@
-"""Shortcuts through ExecuTorch's lowering to XNNPACK, for time and memory alone: the program is the same.
+"""Shortcuts through ExecuTorch's lowering to XNNPACK. They only save time and memory: the program is the same.
 
-With dynamic lengths each pass over a graph takes seconds on one core. Left out is what cannot change a program of
-linear layers, dynamically quantized or not, and elementwise operations.
+With dynamic lengths each pass over a graph takes seconds on one core. Passes are left out that cannot change a program
+of linear layers, dynamically quantized or not, and elementwise operations.
 """
 
 import copy
@@ -49,12 +49,12 @@ _LOOKS_FOR = {
     ),
     passes.RemoveRedundantCopyPass: (_EDGE._to_copy.default,),
 }
-"""The operators of which a pass changes some, by pass."""
+"""For each pass, the operators of which it may change some."""
 
 
 class _SharedBytes(NamedDataStore):
-    """Named data whose bytes are in memory once, however many delegates of however many methods name them. The name is
-    the data's hash."""
+    """A store of named data that keeps equal bytes in memory only once, for all delegates of all methods. The name of
+    the data is its hash."""
 
     def __init__(self, pool: dict[str, bytes]):
         super().__init__()
@@ -72,8 +72,8 @@ class _Passes(XNNPACKPassManager):
         self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
 
     def transform(self) -> ExportedProgram:
-        """Run the passes that may change something. Each pass builds a new graph, whether it changes anything or not:
-        those that have nothing to change are left out."""
+        """Run the passes that may change something. Each pass builds a new graph even if it changes nothing, so passes
+        that have nothing to change are left out."""
         graph = self.exported_program.graph
         targets = {node.target for node in graph.nodes}
         self.passes = [each for each in self.passes if _may_change(each, graph, targets)]
@@ -81,7 +81,8 @@ class _Passes(XNNPACKPassManager):
 
 
 def _may_change(each: type, graph: Graph, targets: set) -> bool:
-    """Return True if a graph has what a pass looks for. No pass looks for what an earlier one puts in."""
+    """Return True if a graph has an operator that a pass changes. No pass changes an operator that an earlier one
+    adds."""
     if each is passes.ConstPropPass:
         return any(node.op == "call_function" and not node.all_input_nodes for node in graph.nodes)
     if each is passes.ChannelsLastTaggedReshapePass and any(map(_channels_last, graph.nodes)):
@@ -96,23 +97,23 @@ def _channels_last(node: Node) -> bool:
 
 
 def _copied_without_weights(program: ExportedProgram, _specs: list[CompileSpec]) -> ExportedProgram:
-    """Copy a program without its weights. ExecuTorch copies a delegate's program with its weights before its passes, of
-    which ours change none."""
+    """Copy a program without its weights. ExecuTorch copies a delegate's program with its weights before its passes,
+    but our passes change no weight."""
     weights = (*program.state_dict.values(), *program.constants.values())
     return copy.deepcopy(program, {id(weight): weight for weight in weights})
 
 
 def _sorted_in_place(module: GraphModule) -> GraphModule:
-    """Sort the graph topologically in place. ExecuTorch copies the whole graph in that order for each delegate and
-    makes Python of it, which takes two thirds of an export of 32 layers; only the order is needed."""
+    """Sort the graph topologically in place. For each delegate, ExecuTorch copies the whole graph in that order and
+    generates its Python code, which takes two thirds of an export of 32 layers. Only the order is needed."""
     stable_topological_sort(module.graph)
     return module
 
 
 @contextmanager
 def applicable_passes() -> Iterator[None]:
-    """Make XNNPACK's preprocessing keep each weight once for all methods, and skip the passes for convolutions, batch
-    norms, pooling, quantized padding, dim orders and constants in files of their own."""
+    """Make XNNPACK's preprocessing keep each weight once for all methods. It also skips the passes for convolutions,
+    batch norms, pooling, quantized padding, dim orders and constants in separate files."""
     stores = partial(_SharedBytes, {})
     preprocess = "executorch.backends.xnnpack.xnnpack_preprocess."
     with all_replaced(

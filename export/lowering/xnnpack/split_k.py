@@ -1,16 +1,17 @@
-"""Products of 4 bits as sums over ranges of K (split-K), so that a verify window costs little more than a row.
+"""Splits 4-bit linears into sums over ranges of K (split-K), so that a verify window costs little more than one row.
 
-XNNPACK's kernel multiplies up to 8 rows by 16 outputs of the weights, and reads the rows again for the
-next 16, while weights stream through the same first-level cache: rows of more than about 6 KiB (of 48 on an AMD Zen 5)
-are gone by then. In 8 bits and in float32 there is nothing to gain (``scripts/bench_cpu_kernels.py``). Each range has
-its inputs quantized for itself, which is closer to what they were.
+XNNPACK's kernel multiplies up to 8 rows by 16 outputs, and reads the rows again for the next 16 outputs, while weights
+stream through the same first-level cache. Rows of more than about 6 KiB (in a cache of 48 KiB on an AMD Zen 5) are
+evicted by then. For 8-bit and float32 weights there is nothing to gain (``scripts/bench_cpu_kernels.py``). The inputs
+of each range are quantized separately, which is closer to the unquantized inputs.
 
-It gains where the kernel waits for its rows. Elsewhere it costs, and an export on such a processor does not split:
-without AVX-512 the kernel takes 3 rows and 1.4 times as long when split, a Zen 4 1.1 times as long for four rows.
-Measured on a Zen 4: 2 to 8 rows take about the same time, four rows 2.4 times that of one with weights from memory and
-3.5 times with weights that fit the second-level cache, and narrower ranges are slower still. That its arithmetic is the
-bound is inferred from these times; no hardware counter was read. The first-level cache tells the two apart, 32 KiB on a
-Zen 4 and 48 on a Zen 5; older Intel servers have 32 KiB too, and none was measured.
+Splitting gains where the kernel waits for its rows. Elsewhere it costs, and an export on such a processor does not
+split. Without AVX-512 the kernel takes 3 rows and 1.4 times as long when split; on a Zen 4 it takes 1.1 times as long
+for four rows. Measured on a Zen 4: 2 to 8 rows take about the same time, four rows 2.4 times that of one with weights
+from memory and 3.5 times with weights that fit the second-level cache, and narrower ranges are slower still. That
+arithmetic is the limit there is inferred from these times; no hardware counter was read. The size of the first-level
+cache tells the two processors apart: 32 KiB on a Zen 4 and 48 on a Zen 5. Older Intel servers also have 32 KiB, and
+none was measured.
 """
 
 from collections import defaultdict
@@ -24,14 +25,15 @@ from eagle3.export.tensor_files import contiguous_beside
 from eagle3.runner.hardware.cpu_features import first_level_cache, lacks_avx512
 
 CACHED = 6 << 10
-"""Bytes of rows, an input in 8 bits each, that stay cached."""
+"""The bytes of rows that stay cached, with inputs of 8 bits."""
 KERNEL_ROWS = 8
 SMALL_CACHE = 32 << 10
-"""Bytes of a first-level cache up to which nothing is split. A Zen 4 lost by it; Intel's servers were not measured."""
+"""The size in bytes of a first-level cache up to which nothing is split. Splitting cost time on a Zen 4; Intel's
+servers were not measured."""
 
 
 class SplitLinear(nn.Module):
-    """A linear as the sum of ``parts``, each of the next range of its inputs: [..., K] -> [..., N]."""
+    """A linear computed as the sum of ``parts``, each over the next range of its inputs: [..., K] -> [..., N]."""
 
     def __init__(self, parts: list[nn.Linear]):
         super().__init__()
@@ -48,13 +50,13 @@ class SplitLinear(nn.Module):
 
 
 def splits() -> bool:
-    """Return True if an export on this processor splits. One whose cache is not known is taken for a large one."""
+    """Return True if an export on this processor splits. A cache of unknown size counts as a large one."""
     return not lacks_avx512() and not 0 < first_level_cache() <= SMALL_CACHE
 
 
 def split_wide_linears(model: nn.Module, rows: int) -> None:
-    """Replace in place the linears of 4 bits in ``model`` whose inputs do not stay cached for a verify window of
-    ``rows``. A weight that several hold is split once."""
+    """Replace in place the 4-bit linears of ``model`` whose inputs do not stay cached for a verify window of ``rows``.
+    A weight that several linears share is split once."""
     widest = CACHED // min(rows, KERNEL_ROWS)
     holders = defaultdict(list)
     for parent in model.modules():
@@ -80,7 +82,7 @@ def _ends(weight: Tensor, widest: int) -> list[int]:
 
 def _columns(weight: DynamicWeight, start: int, end: int) -> nn.Parameter:
     def cut(values: Tensor) -> Tensor:
-        """Return the columns of one range: a code is of one input, a scale of a group."""
+        """Return the columns of one range: there is a code for each input, and a scale for each group."""
         inputs = weight.shape[1] // values.shape[1]
         return contiguous_beside(values[:, start // inputs : end // inputs])
 

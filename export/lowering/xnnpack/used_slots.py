@@ -1,11 +1,12 @@
-"""The slots of a KV cache that hold something, as a tensor without a copy.
+"""The used slots of a KV cache, as a tensor that shares the cache's memory.
 
-ExecuTorch has no views of a part of a tensor, and a slice is a copy of it. Here the part is a tensor of a dynamic
-length that the memory plan puts where the cache lies: ``used_slots`` while a program is traced and lowered, and in the
-program ``aten::empty``, which sets a tensor's length and writes nothing. Any runner of ExecuTorch's runs that.
+ExecuTorch has no views of a part of a tensor, and a slice copies it. Here the part is a tensor of dynamic length that
+the memory plan places at the cache's address. While a program is traced and lowered it is ``used_slots``; in the
+finished program it is ``aten::empty``, which sets a tensor's length and writes nothing. Any of ExecuTorch's runners can
+run that.
 
-The order of the program decides what such a tensor holds, as it does for every cache: its node stays behind the write
-that it was traced behind.
+As for every cache, the order of the program decides what such a tensor holds: its node stays after the write that it
+was traced after.
 """
 
 from typing import NamedTuple
@@ -21,12 +22,13 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
 PLACE = "eagle3_place"
-"""The key in a node's ``meta`` of its cache's name and of the head."""
+"""The key in a node's ``meta`` for the name of its cache and the number of the head."""
 
 
 @torch.library.custom_op("eagle3::used_slots", mutates_args=())
 def used_slots(cache: Tensor, head: int, count: int) -> Tensor:
-    """Return the first ``count`` slots of a head of a cache [kv_heads, slots, 1, head_dim]: [1, count, head_dim]."""
+    """Return a copy of the first ``count`` slots of one head of a cache [kv_heads, slots, 1, head_dim], as [1, count,
+    head_dim]."""
     return cache[head : head + 1, :count, 0].clone()
 
 
@@ -36,7 +38,8 @@ def _(cache: Tensor, head: int, count: int) -> Tensor:  # noqa: ARG001 - as the 
 
 
 class InPlace(PassBase):
-    """Makes every ``used_slots`` a tensor of its length that nothing writes, and notes where it is to lie."""
+    """Replaces every ``used_slots`` by a tensor of its length that nothing writes, and records the cache and head for
+    the memory plan."""
 
     def call(self, graph_module: GraphModule) -> PassResult:
         graph, changed = graph_module.graph, False
@@ -58,15 +61,15 @@ class InPlace(PassBase):
 
 
 class Placed(NamedTuple):
-    """A tensor's place: a head of a cache."""
+    """A tensor that shares the memory of one head of a cache."""
 
     tensor: TensorSpec
     cache: TensorSpec
     head: int
 
     def settle(self) -> None:
-        """Give the tensor its place, once the cache has one. Its longest is the cache's length: the sum of the largest
-        start and the most rows, which ExecuTorch takes for it, is more."""
+        """Place the tensor, after its cache was placed. Its largest length is set to the cache's. ExecuTorch's bound is
+        larger: the sum of the largest start and the most rows."""
         heads, slots, _, width = self.cache.shape
         self.tensor.shape = [1, min(self.tensor.shape[1], slots), width]
         self.tensor.mem_id = self.cache.mem_id
@@ -74,7 +77,7 @@ class Placed(NamedTuple):
 
 
 class CachesInPlace(MemoryPlanningPass):
-    """ExecuTorch's memory plan, in which the tensors that ``InPlace`` made lie in their caches."""
+    """ExecuTorch's memory plan, with the tensors that ``InPlace`` made placed in their caches."""
 
     def __init__(self) -> None:
         super().__init__(alloc_graph_input=False, share_mutable_buffers=True)
@@ -88,7 +91,7 @@ class CachesInPlace(MemoryPlanningPass):
             if PLACE in node.meta and node.op == "call_function" and "spec" in node.meta
             for cache, head in [node.meta[PLACE]]
         ]
-        for each in placed:  # a constant gets no memory of its own
+        for each in placed:  # a constant gets no memory from the plan
             each.tensor.const = True
         result = super().run(graph_module, graph_signature)
         for each in placed:
@@ -97,14 +100,14 @@ class CachesInPlace(MemoryPlanningPass):
         return result
 
     def run_multimethod(self) -> None:
-        """Place the caches, which all methods share, then what lies in them."""
+        """Place the caches, which all methods share, and then the tensors inside them."""
         super().run_multimethod()
         for each in self.placed:
             each.settle()
 
 
 def planned() -> ExecutorchBackendConfig:
-    """Return how a program is finished, for ``to_executorch``."""
+    """Return the ``ExecutorchBackendConfig`` for ``to_executorch``."""
     return ExecutorchBackendConfig(
         passes=[InPlace()], memory_planning_pass=CachesInPlace(), emit_mutable_buffer_names=True
     )

@@ -1,6 +1,6 @@
-"""The conversion of each tensor of a target as it is read: XNNPACK computes in float32, or with the weights that our
-recipes quantize. Those that another tool quantized are dequantized, exactly: a code times its scale has no more bits
-than float32 holds."""
+"""Converts each tensor of a target as it is read: XNNPACK computes in float32, or with the weights that our recipes
+quantize. Weights that another tool quantized are dequantized exactly: a code times its scale has no more bits than
+float32 holds."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 
 class XnnpackWeights:
-    """A conversion for the target ``model`` (on the meta device)."""
+    """The conversion for the target ``model`` (on the meta device)."""
 
     def __init__(self, model: nn.Module, recipe: Recipe):
         self.recipe, self.dequantized = recipe, 0
@@ -32,7 +32,7 @@ class XnnpackWeights:
 
 
 def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
-    """Quantize in place the weights of ``model`` that ``recipe`` covers, except those of an id in ``spare``."""
+    """Quantize in place the weights of ``model`` that ``recipe`` covers, except those whose id is in ``spare``."""
     for module in model.modules():
         if recipe.covers(module) and id(module.weight) not in spare:
             module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)

@@ -1,11 +1,12 @@
-"""Names of quantized weights, by codes and scales: XNNPACK's packed weights are one cache for a process, by name.
+"""Names quantized weights by codes and scales, because XNNPACK's packed weights are one cache for a process, keyed by
+name.
 
-ExecuTorch (1.5) names a weight by its codes alone, though scales are packed with them: of two weights with the same
-codes and other scales, in one artifact or in two of a process, the second to load would compute with the first one's.
-Equal codes would also be one buffer in the file, and a name is found by its address: so the scales' hash stands behind
-the codes too, where nothing reads it.
+ExecuTorch 1.5 names a weight by its codes alone, although scales are packed with them. Of two weights with equal codes
+and different scales, in one artifact or in two of a process, the one that loads second would compute with the first
+one's scales. Equal codes would also share one buffer in the file, and a name is found by the buffer's address. So the
+scales' hash is also appended to the codes, where nothing reads it.
 
-A weight of several methods is packed, hashed and copied for the first of them alone.
+A weight of several methods is packed, hashed and copied only for the first of them.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ NAMING = "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_ser
 
 
 class _Marked:
-    """A store whose names and data end in ``mark``; ``added`` is what was added last, with its options."""
+    """A store that appends ``mark`` to names and data; ``added`` holds the last addition with its options."""
 
     def __init__(self, store: NamedDataStore, mark: bytes):
         self.store, self.mark = store, mark
@@ -41,7 +42,7 @@ class _Marked:
 
 @contextmanager
 def scales_in_names() -> Iterator[None]:
-    """Make XNNPACK's preprocessing name weights that way."""
+    """Make XNNPACK's preprocessing use these names."""
     name_and_store = original(NAMING)
     packed: dict[tuple, tuple[Tensor, Any, ConstantDataOffset]] = {}
 
@@ -74,7 +75,7 @@ def scales_in_names() -> Iterator[None]:
             finally:
                 self._named_data_store = store
             graph.constant_data[index].named_key += mark.hex()
-            if weight.dtype == quant_params.dtype:  # codes, which are packed as they are
+            if weight.dtype == quant_params.dtype:  # these are codes, which are packed unchanged
                 packed[key] = weight, marked.added, graph.constant_data[index]
             return index
         _, (data, options), entry = packed[key]
@@ -87,5 +88,5 @@ def scales_in_names() -> Iterator[None]:
 
 
 def _memory(weight: Tensor) -> tuple:
-    """Return where a weight lies, which is the same in each method, and stays while it is kept."""
+    """Return a key for a weight's memory, which is the same in each method and valid while the weight is kept."""
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
