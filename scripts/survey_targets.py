@@ -1,6 +1,6 @@
 """Runs every class of the installed transformers that generates text from text or images through the plan and the twin.
 
-``python scripts/survey_targets.py`` writes its table into ``targets/README.md``. Each class gets its default
+``python scripts/survey_targets.py`` writes its list into ``targets/README.md``. Each class gets its default
 configuration, with the text part reduced to a twin's sizes, and a checkpoint of zeros that takes no space on disk. The
 outcome is a passed twin check, or a line that says why not. Anything else is a bug of ours, and the exit code is 1.
 ``--only NAME`` (repeatable) prints the outcome of single model types.
@@ -167,16 +167,15 @@ def outcome(model_type: str, name: str) -> Outcome:
         return found(RIGHT)
 
 
-def table(outcomes: Iterable[Outcome]) -> str:
+def listing(outcomes: Iterable[Outcome]) -> str:
     outcomes = list(outcomes)
     lines = [f"transformers {transformers.__version__}, {len(outcomes)} classes.", ""]
-    lines += ["| outcome | model types |", "| --- | --- |"]
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:
         groups[reason(each)].append(each)
     for text, members in sorted(groups.items(), key=lambda item: (item[1][0].what != RIGHT, -len(item[1]), item[0])):
         names = ", ".join(f"`{each.model_type}` ({each.name})" for each in members)
-        lines.append(f"| {text} | {names} |")
+        lines.append(f"- {text}: {names}" if members[0].what == RIGHT else f"- {names}: {text}")
     return "\n".join(lines)
 
 
@@ -184,7 +183,7 @@ def reason(found: Outcome) -> str:
     """Return the outcome with its reason, without the parts that differ between classes."""
     if found.what == RIGHT:
         return "**works**"
-    line = re.sub(r"^target/config\.json( \([^)]*\))?: ", "", found.line).replace("|", "\\|")
+    line = re.sub(r"^target/config\.json( \([^)]*\))?: ", "", found.line)
     return f"{found.what}: {line}"
 
 
@@ -196,7 +195,7 @@ def silence() -> None:
 @click.command()
 @click.option("--only", multiple=True, metavar="MODEL_TYPE")
 def main(only: tuple[str, ...]) -> None:
-    """Write the table, or print single outcomes."""
+    """Write the list, or print single outcomes."""
     silence()
     torch.set_num_threads(1)
     found = []
@@ -207,7 +206,7 @@ def main(only: tuple[str, ...]) -> None:
         print(*found[-1], sep="  ", flush=True)
     if not only:
         before, _, rest = README.read_text().partition(BEGIN)
-        README.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+        README.write_text(f"{before}{BEGIN}\n{listing(found)}\n{END}{rest.partition(END)[2]}")
     sys.exit(any(each.what == WRONG for each in found))
 
 
