@@ -31,8 +31,7 @@ def held_bytes(plan: Plan) -> int:
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
     """Return the bytes that ExecuTorch takes to write the largest weight. It holds two copies, and of codes a third one
-    with the hash of their scales appended; 4-bit codes are 8-bit ones before. It holds two copies, and of codes a third
-    one that is hashed together with their scales; 4-bit codes are held as 8-bit ones before."""
+    with the hash of their scales appended. Codes of 4 bits were in bytes before."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     codes = 2 if recipe.group else 3
     sizes = (module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)

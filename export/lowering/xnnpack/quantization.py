@@ -30,9 +30,8 @@ code."""
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
-    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers. Return threads that
-    compute on one core each: steps this small are not worth the wait for other threads, above all on a busy machine,
-    where they took ten times the CPU time."""
+    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers. Each core takes some
+    rows at a time."""
     quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
     rows = max(1, ELEMENTS // weight.shape[1])
     data: dict[str, Tensor] = {}
@@ -50,9 +49,12 @@ def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
 
 @cache
 def _a_core_each() -> ThreadPoolExecutor:
-    """All weights use the same threads, since glibc keeps the memory that a thread freed in an arena of that thread:
-    new threads for each weight held 7 GiB after a model of 4B parameters. They are the same for all weights: what new
-    threads free, glibc keeps in an arena for each of them, 7 GiB after a model of 4 B parameters."""
+    """Return threads that compute on one core each: steps this small are not worth the wait for other threads, above
+    all on a busy machine, where they took ten times the CPU time.
+
+    All weights use the same threads, since glibc keeps the memory that a thread freed in an arena of that thread. With
+    new threads for each weight it held 7 GiB after a model of 4B parameters.
+    """
     return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 
 
