@@ -28,7 +28,7 @@ _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "m
 
 def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
     """Return names by ExecuTorch's own map, with those of per-layer inputs added in the same form: transformers' names
-    without ``model.``. Tensors of experts are not in it."""
+    without ``model.``. That map has no tensors of experts."""
     from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
 
     patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]

@@ -58,7 +58,7 @@ class HeaderSlice:
 
 
 class HeaderFile:
-    """Reads a header file like the file that it describes. ``values`` is the open header file itself, ``header`` the
+    """Gives access to a header file as if it were the file that it describes. ``values`` is the open header file itself, ``header`` the
     other file's header."""
 
     def __init__(self, path: Path, values: OpenFile, header: dict[str, Any]):

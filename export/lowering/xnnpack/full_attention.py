@@ -10,8 +10,9 @@ ExecuTorch's ``llama::custom_sdpa`` packs keys again for each query head, and it
 single rows, where it is as fast; longer chunks, since its memory does not grow with rows times slots; and all rows of a
 small cache. It has no softcap: with one, a single row is computed by products too, and a chunk over all slots.
 
-``llama::update_cache`` writes in place. Except for that chunk, the time of a step does not depend on ``max_seq_len``.
-Masked slots must hold finite numbers, which they do: ExecuTorch's runners begin with caches of zeros.
+``llama::update_cache`` writes in place. Except where a chunk is computed over all slots, the time of a step does not
+depend on ``max_seq_len``. Masked slots must hold finite numbers, which they do: ExecuTorch's runners begin with caches
+of zeros.
 """
 
 from typing import Any, NamedTuple
