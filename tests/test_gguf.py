@@ -241,7 +241,7 @@ def test_another_architecture_is_named_with_the_configurations(tmp_path):
     line = refused(tmp_path, file)
     assert "llama.gguf is llama (for llama or mistral)" in line and "is a gemma4_text" in line and "--config" in line
     file = write_gguf(tmp_path / "rwkv.gguf", "rwkv7", {"block_count": 6}, {})
-    assert "general.architecture is rwkv7, but gemma4, " in refused(tmp_path, file)
+    assert "general.architecture is rwkv7, but only gemma4, " in refused(tmp_path, file)
 
 
 def test_a_kind_of_block_that_is_not_read_is_named_with_its_tensor(file, tmp_path):
@@ -252,7 +252,7 @@ def test_a_kind_of_block_that_is_not_read_is_named_with_its_tensor(file, tmp_pat
     data[at : at + 4] = struct.pack("<I", TYPES.TQ1_0)
     out.write_bytes(data)
     line = refused(tmp_path, out)
-    assert "blk.2.ffn_up.weight is TQ1_0, but F32, F16, BF16, Q4_K" in line
+    assert "blk.2.ffn_up.weight is TQ1_0, but only F32, F16, BF16, Q4_K" in line
 
 
 @pytest.mark.parametrize(

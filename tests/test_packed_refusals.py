@@ -154,7 +154,7 @@ def scheme(**weights):
         (scheme(symmetric=True), "has weight_zero_point, but quantization_config says symmetric: true"),
         (scheme() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme, which quantizes the KV cache"),
         (scheme() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config, which rotates"),
-        (scheme() | {"format": "nvfp4-pack-quantized"}, 'format "nvfp4-pack-quantized", but pack-quantized'),
+        (scheme() | {"format": "nvfp4-pack-quantized"}, 'format "nvfp4-pack-quantized", but only pack-quantized'),
         (scheme() | {"config_groups": {}}, "no config_groups"),
         (
             scheme() | {"config_groups": {"a": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}},
@@ -177,14 +177,14 @@ def test_schemes_that_are_not_computed_are_refused_by_name(packed, tmp_path, sto
         ),
         (gptq_config(4, 0, False), "group_size is 0"),
         (gptq_config(8, 64, False), "qweight is I32 [64, 256], but .* with 8 bits .* implies I32 [128, 256]"),
-        (gptq_config(4, 64, False, "gptq_p"), "the format gptq_p, but gptq and gptq_v2"),
+        (gptq_config(4, 64, False, "gptq_p"), "the format gptq_p, but only gptq and gptq_v2"),
         (gptq_config(4, 64, False) | {"is_marlin_format": True}, "only gptq and gptq_v2 are read"),
-        (auto_round_config(4, 64, False, "auto_round"), "packing_format auto_round, but auto_round:auto_gptq and"),
-        (auto_round_config(4, 64, False) | {"data_type": "mx_fp"}, "data_type mx_fp, but int"),
+        (auto_round_config(4, 64, False, "auto_round"), "packing_format auto_round, but only auto_round:auto_gptq and"),
+        (auto_round_config(4, 64, False) | {"data_type": "mx_fp"}, "data_type mx_fp, but only int"),
         (auto_round_config(4, 128, False), "in groups of 128 (quantization_config) implies I32 [4, 32]"),
         (awq_config(8, 64, False), "bits 8, but must have 4"),
         (awq_config(4, 32, False), "qzeros is I32 .* in groups of 32"),
-        (awq_config(4, 64, False) | {"version": "gemv_fast"}, "the version gemv_fast, but gemm"),
+        (awq_config(4, 64, False) | {"version": "gemv_fast"}, "the version gemv_fast, but only gemm"),
     ],
 )
 def test_schemes_of_gptq_and_awq_likewise(packed, tmp_path, stored, says):

@@ -181,7 +181,7 @@ def test_a_quantized_weight_that_is_not_read_is_refused_by_its_class(checkpoints
     described.headers["layers.0.mlp.up_proj.weight"] = replace(
         described.headers["layers.0.mlp.up_proj.weight"], shape=tuple(shape)
     )
-    with pytest.raises(ValueError, match=r"up_proj\.weight is Float8Tensor, but floating-point"):
+    with pytest.raises(ValueError, match=r"up_proj\.weight is Float8Tensor, but must be floating-point"):
         check_draft(described)
 
 

@@ -58,8 +58,8 @@ class HeaderSlice:
 
 
 class HeaderFile:
-    """Gives access to a header file as if it were the file that it describes. ``values`` is the open header file itself, ``header`` the
-    other file's header."""
+    """Gives access to a header file as if it were the file that it describes. ``values`` is the open header file
+    itself, ``header`` the other file's header."""
 
     def __init__(self, path: Path, values: OpenFile, header: dict[str, Any]):
         self.path, self._values, self._header = path, values, header
