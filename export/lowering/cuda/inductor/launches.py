@@ -183,7 +183,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
             if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:
                 continue  # a cache; the draft step of an assistant reads caches that it does not write
             weights[name] = _bytes(constant.shape, constant.dtype, elements)
-            if experts := constants.get("EXPERTS"):  # at most, every choice is of another expert
+            if experts := constants.get("EXPERTS"):  # no more experts are read than choices are made
                 weights[name] = weights[name] * min(values["CHOICES"], experts) // experts
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
