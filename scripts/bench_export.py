@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 
 from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
-from eagle3.runner.cost.bound import cost_of
+from eagle3.runner.inspect.cost.bound import cost_of
 
 SAMPLE_SECONDS = 0.1
 FULL_LAYERS = 60

@@ -33,7 +33,7 @@ from llama_search import PEERS, SEARCH_TOKENS, TURNS, grid, measure_beside, sear
 from llama_server import CACHE_TYPES, LlamaCppConfiguration, Server, Setting
 
 from eagle3.runner import load
-from eagle3.runner.batch import progress
+from eagle3.runner.batch.batch import progress
 from eagle3.runner.bench.configurations import check_configurations, configurations_of, make_workload
 from eagle3.runner.bench.figures import divergence, speeds, spread
 from eagle3.runner.bench.machine import cores, machine, versions

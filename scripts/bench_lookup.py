@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from eagle3.runner import Model, Result, load
 from eagle3.runner.bench.machine import machine
-from eagle3.runner.cache import common_prefix
+from eagle3.runner.cache.cached_tokens import common_prefix
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 FUNCTION = '''def {name}(self, value, default=None):

@@ -17,13 +17,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from eagle3.runner import load
-from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.choice import Choice, Greedy
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.statistics import GenerationStats
 
 SAMPLINGS = {
     "greedy": Sampling(),

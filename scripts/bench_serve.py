@@ -39,8 +39,8 @@ from eagle3.runner.bench.machine import cores, machine, versions
 from eagle3.runner.bench.report import rate_text, rendered, spread_text
 from eagle3.runner.console.command import OneLineFailures
 from eagle3.runner.model import Model
-from eagle3.runner.prompts import read_prompts
-from eagle3.runner.text import TOKENIZER_FILE
+from eagle3.runner.text.prompts import read_prompts
+from eagle3.runner.text.text import TOKENIZER_FILE
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 MADE_UP_PROMPTS, MADE_UP_TOKENS = 8, 64

@@ -25,8 +25,8 @@ from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.loop import complete
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

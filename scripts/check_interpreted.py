@@ -29,7 +29,7 @@ from eagle3.export.pipeline import make_metadata
 from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 CANDIDATES, LONGEST = 40, 20

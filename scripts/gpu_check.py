@@ -109,7 +109,7 @@ def run_tiny(facts: Facts, folder: Path, graphs: str) -> None:
     with opened(folder, graphs, facts) as session:
         from gpu_greedy import EagerGreedy, compare
 
-        from eagle3.runner.text import Text
+        from eagle3.runner.text.text import Text
 
         text = Text(folder)
         prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[:8]]
@@ -147,7 +147,7 @@ def export_layers(check: Check) -> Facts:
 
 def run_layers(facts: Facts, check: Check) -> None:
     from eagle3.runner.inspect.program import inspect_program
-    from eagle3.runner.loop import complete
+    from eagle3.runner.rounds.loop import complete
 
     with opened(check.artifact, "auto", facts) as session:
         torch.cuda.reset_peak_memory_stats()
@@ -207,7 +207,7 @@ def kernels_of_a_round(check: Check) -> Facts:
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
-    from eagle3.runner.step_times import session_steps
+    from eagle3.runner.rounds.step_times import session_steps
 
     rounds = 5
     with opened(check.artifact, "off", {}) as session:
@@ -245,8 +245,8 @@ def counted_round(check: Check) -> Facts:
     Raises NotRun if the GPU is not in the table.
     """
     from eagle3.runner.artifact.opening import find_model, load_artifact
-    from eagle3.runner.cost.bound import cost_of
     from eagle3.runner.hardware.gpus import GPUS
+    from eagle3.runner.inspect.cost.bound import cost_of
 
     model = find_model(made(check.artifact))
     here = torch.cuda.get_device_name()
@@ -262,7 +262,7 @@ def counted_round(check: Check) -> Facts:
 def measure_round(facts: Facts, check: Check, graphs: str) -> None:
     """Time each method of a round at one position, and compute the round's share of copy bandwidth."""
     from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
-    from eagle3.runner.step_times import session_steps, step_milliseconds
+    from eagle3.runner.rounds.step_times import session_steps, step_milliseconds
 
     with opened(check.artifact, graphs, facts) as session:
         metadata = session.metadata
@@ -294,7 +294,7 @@ def prefill(check: Check) -> None:
 
 def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
     from eagle3.runner.contract import PREFILL
-    from eagle3.runner.step_times import step_milliseconds
+    from eagle3.runner.rounds.step_times import step_milliseconds
 
     with opened(check.artifact, "off", facts) as session:
         metadata = session.metadata
@@ -387,7 +387,7 @@ class _Lines(logging.Handler):
 
 def recorded(folder: Path) -> dict[str, Any]:
     """Return the launches of each method, as recorded in ``export.json``."""
-    from eagle3.runner.cost.bound import launches_of
+    from eagle3.runner.inspect.cost.bound import launches_of
 
     return launches_of(json.loads((folder / "export.json").read_text()), str(folder))
 

@@ -18,8 +18,8 @@ from llama_build import Build, GgufFiles, last_line
 from eagle3.runner.bench.configurations import Workload
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.prompts import Prompt
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.text.prompts import Prompt
 
 CACHE_TYPES = "f32", "f16"
 START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 60, 600, 10

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle3.runner.cache import common_prefix
+from eagle3.runner.cache.cached_tokens import common_prefix
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import FusedRound, Step
 

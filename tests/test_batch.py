@@ -7,12 +7,11 @@ from itertools import combinations
 import pytest
 from commands import fail_command, run_command
 
-from eagle3.runner import batch
-from eagle3.runner.batch import run_batch
+from eagle3.runner.batch.batch import batch, run_batch
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model
-from eagle3.runner.prompts import mixed_seed
 from eagle3.runner.run.cli import main
+from eagle3.runner.text.prompts import mixed_seed
 
 PROMPTS = [
     {"prompt_tokens": [2, 318, 1664, 11]},

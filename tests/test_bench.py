@@ -16,8 +16,8 @@ from eagle3.runner.bench.measure import Completion, Outcome, measure
 from eagle3.runner.bench.report import as_markdown, as_text, identity_text, noise_lines
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.prompts import Prompt
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.text.prompts import Prompt
 from eagle3.targets import TARGETS
 
 CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint

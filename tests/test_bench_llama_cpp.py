@@ -18,8 +18,8 @@ from eagle3.runner.bench.configurations import Configuration
 from eagle3.runner.bench.measure import Completion, Outcome
 from eagle3.runner.model import Result
 from eagle3.runner.options import Options
-from eagle3.runner.prompts import Prompt
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.text.prompts import Prompt
 from eagle3.targets import TARGETS
 
 LOG = """\

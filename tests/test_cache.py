@@ -9,8 +9,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
-from eagle3.runner.cache import CachedTokens
-from eagle3.runner.loop import complete, generate
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.rounds.loop import complete, generate
 
 FEW = 3  # token ids: texts that part soon agree again
 

@@ -9,11 +9,11 @@ from scripted import ScriptedSession, greedy_sequence, scripted_metadata
 from simulated_rounds import Machine, Text, play, speed, to_the_best
 from test_loop import PROMPT, greedy, right_at
 
-from eagle3.runner.acceptance_rates import AcceptanceRates
-from eagle3.runner.adaptive_chain import AdaptiveChain
-from eagle3.runner.cache import CachedTokens
-from eagle3.runner.chain import FixedChain
-from eagle3.runner.loop import complete, generate
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.chain.acceptance_rates import AcceptanceRates
+from eagle3.runner.chain.adaptive_chain import AdaptiveChain
+from eagle3.runner.chain.chain import FixedChain
+from eagle3.runner.rounds.loop import complete, generate
 
 
 def adaptive(longest=7):
@@ -199,7 +199,7 @@ class Told:
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "whole rounds"])
 def test_a_rounds_seconds_are_its_drafts_and_its_verification_whatever_the_caller_does_between(whole, monkeypatch):
     clock, chain = Clock(), Told([2, 3, 3, 3, 0, 1])
-    monkeypatch.setattr("eagle3.runner.rounds.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("eagle3.runner.rounds.rounds.time", SimpleNamespace(perf_counter=clock))
     session = TimedScript(clock, scripted_metadata(), greedy, right_at(0, 1))
     session.has_speculate = whole
     for _ in generate(session, PROMPT, max_new_tokens=24, chain=chain):

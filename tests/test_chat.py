@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from eagle3.runner.conversation import Conversation
-from eagle3.runner.loop import STOP, complete
 from eagle3.runner.model import Model
-from eagle3.runner.text import Text
+from eagle3.runner.rounds.loop import STOP, complete
+from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 
 CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint

@@ -25,7 +25,7 @@ from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
 from eagle3.runner.artifact.near_ties import near_tie
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -235,7 +235,7 @@ def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path
     """A random head on the real target, exported and checked for real, is what the warning is for."""
     from transformers import AutoConfig
 
-    from eagle3.runner.loop import complete
+    from eagle3.runner.rounds.loop import complete
 
     config = AutoConfig.from_pretrained(TINY.checkpoint)
     draft = save_random_draft(tmp_path / "draft", config, aux_layers=(1, 3, 5))

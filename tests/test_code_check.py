@@ -14,6 +14,7 @@ from executorch.backends.cuda.cuda_backend import CudaBackend
 from test_cost import build, launched
 
 from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home, driver_functions
+from eagle3.runner.artifact.constant_devices import constant_devices, constant_faults
 from eagle3.runner.artifact.cuda_delegates import cuda_delegates
 from eagle3.runner.artifact.cuda_library import read_library
 from eagle3.runner.artifact.cuda_weights import WeightTable
@@ -22,9 +23,8 @@ from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, METHOD
 from eagle3.runner.hardware.gpus import GPUS, excesses, gpus_of, lacking_on_later
 from eagle3.runner.hosts import torch_host_checks
 from eagle3.runner.inspect.cli import main
-from eagle3.runner.machine_code import check as code_check
-from eagle3.runner.machine_code.constants import constant_devices, constant_faults
-from eagle3.runner.machine_code.runtime_symbols import (
+from eagle3.runner.inspect.machine_code import check as code_check
+from eagle3.runner.inspect.machine_code.runtime_symbols import (
     CUDA_DRIVER,
     CUDA_RUNTIME,
     DRIVER,
@@ -32,7 +32,7 @@ from eagle3.runner.machine_code.runtime_symbols import (
     lacking,
     of_pytorch,
 )
-from eagle3.runner.machine_code.sass import Usage, read_usages
+from eagle3.runner.inspect.machine_code.sass import Usage, read_usages
 
 KB = 1 << 10
 

@@ -13,7 +13,7 @@ from commands import run_command
 from eagle3.runner.console.command import one_line
 from eagle3.runner.console.text_input import argument_text
 from eagle3.runner.run.cli import main as run_main
-from eagle3.runner.text import Text
+from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 
 TEXT = "naïve – \U0001f40d"

@@ -28,8 +28,10 @@ from eagle3.export.lowering.cuda.named_gpu.configurations import only
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.cost import bound as cost_module
-from eagle3.runner.cost.bound import (
+from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
+from eagle3.runner.inspect.cli import main
+from eagle3.runner.inspect.cost import bound as cost_module
+from eagle3.runner.inspect.cost.bound import (
     LATENCY_SECONDS,
     LAUNCH_SECONDS,
     NO_CONTEXT,
@@ -39,10 +41,8 @@ from eagle3.runner.cost.bound import (
     cost,
     main_loop,
 )
-from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
-from eagle3.runner.inspect.cli import main
-from eagle3.runner.machine_code.ptx import Load, loads
-from eagle3.runner.machine_code.sass import Code, Loop, disassembler, parse, read_codes
+from eagle3.runner.inspect.machine_code.ptx import Load, loads
+from eagle3.runner.inspect.machine_code.sass import Code, Loop, disassembler, parse, read_codes
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
 

@@ -24,9 +24,9 @@ from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.runner.cost.bound import chunks
 from eagle3.runner.hardware.gpus import BY_ARCH
-from eagle3.runner.machine_code.barriers import faults
+from eagle3.runner.inspect.cost.bound import chunks
+from eagle3.runner.inspect.machine_code.barriers import faults
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 SLOTS, WINDOW, DIM = 300, 100, 16

@@ -15,7 +15,7 @@ from eagle3.export.draft.windowed import windowed
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from eagle3.runner.cost.estimate import GAP_SECONDS, MEASURED_ON, estimate, kernel_seconds
 from eagle3.runner.hardware.gpus import GPUS
+from eagle3.runner.inspect.cost.estimate import GAP_SECONDS, MEASURED_ON, estimate, kernel_seconds
 
 H200 = GPUS["H200"]
 INT4 = 0.578125

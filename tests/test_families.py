@@ -14,7 +14,7 @@ from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.contract import SPECULATE
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 
 WINDOWS = {"gemma4-31B": 16, "gemma4-E2B": 16, "assistant": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}

@@ -10,7 +10,7 @@ from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 from test_sampling import CPU_TENSORS, by_transformers
 
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import MANY, Dense, Sparse
 from eagle3.runner.sampling.filters import FIRST, thresholds

@@ -16,8 +16,8 @@ from eagle3.runner.contract import FORWARD
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.loop import complete
-from eagle3.runner.text import Text
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.text.text import Text
 from eagle3.targets.attention import EagerAttention
 
 EXPORT = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--with-forward")

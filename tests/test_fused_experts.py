@@ -32,7 +32,7 @@ from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
 from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.runner.artifact.cuda_library import read_library
-from eagle3.runner.machine_code.runtime_symbols import lacking
+from eagle3.runner.inspect.machine_code.runtime_symbols import lacking
 from eagle3.targets.decoder_layers import skeleton
 from eagle3.targets.experts import Experts
 

@@ -10,10 +10,10 @@ from scripted_logits import LogitsSession, random_logits
 from test_batch import PROMPTS
 from torch import arange
 
-from eagle3.runner.batch import check_prompt
+from eagle3.runner.batch.batch import check_prompt
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
-from eagle3.runner.prompts import FIELDS, IDS, OPTIONS, Fault, Prompt, read_lines, read_prompts
+from eagle3.runner.text.prompts import FIELDS, IDS, OPTIONS, Fault, Prompt, read_lines, read_prompts
 
 LIMIT = 600  # characters of a line
 

@@ -17,7 +17,7 @@ from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
-from eagle3.runner.machine_code.ptx import SECTOR, WARP, loads
+from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 
 def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -11,7 +11,7 @@ from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import int8_matmul, large_m, small_m, sums
 from eagle3.runner.hardware.gpus import gpus_of
-from eagle3.runner.machine_code.ptx import SECTOR, WARP, loads
+from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 
 def product(x: Tensor, *weight: Tensor, arrived: Tensor | None = None, count: int | None = None) -> Tensor:

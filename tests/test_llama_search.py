@@ -19,7 +19,7 @@ from scripted import scripted_metadata
 
 from eagle3.runner.bench.configurations import Workload
 from eagle3.runner.model import Model
-from eagle3.runner.prompts import Prompt
+from eagle3.runner.text.prompts import Prompt
 from eagle3.targets import TARGETS
 
 CONVERT = """

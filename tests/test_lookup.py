@@ -13,14 +13,14 @@ from test_cache import FEW, Failure, InTurn, generate_some, random_metadata, ran
 from test_chain import Told
 from test_loop import PROMPT, greedy, wrong
 
-from eagle3.runner import lookup as lookup_module
-from eagle3.runner.acceptance_rates import AcceptanceRates
-from eagle3.runner.adaptive_chain import AdaptiveChain
-from eagle3.runner.cache import CachedTokens
-from eagle3.runner.choice import Greedy
-from eagle3.runner.lookup import SHORTEST, TextIndex
-from eagle3.runner.lookup_choice import HEAD, LOOKUP, LookupChoice, RoundCosts
-from eagle3.runner.loop import complete, generate
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.cache.cached_tokens import lookup as lookup_module
+from eagle3.runner.cache.lookup import SHORTEST, TextIndex
+from eagle3.runner.chain.acceptance_rates import AcceptanceRates
+from eagle3.runner.chain.adaptive_chain import AdaptiveChain
+from eagle3.runner.chain.lookup_choice import HEAD, LOOKUP, LookupChoice, RoundCosts
+from eagle3.runner.rounds.choice import Greedy
+from eagle3.runner.rounds.loop import complete, generate
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

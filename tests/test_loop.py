@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
-from eagle3.runner.loop import LENGTH, STOP, complete, generate
+from eagle3.runner.rounds.loop import LENGTH, STOP, complete, generate
 
 
 def greedy(prefix):

@@ -9,13 +9,13 @@ import torch
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
 from eagle3.runner.artifact.near_ties import near_tie
-from eagle3.runner.cache import CachedTokens
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.comparison.divergence import probes, rounding
+from eagle3.runner.comparison.lossless import lines, replay
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY
-from eagle3.runner.divergence import probes, rounding
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.loop import complete
-from eagle3.runner.lossless import lines, replay
 from eagle3.runner.model import Model
+from eagle3.runner.rounds.loop import complete
 
 PROMPT = [3, 1, 4, 1, 5, 9, 6]
 AT = 21  # where the two best logits are nearly tied

@@ -8,13 +8,13 @@ from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 from transformers import MinNewTokensLengthLogitsProcessor
 
-from eagle3.runner.choice import Greedy
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
+from eagle3.runner.rounds.choice import Greedy
 from eagle3.runner.sampling.min_tokens import MinTokens
-from eagle3.runner.text import Text, TextStream
+from eagle3.runner.text.text import Text, TextStream
 from eagle3.targets import TARGETS
 
 PROMPT, LEAST = [3, 1, 4], 9

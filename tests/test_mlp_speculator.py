@@ -25,7 +25,7 @@ from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.draft import check_draft
 from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden_mlp"

@@ -131,7 +131,9 @@ def test_a_dry_run_for_the_cpu_imports_no_compiler(tmp_path):
 
 
 def test_the_runner_never_imports_the_exporter_nor_the_compiler():
-    loaded = imported_modules("import eagle3.runner.loop, eagle3.runner.hosts.executorch_host as r; r.load_runtime()")
+    loaded = imported_modules(
+        "import eagle3.runner.rounds.loop, eagle3.runner.hosts.executorch_host as r; r.load_runtime()"
+    )
     assert not [name for name in loaded if name.startswith(("eagle3.export", "eagle3.targets"))]
     assert "torch._dynamo" not in loaded  # comes with executorch.exir: 4 s
     assert "executorch.exir" not in loaded  # what stood in for it is gone

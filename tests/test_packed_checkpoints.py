@@ -25,7 +25,7 @@ from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.output.progress import Progress
 from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator, trace
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = Path(__file__).parent / "golden_quantized"

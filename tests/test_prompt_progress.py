@@ -5,9 +5,9 @@ import time
 import pytest
 from scripted import ThreeMethods
 
-from eagle3.runner import prompt_progress
+from eagle3.runner.commands import prompt_progress
+from eagle3.runner.commands.printing import print_pieces
 from eagle3.runner.model import Model
-from eagle3.runner.printing import print_pieces
 
 
 class Slow(ThreeMethods):

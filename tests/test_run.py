@@ -17,7 +17,7 @@ from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Piece, Stream
 from eagle3.runner.run.cli import main
 from eagle3.runner.run.dialogue import _turn
-from eagle3.runner.text import Text
+from eagle3.runner.text.text import Text
 
 TEXT = "def main(argv=None):\n    "
 RUN = "from eagle3.runner.run.cli import main; main()"

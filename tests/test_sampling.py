@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from eagle3.runner.choice import Greedy
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.choice import Greedy
+from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import Dense, Sparse
 from eagle3.runner.sampling.logprobs import Logprobs

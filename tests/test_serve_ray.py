@@ -148,7 +148,7 @@ def test_a_file_of_prompts_over_ray_data_is_that_of_one_model_and_goes_on_where_
 
 
 def test_replicas_that_the_cluster_has_no_room_for_are_refused_and_those_that_wait_are_told(capsys):
-    from eagle3.runner.batch_ray import _check_room
+    from eagle3.runner.batch.batch_ray import _check_room
 
     _check_room({"CPU": 4.0}, {"CPU": 2.0}, 2, "CPU")
     assert not capsys.readouterr().err

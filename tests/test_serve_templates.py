@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 from eagle3.runner.serve.template import Ending
-from eagle3.runner.text import Text
+from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"].checkpoint

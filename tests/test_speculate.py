@@ -14,12 +14,12 @@ from test_cache import InTurn, random_metadata, random_speculator
 
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.adaptive_chain import AdaptiveChain
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.cache import CachedTokens
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.chain.adaptive_chain import AdaptiveChain
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

@@ -13,16 +13,16 @@ from llguidance import LLMatcher, LLTokenizer
 from scripted import scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 
-from eagle3.runner.choice import Greedy
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.loop import complete
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
+from eagle3.runner.rounds.choice import Greedy
+from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.constrained import Constrained, Guide
 from eagle3.runner.sampling.constraint import SEPARATORS, Grammars
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.text import Text
+from eagle3.runner.text.checks import shown
+from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 
 CHECKPOINT = TARGETS["gemma4-tiny"].checkpoint

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from eagle3.runner.text import Text, TextStream
+from eagle3.runner.text.text import Text, TextStream
 from eagle3.targets import TARGETS
 
 SAMPLES = ["def main():\n    return 1\n\n\nx = 2", "naïve – “quoted” \U0001f40d\n", "\n\n\n", " lead and trail  "]

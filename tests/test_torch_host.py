@@ -29,7 +29,7 @@ from eagle3.runner.hosts.cuda_graph import NEEDED, WARM_UP, SingleThreaded, _ten
 from eagle3.runner.hosts.opening import choose_runtime, open_session
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.hosts.torch_host import TorchSession
-from eagle3.runner.loop import complete
+from eagle3.runner.rounds.loop import complete
 from eagle3.runner.run.cli import main as run_main
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from eagle3.runner.artifact.near_ties import NEAR_TIE
-from eagle3.runner.cache import still_held
-from eagle3.runner.chain import ChainLength
-from eagle3.runner.choice import Choice
+from eagle3.runner.cache.cached_tokens import still_held
+from eagle3.runner.chain.chain import ChainLength
+from eagle3.runner.chain.lookup_choice import LookupChoice
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.session import Session, Step
-from eagle3.runner.lookup_choice import LookupChoice
-from eagle3.runner.loop import generate
+from eagle3.runner.rounds.choice import Choice
+from eagle3.runner.rounds.loop import generate
 
 MakeChoice = Callable[[], Choice]
 """A choice as it stood before the first token; a sampler with the same seed."""

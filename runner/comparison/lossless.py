@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle3.runner.artifact.near_ties import near_tie_of
-from eagle3.runner.chain import ChainLength
-from eagle3.runner.choice import Greedy
+from eagle3.runner.chain.chain import ChainLength
+from eagle3.runner.chain.lookup_choice import LookupChoice
+from eagle3.runner.comparison.divergence import Divergence, MakeChoice, Place, Said, Watched
 from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.divergence import Divergence, MakeChoice, Place, Said, Watched
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.lookup_choice import LookupChoice
-from eagle3.runner.loop import generate
+from eagle3.runner.rounds.choice import Greedy
+from eagle3.runner.rounds.loop import generate
 
 
 @dataclass(frozen=True)

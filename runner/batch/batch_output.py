@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
 from eagle3.runner.options import Options
-from eagle3.runner.prompts import Prompt
+from eagle3.runner.text.checks import shown
+from eagle3.runner.text.prompts import Prompt
 
 BEGINNING = b'{"line": '
 """The first bytes of every result."""

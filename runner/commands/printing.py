@@ -6,9 +6,9 @@ from itertools import chain, islice
 
 import click
 
+from eagle3.runner.commands.prompt_progress import prompt_progress
 from eagle3.runner.model import Model, Piece, Result
-from eagle3.runner.prompt_progress import prompt_progress
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.statistics import GenerationStats
 
 
 def print_pieces(model: Model, pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from eagle3.runner.chat import ChatTemplate, Message
-from eagle3.runner.console.text_input import check_unicode
-from eagle3.runner.stop_strings import REPLACEMENT, StopStrings
+from eagle3.runner.text.chat import ChatTemplate, Message
+from eagle3.runner.text.checks import check_unicode
+from eagle3.runner.text.stop_strings import REPLACEMENT, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
 FITTING = 16

@@ -10,10 +10,10 @@ Costs are learned as ratios: a round's seconds beside those of the rounds before
 from collections.abc import Sequence
 from math import exp, log
 
-from eagle3.runner.acceptance_rates import AcceptanceRates
-from eagle3.runner.cache import common_prefix
+from eagle3.runner.cache.cached_tokens import common_prefix
+from eagle3.runner.cache.lookup import TextIndex
+from eagle3.runner.chain.acceptance_rates import AcceptanceRates
 from eagle3.runner.contract import Metadata
-from eagle3.runner.lookup import TextIndex
 
 PRIORS = (0.4, 0.6, 0.8, 0.9)
 """The rates of the lookup before any outcome, where the place has 3 and 4, 5 to 8, 9 to 16, or more tokens in common

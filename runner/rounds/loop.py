@@ -5,14 +5,14 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3.runner.cache import CachedTokens
-from eagle3.runner.chain import ChainLength, FixedChain
-from eagle3.runner.choice import Choice, Greedy
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.chain.chain import ChainLength, FixedChain
+from eagle3.runner.chain.lookup_choice import LookupChoice
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.lookup_choice import LookupChoice
-from eagle3.runner.rounds import Rounds
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.choice import Choice, Greedy
+from eagle3.runner.rounds.rounds import Rounds
+from eagle3.runner.rounds.statistics import GenerationStats
 
 STOP, LENGTH = "stop", "length"
 

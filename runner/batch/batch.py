@@ -14,15 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eagle3.runner.batch_output import opened, read_earlier, request_digest
+from eagle3.runner.batch.batch_output import opened, read_earlier, request_digest
+from eagle3.runner.commands.printing import table
 from eagle3.runner.console.command import one_line, tell
 from eagle3.runner.console.text_input import source_name
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.printing import table
-from eagle3.runner.prompts import Fault, Prompt, read_lines
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.text.prompts import Fault, Prompt, read_lines
 
 MOST_REPORTED = 20
 """The most errors of lines that are reported one by one."""

@@ -11,7 +11,7 @@ take tokens back, and it leads to the earliest place, where the latest predicts 
 
 from collections.abc import Iterable, Sequence
 
-from eagle3.runner.cache import common_prefix
+from eagle3.runner.cache.cached_tokens import common_prefix
 
 SHORTEST = 3
 """Tokens that a place has in common with the end of the text, at least."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eagle3.runner.machine_code.ptx import NUMBER, Unknown, computed
-from eagle3.runner.machine_code.ptx_flow import Flow, Instruction
+from eagle3.runner.inspect.machine_code.ptx import NUMBER, Unknown, computed
+from eagle3.runner.inspect.machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
 BETWEEN_LANES = ("shfl", "vote", "match", "redux", "activemask", "elect", "mma", "wmma", "ldmatrix", "stmatrix")

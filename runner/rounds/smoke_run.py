@@ -1,4 +1,4 @@
-"""Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.run.smoke_run ARTIFACT``.
+"""Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.rounds.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
 "stats", "window", "by_fused_rounds", "by_lookup"}, ...], "step_ms": {...}}``. ``window`` is the first verify window
@@ -35,10 +35,10 @@ def main(artifact: Path) -> None:
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact.opening import open_artifact
+    from eagle3.runner.chain.lookup_choice import LookupChoice
     from eagle3.runner.hosts.opening import open_session
-    from eagle3.runner.lookup_choice import LookupChoice
-    from eagle3.runner.loop import complete
-    from eagle3.runner.step_times import round_steps, step_milliseconds
+    from eagle3.runner.rounds.loop import complete
+    from eagle3.runner.rounds.step_times import round_steps, step_milliseconds
 
     asked = json.load(sys.stdin)
     session, generations = open_session(open_artifact(artifact)), []

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.chat import Message, check_messages
-from eagle3.runner.console.text_input import check_unicode, read_bytes, shown, source_name
+from eagle3.runner.console.text_input import read_bytes, source_name
+from eagle3.runner.text.chat import Message, check_messages
+from eagle3.runner.text.checks import check_unicode, shown
 
 FIELDS = {
     "prompt": ("id", "category", "task_id", "canonical_solution", "test", "entry_point"),  # ours, and HumanEval

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from eagle3.runner.console.text_input import check_unicode, shown
+from eagle3.runner.text.checks import check_unicode, shown
 
 REPLACEMENT = "\ufffd"
 """A decoder's output for invalid UTF-8, and for a character whose bytes are not all there yet."""

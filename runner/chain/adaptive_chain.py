@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from eagle3.runner.acceptance_rates import AcceptanceRates
+from eagle3.runner.chain.acceptance_rates import AcceptanceRates
 
 ROUNDS = 3
 """Timed rounds of one length whose median is taken; then the next ones are chosen."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from eagle3.runner.batch import Batch, Outcome
-from eagle3.runner.prompts import Prompt
+from eagle3.runner.batch.batch import Batch, Outcome
+from eagle3.runner.text.prompts import Prompt
 
 AT_ONCE = 16
 """Prompts of a task: their results come together, and are computed again if the run is interrupted before."""

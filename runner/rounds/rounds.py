@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from eagle3.runner.cache import CachedTokens, common_prefix
-from eagle3.runner.chain import ChainLength
-from eagle3.runner.choice import Choice
+from eagle3.runner.cache.cached_tokens import CachedTokens, common_prefix
+from eagle3.runner.chain.chain import ChainLength
+from eagle3.runner.chain.lookup_choice import LookupChoice
 from eagle3.runner.hosts.session import Session, Step
-from eagle3.runner.lookup_choice import LookupChoice
-from eagle3.runner.statistics import GenerationStats
-from eagle3.runner.windows import Seed, chunks, first_row, window_of
+from eagle3.runner.rounds.choice import Choice
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.rounds.windows import Seed, chunks, first_row, window_of
 
 Result = TypeVar("Result")
 

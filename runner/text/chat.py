@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eagle3.runner.console.text_input import check_unicode, shown
+from eagle3.runner.text.checks import check_unicode, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

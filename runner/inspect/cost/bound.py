@@ -28,10 +28,10 @@ from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
-from eagle3.runner.cost.estimate import estimate, kernel_seconds, of_seconds
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
-from eagle3.runner.machine_code.ptx import Load, loads
-from eagle3.runner.machine_code.sass import Code, Loop, read_codes
+from eagle3.runner.inspect.cost.estimate import estimate, kernel_seconds, of_seconds
+from eagle3.runner.inspect.machine_code.ptx import Load, loads
+from eagle3.runner.inspect.machine_code.sass import Code, Loop, read_codes
 
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
