@@ -10,7 +10,7 @@ import click
 import torch
 from stand_in_driver import H100, StandIn
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts" / "gpu"))
 
 from gpu_cubins import Cubins
 from gpu_tournament import Run

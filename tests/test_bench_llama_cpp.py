@@ -1,4 +1,4 @@
-"""``scripts/bench_llama_cpp.py`` as far as it goes without a llama.cpp: what it reads of one, and its figures."""
+"""``scripts/bench/bench_llama_cpp.py`` as far as it goes without a llama.cpp: what it reads of one, and its figures."""
 
 import json
 

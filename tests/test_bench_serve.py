@@ -1,4 +1,4 @@
-"""scripts/bench_serve.py: what it reckons of answers, and a run of it over a real server."""
+"""scripts/bench/bench_serve.py: what it reckons of answers, and a run of it over a real server."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``scripts/check_on_gpu.py`` on an artifact that is compiled for the CPU: what it writes, compares and refuses."""
+"""``scripts/gpu/check_on_gpu.py`` on an artifact that is compiled for the CPU: what it writes, compares and refuses."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 """The draft head is speculators' Eagle3DraftModel and DeepSpec's Qwen3Eagle3Model and Gemma4Eagle3Model: their own code
-made the numbers (scripts/make_draft_golden.py, scripts/make_deepspec_golden.py)."""
+made the numbers (scripts/golden/make_draft_golden.py, scripts/golden/make_deepspec_golden.py)."""
 
 from pathlib import Path
 

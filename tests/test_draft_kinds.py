@@ -1,5 +1,5 @@
 """EAGLE 1 and 2, HASS and P-EAGLE heads are speculators' ``EagleSpeculator`` and ``PEagleDraftModel``, whose own code
-made the numbers: scripts/make_eagle_golden.py, scripts/make_peagle_golden.py."""
+made the numbers: scripts/golden/make_eagle_golden.py, scripts/golden/make_peagle_golden.py."""
 
 import json
 import shutil

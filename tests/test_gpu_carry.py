@@ -1,4 +1,4 @@
-"""``scripts/gpu_carry.py``: what is unpacked has the artifact's files, and weights of its sizes."""
+"""``scripts/gpu/gpu_carry.py``: what is unpacked has the artifact's files, and weights of its sizes."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""``scripts/gpu_check.py`` as far as it goes without a GPU: what it judges by, its stages, and their report."""
+"""``scripts/gpu/gpu_check.py`` as far as it goes without a GPU: what it judges by, its stages, and their report."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""``scripts/gpu_tournament.py``: machine code for every launch, what is right, and what is chosen, without a GPU."""
+"""``scripts/gpu/gpu_tournament.py`` without a GPU: machine code for every launch, what is right, what is chosen."""
 
 import json
 import subprocess

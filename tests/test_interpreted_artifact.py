@@ -19,7 +19,7 @@ ASKED = [
     {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than prefill takes
 ]
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu_check.py")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_check.py")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,13 @@ def test_no_launch_has_a_race(found):
 
 def test_programs_that_run_in_another_order_or_see_each_others_stores_late_leave_the_same_bits(cuda_artifact):
     """The rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
-    command = [sys.executable, ROOT / "scripts" / "check_races.py", "--fast", cuda_artifact, "reversed", "delayed"]
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "gpu" / "check_races.py",
+        "--fast",
+        cuda_artifact,
+        "reversed",
+        "delayed",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing found" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""``scripts/llama_search.py`` and the whole comparison over a server that is as fast as it is told
+"""``scripts/bench/llama_search.py`` and the whole comparison over a server that is as fast as it is told
 (``fake_llama_server.py``)."""
 
 import json

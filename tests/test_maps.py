@@ -23,12 +23,13 @@ ROOMS = [
 
 
 def unnamed(folder: Path) -> list[str]:
-    """Return the Python files and the folders of them in ``folder`` that no row of its README's tables names."""
+    """Return the Python files in ``folder`` that no row of its README's tables names, nor by their own folder."""
     rows = "\n".join(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `"))
     named = [word for code in re.findall(r"`([^`]+)`", rows) for word in code.split()]
-    here = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-    here += [f"{path.name}/" for path in folder.iterdir() if any(path.glob("*.py"))]
-    return [name for name in sorted(here) if not any(fnmatch(name, each) for each in named)]
+    files = [str(path.relative_to(folder)) for path in (*folder.glob("*.py"), *folder.glob("*/*.py"))]
+    whole = {name for name in named if name.endswith("/")}
+    files = [name for name in files if not name.endswith("__init__.py") and f"{name.split('/')[0]}/" not in whole]
+    return [name for name in sorted(files) if not any(fnmatch(name, each) for each in named)]
 
 
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: str(folder.relative_to(ROOT)))
@@ -41,7 +42,7 @@ def test_a_file_that_a_map_leaves_out_is_found(tmp_path):
     (tmp_path / "room").mkdir()
     for name in ("__init__.py", "there.py", "make_it.py", "prose.py", "room/inside.py"):
         (tmp_path / name).touch()
-    assert unnamed(tmp_path) == ["prose.py", "room/"]
+    assert unnamed(tmp_path) == ["prose.py", "room/inside.py"]
 
 
 def modules() -> dict[str, ModuleType]:

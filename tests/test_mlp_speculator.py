@@ -1,5 +1,5 @@
 """MLP speculators: fms-extras, by which the published ones were trained, says what a head computes and proposes.
-scripts/make_mlp_golden.py ran it."""
+scripts/golden/make_mlp_golden.py ran it."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""MTP heads: speculators' own class made the numbers of its heads (scripts/make_mtp_golden.py), and transformers' own
+"""MTP heads: speculators' own class made the numbers of its heads (``make_mtp_golden.py``), and transformers' own
 computes those of a target's layer from the same file."""
 
 from types import SimpleNamespace

@@ -56,10 +56,10 @@ NOT_RUN = {
     "eagle3-inspect out-cuda": CUDA,
     "eagle3-bench out-heads": "its chain length is longer than that of the shared artifact",
     "eagle3-bench out-long": "takes an artifact of 16,640 slots",
-    "python scripts/gpu_": GPU,
-    "python scripts/bench_export.py --layers 60": GPU,
-    "python scripts/bench_small_m.py": GPU,
-    "python scripts/bench_llama_cpp.py": LONG,
+    "python scripts/gpu/gpu_": GPU,
+    "python scripts/bench/bench_export.py --layers 60": GPU,
+    "python scripts/gpu/bench_small_m.py": GPU,
+    "python scripts/bench/bench_llama_cpp.py": LONG,
     "serve run": "takes a cluster of Ray; tests/test_serve_ray.py starts one where Ray is installed",
     "exported = export(": "exports with the default folder, and asks the hub for Gemma 4 31B",
     "client = openai.OpenAI(": "stands for a program: its messages are left out",
@@ -77,7 +77,7 @@ COMMANDS = {
 SHORTER = {
     "eagle3-run": ("--max-new-tokens", "16"),
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
-    "scripts/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
+    "scripts/bench/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
 }
 """Flags that are added to a command, so that it takes seconds."""
 PLACEHOLDERS = {"NAME": "peagle"}

@@ -1,5 +1,5 @@
 """The heads that are trained over whole sequences are the heads in use: each step at each slot as the chain computes it
-(scripts/tiny_draft.py), each mask row as a round computes it (scripts/tiny_peagle.py)."""
+(scripts/train/tiny_draft.py), each mask row as a round computes it (scripts/train/tiny_peagle.py)."""
 
 from pathlib import Path
 
