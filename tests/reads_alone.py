@@ -4,7 +4,7 @@ import json
 import sys
 
 import torch
-from test_fusion import lowered
+from cuda_lowered import lowered
 from torch import nn
 
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from test_int4_experts import choices, weights_of
-from test_int4_matmul import parts
-from test_int8_experts import weights_of as int8_weights_of
-from test_k_quants import weight as k_quant_weight
-from test_rotary_in_attention import made as made_product
-from test_small_m import int4_weight, int8_weight
+from attention_products import made as made_product
+from int4_expert_weights import choices, weights_of
+from int8_expert_weights import weights_of as int8_weights_of
+from k_quant_weights import weight as k_quant_weight
+from matmul_parts import parts
+from small_m_weights import int4_weight, int8_weight
 
 from eagle3.export.lowering.cuda.kernels import (
     attention,

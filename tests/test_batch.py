@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
+from batch_prompts import PROMPTS
 from commands import fail_command, run_command
 
 from eagle3.runner.batch.batch import batch, run_batch
@@ -13,11 +14,6 @@ from eagle3.runner.model import Model
 from eagle3.runner.run.cli import main
 from eagle3.runner.text.prompts import mixed_seed
 
-PROMPTS = [
-    {"prompt_tokens": [2, 318, 1664, 11]},
-    {"prompt": "def main(argv=None):\n    ", "id": "text"},
-    {"turns": ["import os", "x = 1", "import sys"]},
-]
 LONG = {"prompt": "x = 1\n" * 2000}
 
 

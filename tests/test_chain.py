@@ -5,9 +5,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from loop_cases import PROMPT, greedy, right_at
 from scripted import ScriptedSession, greedy_sequence, scripted_metadata
 from simulated_rounds import Machine, Text, play, speed, to_the_best
-from test_loop import PROMPT, greedy, right_at
+from told_chain import Told
 
 from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.chain.acceptance_rates import AcceptanceRates
@@ -176,24 +177,6 @@ class TimedScript(ScriptedSession):
     def draft_decode(self, *inputs):
         self._clock.now += 1
         return super().draft_decode(*inputs)
-
-
-class Told:
-    """Chain lengths in turn; ``rounds``: what was told of each."""
-
-    speculates = True
-
-    def __init__(self, lengths):
-        self._lengths, self.rounds = lengths, []
-
-    def begin(self):
-        pass
-
-    def next(self):
-        return self._lengths[len(self.rounds) % len(self._lengths)]
-
-    def record(self, *told):
-        self.rounds.append(told)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "whole rounds"])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_libraries import build, launched
 from commands import fail_command, run_command
 from executorch.backends.cuda.cuda_backend import CudaBackend
-from test_cost import build, launched
 
 from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home, driver_functions
 from eagle3.runner.artifact.constant_devices import constant_devices, constant_faults

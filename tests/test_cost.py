@@ -14,16 +14,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from built_libraries import (
+    build,
+    launch,
+    launched,
+)
 from commands import fail_command, run_command
 from triton import Config
-from triton.runtime import driver
 
 from eagle3.export.lowering.cuda.inductor.launches import products
-from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.attention import division
-from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu import configurations
-from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import only
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
 from eagle3.runner.artifact.cuda_library import kind_of
@@ -60,27 +61,6 @@ def _product(
         right = tl.load(w + n[None, :] * N_STRIDE + (at + k[:, None]) * K_STRIDE)
         total = tl.dot(left, right, total)
     tl.store(out + m + n[None, :] * 4096, total)
-
-
-POINTERS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int32: "i32",
-}
-
-
-def build(kernel, types, constants, warps, arch="sm_90", registers=None):
-    """A kernel, its other arguments of ``types``, pointers aligned to 16 bytes, compiled."""
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type != "i32"}
-    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": warps, "maxnreg": registers}
-    with compiling(BY_ARCH[arch]):
-        return triton.compile(source, target=driver.active.get_current_target(), options=options)
 
 
 def build_product(warps=WARPS, **strides):
@@ -194,19 +174,6 @@ def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path
 
 EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3, 40 * m) for m in (1, 2))
 CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0, 0)), "", 300)
-
-
-def launch(**changed):
-    return {
-        "kernel": "_int4_small_m_kernel_0",
-        "grid": [400, 1, 1],
-        "threads": 128,
-        "shared_bytes": 40 << 10,
-        "weight_bytes": 10**9,
-        "buffer_bytes": [],
-        "products": {"weights": 8192, "multiply_adds": 8192, "iterations": 1000},
-        "count": 2,
-    } | changed
 
 
 def test_the_main_loop_is_that_for_the_rows_and_may_be_unrolled():
@@ -458,41 +425,6 @@ def test_no_kernel_with_products_spills_in_a_round(cuda_artifact):
     assert small and all(loads(code.ptx, (1, 1, 1), 4) for code in small)
 
 
-OUTPUTS, INPUTS = (
-    21504,
-    5376,
-)  # Gemma 4 31B's ``gate_proj``, whose loops no compiler unrolls as it does those of the artifact's
-TILES, BLOCKS = OUTPUTS // 128, INPUTS // 256
-
-
-def on_meta(*shape, dtype=torch.uint8):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-INT4_PARTS = [on_meta(OUTPUTS, INPUTS // 2)], on_meta(TILES, BLOCKS, 8, 128, 2), on_meta(TILES, BLOCKS, 128, 2)
-INT8_PARTS = (
-    on_meta(OUTPUTS, INPUTS, dtype=torch.int8),
-    on_meta(OUTPUTS, 1, dtype=torch.bfloat16),
-    on_meta(OUTPUTS, 1, dtype=torch.int8),
-)
-Q4_K = (on_meta(OUTPUTS, INPUTS // 2), None, INT4_PARTS[1], on_meta(TILES, BLOCKS, 128, 2, dtype=torch.float16))
-Q5_K = (Q4_K[0], on_meta(OUTPUTS // 4, INPUTS // 2), *Q4_K[2:])
-Q6_K = (
-    Q4_K[0],
-    on_meta(OUTPUTS // 2, INPUTS // 2),
-    on_meta(TILES, BLOCKS, 8, 128, 2, dtype=torch.int8),
-    on_meta(TILES, BLOCKS, 128, 1, dtype=torch.float16),
-)
-LAUNCHED = {
-    "int4": (int4._launch_int4, int4.int4_small_m_kernel, INT4_PARTS),
-    "int8": (small_m._launch_int8, small_m._int8_small_m_kernel, INT8_PARTS),
-    "bf16": (bf16._launch_bf16, bf16._bf16_small_m_kernel, (on_meta(OUTPUTS, INPUTS, dtype=torch.bfloat16),)),
-} | {
-    name: (k_quants._launch_k_quant, k_quants._k_quant_small_m_kernel, parts)
-    for name, parts in (("q4_k", Q4_K), ("q5_k", Q5_K), ("q6_k", Q6_K))
-}
-
-
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
 def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows):
     grid, kernel, types, constants, warps = launched(weight, rows)
@@ -508,20 +440,6 @@ def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows)
     assert sum(load.lines for load in found) <= lines * sum(load.fewest for load in found)
 
 
-def launched(weight, rows):
-    """The grid, and what ``build`` takes."""
-    launch, kernel, parts = LAUNCHED[weight]
-    calls = []
-
-    class Recorded:
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: calls.append((grid, arguments, constants))
-
-    launch(Recorded(), on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"))
-    ((grid, arguments, constants),) = calls
-    return grid, kernel, [pointer(value) for value in arguments], constants, constants.pop("num_warps")
-
-
 def test_a_kernel_that_spills_gets_the_registers_that_are_left(monkeypatch):
     """The assembler keeps two programs' registers free even where shared memory has room for one."""
     used = {None: (128, 64), 255: (200, 0)}
@@ -534,7 +452,3 @@ def test_a_kernel_that_spills_gets_the_registers_that_are_left(monkeypatch):
     assert only(Config({}, 8), compiled, BY_ARCH["sm_120"]).config.maxnreg == 255
     used[None] = (128, 0)
     assert only(Config({}, 8), compiled, BY_ARCH["sm_120"]).config.maxnreg is None
-
-
-def pointer(value):
-    return f"*{POINTERS[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 from commands import run_command
+from dflash_cases import Case
 from dflash_heads import GOLDEN, TARGET, changed, refusal
 from safetensors.torch import load_file, save_file
-from test_dflash import Case
 
 from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from eager import eager_speculator
+from mxfp4_checkpoints import mxfp4_checkpoint
 from random_checkpoints import MAVERICK, SIZE, random_model, save_random_draft
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -125,21 +126,6 @@ def test_another_kind_of_experts_is_named(kind, reason):
     model = nn.ModuleDict({"experts": kind(SimpleNamespace(**sizes))})
     with pytest.raises(ValueError, match=rf"its experts \({kind.__name__}\) {reason}: not supported"):
         use_experts(model)
-
-
-def mxfp4_checkpoint(folder) -> None:
-    """A gpt-oss whose experts are in blocks, as it is published."""
-    model = random_model("gpt-oss-20b", num_hidden_layers=2).to(torch.bfloat16)
-    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    tensors = dict(model.state_dict())
-    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
-        experts, columns, rows = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(121, 126, (experts, rows, columns // 32), dtype=torch.uint8)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = ["GptOssForCausalLM"]
-    model.config.save_pretrained(folder)
 
 
 def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):

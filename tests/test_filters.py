@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
-from test_sampling import CPU_TENSORS, by_transformers
+from transformers_sampling import CPU_TENSORS, by_transformers
 
 from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host

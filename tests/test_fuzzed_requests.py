@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 
+from batch_prompts import PROMPTS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
-from test_batch import PROMPTS
 from torch import arange
 
 from eagle3.runner.batch.batch import check_prompt

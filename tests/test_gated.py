@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_usage import SHARED, usage
-from test_small_m import INT4_DOWN, INT4_TYPES, int4_weight
+from small_m_weights import INT4_DOWN, INT4_TYPES, int4_weight
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F

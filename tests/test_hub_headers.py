@@ -1,7 +1,5 @@
 """A dry run of names on the hub: few bytes are fetched, and the plan is that of the files themselves."""
 
-import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +9,12 @@ from commands import fail_command, run_command
 from executorch.extension.llm.export.quant import QuantConfig
 from hub_commands import CPU, TARGET, fetched, flags
 from huggingface_hub import constants
-from published_heads import HEADS, PublishedHead, eagle3
+from mxfp4_checkpoints import mxfp4_checkpoint
+from published_checkpoints import GOLDEN, packed, save_head
+from published_heads import HEADS
 from published_widths import gemma4_config, random_weight
 from safetensors.torch import load_file, save_file
 from stand_in_hub import StandInHub, commit_of
-from test_experts import mxfp4_checkpoint
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
 from eagle3.export.checkpoints import open_source
@@ -25,79 +24,9 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.hub.sources import find_sources
 from eagle3.export.output.report import plan_json
 from eagle3.export.planning.plan import make_plan
-from eagle3.targets import TARGETS, gemma4
+from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
-GOLDEN = Path(__file__).parent / "golden_quantized"
-SHARD = 5e9
-"""Bytes, as transformers cuts checkpoints."""
-
-
-def save_sparse(path: Path, shapes: dict[str, tuple[tuple[int, ...], str, int]], values=None) -> None:
-    """A safetensors file of name to (shape, dtype, bytes an element) that takes no room: its values are a hole, but for
-    those given, name to bytes."""
-    header, end = {}, 0
-    for name, (shape, dtype, size) in shapes.items():
-        begin, end = end, end + size * int(torch.Size(shape).numel())
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-        for name, data in (values or {}).items():
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            file.write(data)
-
-
-def save_gemma4_31b(folder: Path) -> int:
-    """Gemma 4 31B as published, in bfloat16 and without its vision tower; returns its bytes."""
-    folder.mkdir()
-    config = gemma4_config(60)
-    config.save_pretrained(folder)
-    shards, total = [{}], 0
-    for name, value in gemma4.skeleton(config, max_seq_len=1024).model.state_dict().items():
-        if name == "lm_head.weight":  # tied
-            continue
-        if total + 2 * value.numel() > SHARD * len(shards):
-            shards.append({})
-        total += 2 * value.numel()
-        shards[-1][f"model.{name}"] = tuple(value.shape), "BF16", 2
-    weight_map = {}
-    for number, shapes in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_sparse(folder / file, shapes)
-        weight_map |= dict.fromkeys(shapes, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return total
-
-
-def save_head(folder: Path, head: PublishedHead) -> int:
-    """Save a head in bfloat16, with the map of its vocabulary. Returns its bytes."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(head.fields))
-    shapes = {name: (shape, "BF16", 2) for name, shape in head.shapes.items()}
-    sizes = {torch.int64: ("I64", 8), torch.bool: ("BOOL", 1)}
-    shapes |= {name: (tuple(value.shape), *sizes[value.dtype]) for name, value in head.vocabulary.items()}
-    file = folder / "model.safetensors"
-    save_sparse(file, shapes, {name: value.numpy().tobytes() for name, value in head.vocabulary.items()})
-    return file.stat().st_size
-
-
-@pytest.fixture(scope="module")
-def gemma4_31b(tmp_path_factory):
-    """Folder and bytes of the target, and of its head."""
-    folder = tmp_path_factory.mktemp("31B")
-    head = eagle3(gemma4_config(60), [2, 30, 57])
-    return (folder / "target", save_gemma4_31b(folder / "target")), (folder / "head", save_head(folder / "head", head))
-
-
-@pytest.fixture
-def published(hub, gemma4_31b):
-    (target, _), (head, _) = gemma4_31b
-    spec = TARGETS["gemma4-31B"]
-    hub.add(spec.repository, target)
-    hub.add(spec.heads[0], head)
-    return hub
 
 
 def test_the_command_alone_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4_31b):
@@ -158,10 +87,6 @@ def test_a_head_whose_map_is_of_another_vocabulary_is_refused_by_its_values(hub_
     given = ("--checkpoint", TARGET, "--draft", "org/wrong", *CPU, "--dry-run")
     code, line = fail_command(export_main, *given)
     assert code == 1 and "org/wrong/" in line and "d2t" in line and "eagle3-headers" not in line
-
-
-def packed(method: str) -> list[str]:
-    return sorted(f"{method}/{folder.name}" for folder in (GOLDEN / method).iterdir())
 
 
 def by_headers(hub: StandInHub, name: str, folder: Path):

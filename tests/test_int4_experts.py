@@ -1,11 +1,10 @@
 """The kernel of experts for few rows against plain PyTorch, run by Triton's interpreter; what it compiles to, with no
 GPU."""
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
+from int4_expert_weights import Weights, choices, weights_of
 from kernel_faults import fault, noticed
 from kernel_usage import SHARED, usage
 from torch import Tensor
@@ -16,26 +15,6 @@ from eagle3.export.lowering.cuda.kernels import int4, int4_experts, small_m, sum
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 KERNELS = sums, small_m, int4, kernel_choices, int4_experts
-
-
-class Weights(NamedTuple):
-    gate_up: Tensor
-    gate_up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-
-
-def weights_of(count: int, hidden: int, width: int) -> Weights:
-    def weight(n: int, k: int) -> tuple[Tensor, Tensor]:
-        codes = torch.randint(-128, 128, (count, n, k // 2), dtype=torch.int8)
-        return codes, (torch.rand(count, k // 32, n) / 4 / k**0.5).bfloat16()
-
-    return Weights(*weight(2 * width, hidden), *weight(hidden, width))
-
-
-def choices(rows: int, count: int, top_k: int) -> tuple[Tensor, Tensor]:
-    chosen = torch.stack([torch.randperm(count)[:top_k] for _ in range(rows)])
-    return chosen, torch.rand(rows, top_k) + 0.5
 
 
 def computed(x: Tensor, weights: Weights, chosen: Tensor, factors: Tensor, activation: str = SILU) -> Tensor:

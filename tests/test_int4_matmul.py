@@ -7,7 +7,8 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from kernel_usage import SHARED, usage
-from test_small_m import activations, int4_weight
+from matmul_parts import assert_product, parts
+from small_m_weights import activations, int4_weight
 from torch import Tensor
 from torch._inductor import config as inductor
 from torch.export import Dim, export
@@ -20,12 +21,6 @@ from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 
-def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the op's inputs for weights as ``int4_weight`` makes them."""
-    laid_out = [int4.tiled(*weight[1:]) for weight in weights]
-    return [weight[0] for weight in weights], *map(torch.cat, zip(*laid_out, strict=True))
-
-
 def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = None, count: int | None = None):
     arrived = sums.counters() if arrived is None else arrived
     with interpreted(sums, small_m, int4, large_m, int4_matmul):
@@ -36,15 +31,6 @@ def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
     assert_product(found, x, torch.cat(int4.dequantized(*weight)).bfloat16())
-
-
-def assert_product(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Assert the product within a rounding to bf16 and the errors of float32."""
-    w = w.double()
-    expected = x.double() @ w.T
-    assert found.dtype == torch.bfloat16 and found.shape == expected.shape
-    room = 1e-6 * x.double().abs() @ w.abs().T + 2**-8 * expected.abs()
-    assert ((found.double() - expected).abs() <= room).all()
 
 
 @pytest.mark.parametrize("m", [33, 63, 64, 65, 130])

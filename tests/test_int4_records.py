@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_usage import usage
-from test_small_m import activations, int4_weight
+from small_m_weights import activations, int4_weight
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted, words_read

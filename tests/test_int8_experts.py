@@ -3,9 +3,10 @@ no GPU."""
 
 import pytest
 import torch
+from int4_expert_weights import choices
+from int8_expert_weights import weights_of
 from kernel_faults import fault, noticed
 from kernel_usage import SHARED, usage
-from test_int4_experts import choices
 from torch import Tensor
 from triton_interpreter import interpreted
 
@@ -13,13 +14,6 @@ from eagle3.export.lowering.cuda.kernels import choices as kernel_choices
 from eagle3.export.lowering.cuda.kernels import int8_experts, small_m, sums
 
 KERNELS = sums, small_m, kernel_choices, int8_experts
-
-
-def weights_of(count: int, n: int, k: int) -> tuple[Tensor, ...]:
-    """qdata, scale, zero, bias"""
-    q = torch.randint(-128, 128, (count * n, k), dtype=torch.int8)
-    scale = torch.rand(count * n, k // 32).bfloat16() / 100
-    return q, scale, torch.randint(-9, 9, scale.shape, dtype=torch.int8), torch.randn(count, n).bfloat16()
 
 
 def computed(x: Tensor, weights: tuple[Tensor, ...], chosen: Tensor) -> Tensor:

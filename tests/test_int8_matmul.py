@@ -3,8 +3,8 @@
 import pytest
 import torch
 from kernel_usage import usage
-from test_int4_matmul import assert_product
-from test_small_m import activations, int8_weight
+from matmul_parts import assert_product
+from small_m_weights import activations, int8_weight
 from torch import Tensor
 from torch.export import Dim, export
 from triton_interpreter import interpreted

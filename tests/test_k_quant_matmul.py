@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from k_quant_weights import KINDS, activations, weight
 from kernel_usage import SHARED, usage
-from test_k_quants import KINDS, activations, weight
 from torch import Tensor
 from torch.export import Dim, export
 from triton_interpreter import interpreted

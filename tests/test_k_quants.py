@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from executorch.extension.llm.export.gguf import ExportableGGUFTensor
-from gguf_files import TYPES, q4_k, q5_k, q6_k, random_blocks
+from gguf_files import q4_k, q5_k, q6_k
+from k_quant_weights import KINDS, activations, weight
 from kernel_usage import SHARED, assert_two_programs_fit, usage
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,18 +14,10 @@ from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import k_quants, small_m, sums
-from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
+from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
 
-KINDS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 GEMMA_LINEARS = {"sliding_kv": (195, 256), "full_o": (256, 768), "down": (256, 1024), "lm_head": (256, 256)}
 """N x K of some linears of Gemma 4 31B over 21, K in whole blocks of 256 (lm_head: N over 1024)."""
-
-
-def weight(kind: str, n: int, k: int, blocks: np.ndarray | None = None) -> tuple[KQuantTensor, Tensor]:
-    """Make a random weight for CUDA, and as gguf-py dequantizes it."""
-    raw = random_blocks(kind, n, k, seed=n + k) if blocks is None else blocks.reshape(n, -1)
-    tensor = ExportableGGUFTensor(torch.from_numpy(raw), kind.lower(), torch.float32)
-    return laid_out(tensor), torch.from_numpy(gguf.dequantize(raw, TYPES[kind]))
 
 
 def product(x: Tensor, packed: KQuantTensor, parts: int | None = None, wrap=lambda kernel: kernel) -> Tensor:
@@ -34,10 +25,6 @@ def product(x: Tensor, packed: KQuantTensor, parts: int | None = None, wrap=lamb
         kernel = wrap(k_quants._k_quant_small_m_kernel)
         choice = replace(k_quants.CHOICES[k_quants.code_bits(*packed.parts)], parts=parts)
         return k_quants._launch_k_quant(kernel, x, *packed.parts, sums.counters(), choice=choice)
-
-
-def activations(m: int, k: int) -> Tensor:
-    return torch.randn(m, k).bfloat16()
 
 
 def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:

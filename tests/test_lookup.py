@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from loop_cases import PROMPT, greedy, wrong
+from random_speculators import FEW, Failure, InTurn, generate_some, random_metadata, random_request, random_speculator
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
-from test_cache import FEW, Failure, InTurn, generate_some, random_metadata, random_request, random_speculator
-from test_chain import Told
-from test_loop import PROMPT, greedy, wrong
+from told_chain import Told
 
 from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.cache.cached_tokens import lookup as lookup_module

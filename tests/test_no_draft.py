@@ -9,8 +9,8 @@ from commands import run_command
 from eager import eager_session, eager_speculator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loop_cases import PROMPT, greedy
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
-from test_loop import PROMPT, greedy
 
 from eagle3.export.backends import BACKENDS
 from eagle3.export.cli import main as export_main

@@ -9,10 +9,10 @@ import torch
 from commands import fail_command, run_command
 from hub_commands import HEAD, TARGET
 from huggingface_hub import constants
+from mxfp4_checkpoints import mxfp4_checkpoint
+from published_checkpoints import GOLDEN, packed
 from published_widths import gemma4_config, save_target
 from random_checkpoints import random_model
-from test_experts import mxfp4_checkpoint
-from test_hub_headers import GOLDEN, gemma4_31b, packed, published  # noqa: F401 (fixtures)
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from transformers import Gemma4TextConfig, Qwen3MoeConfig
 

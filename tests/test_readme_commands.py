@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 from commands import run_command
-from test_run import PROMPT, Terminal
+from terminal import PROMPT, Terminal
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.fit.cli import main as fit_main

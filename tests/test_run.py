@@ -2,15 +2,14 @@
 
 import json
 import os
-import pty
 import re
-import select
 import subprocess
 import sys
 import time
 
 import pytest
 from commands import fail_command, run_command
+from terminal import PROMPT, RUN, Terminal
 
 from eagle3.runner import load
 from eagle3.runner.conversation import Conversation
@@ -20,7 +19,6 @@ from eagle3.runner.run.dialogue import _turn
 from eagle3.runner.text.text import Text
 
 TEXT = "def main(argv=None):\n    "
-RUN = "from eagle3.runner.run.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -196,49 +194,6 @@ def test_an_error_within_an_answer_begins_on_a_line_of_its_own(artifact, monkeyp
 def test_flags_that_make_no_sense_are_usage_errors(artifact, flags, message):
     code, line = fail_command(main, artifact, *flags)
     assert code == 2 and message in line
-
-
-PROMPT = "\r\n> "
-
-
-class Terminal:
-    """A command on a terminal of its own, which knows no escape sequences."""
-
-    def __init__(self, *args, **environment):
-        self.screen, child = pty.openpty()
-        self.shown = ""
-        command = [sys.executable, "-c", RUN, *map(str, args)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=child,
-            stdout=child,
-            stderr=child,
-            start_new_session=True,
-            preexec_fn=_control,
-            env=os.environ | {"TERM": "dumb"} | environment,
-        )
-        os.close(child)
-
-    def type(self, text: str) -> None:
-        os.write(self.screen, text.encode())
-
-    def until(self, text: str, seconds: float = 60) -> str:
-        """Wait for ``text`` and return what is shown before it; what comes behind is for the next call."""
-        end = time.monotonic() + seconds
-        while text not in self.shown:
-            assert time.monotonic() < end, self.shown
-            if select.select([self.screen], [], [], 0.2)[0]:
-                self.shown += os.read(self.screen, 4096).decode(errors="replace")
-        before, _, self.shown = self.shown.partition(text)
-        return before
-
-
-def _control() -> None:
-    """The terminal on stdin sends this process its signals."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def test_a_dialogue_on_a_terminal(artifact):

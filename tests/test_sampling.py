@@ -11,19 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers_sampling import CPU_TENSORS, by_transformers
 
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.rounds.choice import Greedy
 from eagle3.runner.rounds.loop import complete
-from eagle3.runner.sampling.arrays import Device, Host
+from eagle3.runner.sampling.arrays import Host
 from eagle3.runner.sampling.draws import Dense, Sparse
 from eagle3.runner.sampling.logprobs import Logprobs
 from eagle3.runner.sampling.noise import gumbel, keys, spread, words
@@ -31,30 +24,6 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 
 PROMPT = [3, 1, 4, 1, 5, 9, 6]
-CPU_TENSORS = Device(torch.device("cpu"))  # as on an accelerator
-
-
-def by_transformers(logits: torch.Tensor, sampling: Sampling, tokens: list[int]) -> torch.Tensor:
-    """Probabilities [1, R, V] by transformers' own processors, in the order in which its generate puts them."""
-    chain = []
-    if sampling.logit_bias:
-        chain.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias.items()}))
-    if sampling.repetition_penalty != 1:
-        chain.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    chain.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k:
-        chain.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        chain.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        chain.append(MinPLogitsWarper(sampling.min_p))
-    rows = []
-    for row in logits[0]:
-        scores, ids = row[None].clone(), torch.tensor([tokens])
-        for processor in chain:
-            scores = processor(ids, scores)
-        rows.append(scores.softmax(-1))
-    return torch.cat(rows)[None]
 
 
 SETTINGS = [

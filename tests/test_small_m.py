@@ -7,6 +7,7 @@ import pytest
 import torch
 from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from kernel_usage import SHARED, assert_two_programs_fit, usage
+from small_m_weights import INT4_DOWN, INT4_TYPES, activations, int4_weight, int8_weight
 from torch import Tensor
 from torch.nn import functional as F
 from triton_interpreter import interpreted, words_read
@@ -47,28 +48,6 @@ def int8(x: Tensor, *weight: Tensor, parts: int | None = None) -> Tensor:
 
 def int4_reference(x: Tensor, *weight: Tensor) -> Tensor:
     return kernel4.int4_reference(x, [weight[0]], *kernel4.tiled(*weight[1:]))
-
-
-def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:
-    """qdata, scale, scale_step, zero, zero_step; zero points of 0 to 15."""
-
-    def codes(*shape: int) -> Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-    def steps(largest: float) -> Tensor:
-        return (torch.rand(n, k // 256) * largest / 255).half()
-
-    return codes(n, k // 2), codes(n, k // group), steps(0.1), codes(n, k // group), steps(15)
-
-
-def int8_weight(n: int, k: int, group: int) -> tuple[Tensor, ...]:
-    """qdata, scale, zero; zero points of both signs."""
-    q, zero = (torch.randint(-128, 128, (n, size), dtype=torch.int8) for size in (k, k // group))
-    return q, torch.rand(n, k // group).bfloat16() / 100, zero
-
-
-def activations(m: int, k: int) -> Tensor:
-    return torch.randn(m, k).bfloat16()
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
@@ -325,9 +304,6 @@ def test_shapes_that_do_not_agree_are_named():
 
 
 ARCHITECTURES = [80, 86, 89, 90, 100, 120]
-INT4_TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
-INT4_DOWN = {"N0": 5376, "N1": 0, "N2": 0, "K": 21504, "G": 32, "WHOLE": 0, "SPLITS": 6, "STAGES": kernel4.INT4.stages}
-INT4_DOWN |= {"BLOCK_N": kernel4.TILE, "BLOCK_K": kernel4.BLOCK, "ACTIVATION": ""}
 INT8_TYPES = ["*bf16", "*i8", "*bf16", "*i8", "*i32", "*fp32", "*bf16", "i32"]
 INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "BLOCK_K": 256, "WHOLE": 0, "SPLITS": 1}
 INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}

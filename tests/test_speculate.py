@@ -9,8 +9,8 @@ from eager import eager_session
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from random_checkpoints import save_random_draft
+from random_speculators import InTurn, random_metadata, random_speculator
 from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_metadata
-from test_cache import InTurn, random_metadata, random_speculator
 
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_xnnpack_quantization import lowered
 from torch import nn
+from xnnpack_lowered import lowered
 
 from eagle3.export import tensor_files
 from eagle3.export.lowering.xnnpack import lowering, split_k

@@ -11,11 +11,10 @@ from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import get_lowered_submodules
 from executorch.extension.llm.export.quantize import _default_group_size, quantize_model_
-from executorch.runtime import Runtime
 from random_checkpoints import random_model
 from torch import nn
-from torch.export import Dim
 from torch.nn import functional as F
+from xnnpack_lowered import lowered
 
 from eagle3.export.checks import preflight
 from eagle3.export.cli import main as export_main
@@ -70,13 +69,6 @@ def quantized(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
         if recipe.covers(module):
             module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
     return model
-
-
-def lowered(model: nn.Module, ids: torch.Tensor):
-    program = torch.export.export(model, (ids[:, :5],), dynamic_shapes=({1: Dim("rows", min=1, max=16)},), strict=False)
-    lowered, _ = backend.lower({"forward": program}, {}, None)
-    left = {str(node.target) for node in lowered.exported_program().graph.nodes if node.op == "call_function"}
-    return left, Runtime.get().load_program(lowered.buffer)
 
 
 def test_the_default_group_is_executorchs():

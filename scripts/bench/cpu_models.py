@@ -2,8 +2,8 @@
 
 Widths are those of the published models and of published EAGLE-3 heads for them. Weights are random, so only size and
 speed are meaningful. ``python scripts/bench/cpu_models.py ARTIFACT --acceptance 3.3`` runs an artifact and prints
-memory, milliseconds per call, and the speedup for that acceptance length. ``bench_export.py --backend xnnpack`` does all
-of it.
+memory, milliseconds per call, and the speedup for that acceptance length. ``bench_export.py --backend xnnpack`` does
+all of it.
 """
 
 import json
