@@ -1,4 +1,4 @@
-"""Make the golden fixtures of DeepSeek's DeepSpec, in tests/golden (EAGLE-3) and tests/golden_dflash (DFlash and
+"""Make the golden fixtures of DeepSeek's DeepSpec, in tests/golden/eagle3 (EAGLE-3) and tests/golden/dflash (DFlash and
 DSpark): tiny random heads as it saves them, and the outputs of its own code.
 
 The cases are folders as in make_draft_golden.py and make_dflash_golden.py, with the same tensors. An EAGLE-3 head is
@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import DynamicCache, Gemma4Config, PreTrainedModel, Qwen3Config
 from transformers import __version__ as transformers_version
 
-TESTS = Path(__file__).parents[2] / "tests"
+GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 HIDDEN, VOCAB, TARGET_LAYERS, MASK_TOKEN, BLOCK = 64, 96, 6, 95, 5
 IDS = [0, 2, 3]
 """Outputs of the target's layers."""
@@ -37,19 +37,19 @@ GEMMA4 |= {"num_kv_shared_layers": 0, "final_logit_softcapping": 4.0, "attention
 ANCHORS, SLOTS, CHAIN = [2, 5, 6, 9, 14, 21, 26], {"eagle3": 12, "dspark": 32}, 3
 MARKOV = {"markov_rank": 8, "markov_head_type": "vanilla"}
 CASES = {  # folder: family, kind, options of its configuration, seed: the first from 704 on without a near-tie
-    "golden/qwen3_deepspec": ("qwen3", "eagle3", {}, 736),
-    "golden/gemma4_deepspec": ("gemma4", "eagle3", {}, 707),
-    "golden/gemma4_deepspec_values": ("gemma4", "eagle3", {"attention_k_eq_v": False}, 713),
-    "golden_dflash/dflash_deepspec": ("qwen3", "dspark", {"markov_rank": 0}, 722),
-    "golden_dflash/dspark_deepspec": ("qwen3", "dspark", MARKOV, 704),
-    "golden_dflash/dspark_deepspec_gemma4": ("gemma4", "dspark", MARKOV, 704),
-    "golden_dflash/dflash_deepspec_gemma4_values": (
+    "eagle3/qwen3_deepspec": ("qwen3", "eagle3", {}, 736),
+    "eagle3/gemma4_deepspec": ("gemma4", "eagle3", {}, 707),
+    "eagle3/gemma4_deepspec_values": ("gemma4", "eagle3", {"attention_k_eq_v": False}, 713),
+    "dflash/dflash_deepspec": ("qwen3", "dspark", {"markov_rank": 0}, 722),
+    "dflash/dspark_deepspec": ("qwen3", "dspark", MARKOV, 704),
+    "dflash/dspark_deepspec_gemma4": ("gemma4", "dspark", MARKOV, 704),
+    "dflash/dflash_deepspec_gemma4_values": (
         "gemma4",
         "dspark",
         {"markov_rank": 0, "attention_k_eq_v": False},
         704,
     ),
-    "golden_dflash/dspark_deepspec_rnn": ("qwen3", "dspark", MARKOV | {"markov_head_type": "rnn"}, 710),
+    "dflash/dspark_deepspec_rnn": ("qwen3", "dspark", MARKOV | {"markov_head_type": "rnn"}, 710),
 }
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(seed)
         model = build_model(modules[family, kind], family, kind, options, generator)
         tensors = (eagle3 if kind == "eagle3" else dspark)(model, generator)
-        folder = TESTS / name
+        folder = GOLDEN / name
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder)
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "golden.safetensors", made_with)

@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_dflash/: tiny random heads of the DFlash family and the outputs of
+"""Make the golden fixtures under tests/golden/dflash/: tiny random heads of the DFlash family and the outputs of
 speculators.
 
 The numbers are those of speculators 0.9.0's `DFlashDraftModel` and the classes of DFlash2, DSpark and xPress. Their
@@ -10,7 +10,7 @@ tokens of the one before; as many as a head has passes are asked for, and their 
 loss. A case is a folder as in make_draft_golden.py, whose environment this needs too:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
-    golden-env/bin/python scripts/golden/make_dflash_golden.py --out tests/golden_dflash
+    golden-env/bin/python scripts/golden/make_dflash_golden.py --out tests/golden/dflash
 
     tokens     [1, T]               target-vocabulary ids; the block behind position p begins with tokens[p]
     taps       [1, T, 3H]           the target's hidden states at the three aux layers, concatenated

@@ -1,4 +1,4 @@
-"""Make the golden Domino heads in tests/golden_dflash: tiny random heads as SpecForge and speculators save them, and
+"""Make the golden Domino heads in tests/golden/dflash: tiny random heads as SpecForge and speculators save them, and
 the outputs of their own code.
 
 The cases are folders as in make_dflash_golden.py, with the same tensors. Both trainers apply a Domino's GRU to the
@@ -12,7 +12,7 @@ has:
     python -m venv golden-env
     golden-env/bin/pip install torch==2.13.0 transformers==5.13.0 speculators/
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
-    golden-env/bin/python scripts/golden/make_domino_golden.py --specforge SpecForge --out tests/golden_dflash
+    golden-env/bin/python scripts/golden/make_domino_golden.py --specforge SpecForge --out tests/golden/dflash
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden/: tiny random EAGLE-3 draft heads and their outputs.
+"""Make the golden fixtures under tests/golden/eagle3/: tiny random EAGLE-3 draft heads and their outputs.
 
 The numbers come from the reference drafter, speculators 0.9.0's `Eagle3DraftModel`, so that our own draft head
 can be compared with it without installing it. Each case is a folder with the checkpoint as speculators'
@@ -29,7 +29,7 @@ processor; with ATEN_CPU_CAPABILITY=avx2, any x86 with AVX2 gives these fixtures
     golden-env/bin/pip install "loguru<=0.7.3" openai "datasets>=4,<=5.1"
     golden-env/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
     ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1 golden-env/bin/python scripts/golden/make_draft_golden.py \\
-        --out tests/golden
+        --out tests/golden/eagle3
 """
 
 import argparse

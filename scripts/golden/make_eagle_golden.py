@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_eagle/: tiny EAGLE 1, 2 and HASS heads and the outputs of speculators.
+"""Make the golden fixtures under tests/golden/eagle/: tiny EAGLE 1, 2 and HASS heads and the outputs of speculators.
 
 The numbers are those of speculators 0.3.0's `EagleSpeculator`, the last version that has it, attached to a tiny Llama
 whose embedding and lm_head it shares (verifier.safetensors). A case is a folder with the checkpoint as its
@@ -15,7 +15,7 @@ It needs an environment of its own, because speculators 0.9.0 no longer has this
     eagle-env/bin/pip install torch==2.13.0 transformers==4.57.6 safetensors loguru pydantic pydantic-settings
     eagle-env/bin/pip install --no-deps speculators==0.3.0
     ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1 eagle-env/bin/python scripts/golden/make_eagle_golden.py \\
-        --out tests/golden_eagle
+        --out tests/golden/eagle
 """
 
 import argparse

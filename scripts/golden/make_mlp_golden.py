@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_mlp/: tiny MLP speculators and the outputs of fms-extras.
+"""Make the golden fixtures under tests/golden/mlp/: tiny MLP speculators and the outputs of fms-extras.
 
 The numbers are those of `MLPSpeculator` (fms_extras/models/speculator.py), by which the published ones were trained. A
 case is a folder with the checkpoint as published ones are written, and golden.safetensors, fp32 or int64 (T = 12):
@@ -13,7 +13,7 @@ It needs an environment of its own:
     python -m venv mlp-env
     mlp-env/bin/pip install torch==2.13.0 safetensors ibm-fms==0.0.6
     mlp-env/bin/pip install --no-deps git+https://github.com/foundation-model-stack/fms-extras
-    ATEN_CPU_CAPABILITY=avx2 mlp-env/bin/python scripts/golden/make_mlp_golden.py --out tests/golden_mlp
+    ATEN_CPU_CAPABILITY=avx2 mlp-env/bin/python scripts/golden/make_mlp_golden.py --out tests/golden/mlp
 """
 
 import argparse

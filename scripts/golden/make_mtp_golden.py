@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_mtp/: tiny random MTP heads and the outputs of speculators.
+"""Make the golden fixtures under tests/golden/mtp/: tiny random MTP heads and the outputs of speculators.
 
 The numbers are those of speculators 0.9.0's `MTPDraftModel`. Its forward is for training: a later step computes all
 slots again, each one token on at its old position. That is not how a head drafts. So the first step is the public
@@ -7,7 +7,7 @@ vLLM's rounds write them. The pass is held against the forward in the first slot
 make_draft_golden.py, whose environment this needs too:
 
     ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1 golden-env/bin/python scripts/golden/make_mtp_golden.py \\
-        --out tests/golden_mtp
+        --out tests/golden/mtp
 
     tokens             [1, T]     the token after each slot
     states             [1, T, H]  the target's last states, before its norm

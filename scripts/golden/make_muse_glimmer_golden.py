@@ -1,4 +1,4 @@
-"""Make the golden fixtures of Muse Glimmer's assistant, in tests/golden_dflash, with transformers' own class.
+"""Make the golden fixtures of Muse Glimmer's assistant, in tests/golden/dflash, with transformers' own class.
 
 The cases are folders as in make_zlab_golden.py, with the same tensors. transformers proposes from the row behind the
 anchor on (``DFlashTokenCandidateGenerator``). This needs transformers 5.24, not the versions of the other scripts:

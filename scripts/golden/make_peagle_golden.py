@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_peagle/: tiny random P-EAGLE heads and the outputs of speculators.
+"""Make the golden fixtures under tests/golden/peagle/: tiny random P-EAGLE heads and the outputs of speculators.
 
 The numbers are those of speculators 0.9.0's `PEagleDraftModel`. Its forward is for training only: it draws at random
 which slots predict how many tokens ahead, and returns a loss. Here the last slot predicts DEPTHS tokens ahead and the
@@ -6,7 +6,7 @@ others one, and a hook reads the output of lm_head. A case is a folder as in mak
 this needs too:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
-    golden-env/bin/python scripts/golden/make_peagle_golden.py --out tests/golden_peagle
+    golden-env/bin/python scripts/golden/make_peagle_golden.py --out tests/golden/peagle
 
     tokens     [1, T]                   target-vocabulary ids embedded in each draft slot
     taps       [1, T, 3H]               the target's hidden states at the three aux layers, concatenated

@@ -1,4 +1,4 @@
-"""Make the golden fixtures under tests/golden_quantized/: linears as common quantization tools pack them.
+"""Make the golden fixtures under tests/golden/quantized/: linears as common quantization tools pack them.
 
 Each case is a folder with a checkpoint (config.json, model.safetensors) of linears with random weights, and
 dense.safetensors, the weights as the tool itself dequantizes them: compressed-tensors' compressor, GPTQModel's
@@ -10,7 +10,7 @@ used as sources; nothing of them is compiled:
     pip download --no-deps --no-binary :all: gptqmodel==7.7.0 autoawq==0.2.9
     for sources in *.tar.gz; do tar xzf $sources; done
     PYTHONPATH=golden-packages:gptqmodel-7.7.0:autoawq-0.2.9 python scripts/golden/make_quantized_golden.py \\
-        --out tests/golden_quantized
+        --out tests/golden/quantized
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Make the golden fixtures of heads that other trainers save in z-lab's form, in tests/golden_dflash: JetSpec's, whose
+"""Make the golden fixtures of heads that other trainers save in z-lab's form, in tests/golden/dflash: JetSpec's, whose
 blocks are causal, and SpecForge's DSpark.
 
 The cases are folders as in make_dflash_golden.py, with the same tensors. The trainers' own classes compute the states
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 from transformers import __version__ as transformers_version
 
-OUT = Path(__file__).parents[2] / "tests" / "golden_dflash"
+OUT = Path(__file__).parents[2] / "tests" / "golden" / "dflash"
 HIDDEN, VOCAB, MASK_TOKEN, BLOCK, SLOTS = 64, 96, 95, 5, 32
 ANCHORS = [2, 5, 6, 9, 14, 21, 26]
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -1,12 +1,12 @@
 """Compares a CUDA artifact, run by Triton's interpreter without a GPU, with the module that it was exported from.
 
-ARTIFACT is one that tests/cuda_artifact.py made, of a target and a head of tests' sizes: the interpreter takes minutes
-for a few rounds. Both generate greedily behind the random prompts whose tokens the module chooses with the largest
-margins, in the module's packed weights and its bfloat16. Prints what is equal: tokens, rounds and acceptance, and the
-draft head's proposals. Exits with 1 where tokens or rounds differ, too few proposals are equal, a launch has a race, or
-the stand-in for CUDA's driver refused a call.
+ARTIFACT is one that tests/helpers/cuda_artifact.py made, of a target and a head of tests' sizes: the interpreter takes
+minutes for a few rounds. Both generate greedily behind the random prompts whose tokens the module chooses with the
+largest margins, in the module's packed weights and its bfloat16. Prints what is equal: tokens, rounds and acceptance,
+and the draft head's proposals. Exits with 1 where tokens or rounds differ, too few proposals are equal, a launch has a
+race, or the stand-in for CUDA's driver refused a call.
 
-    python tests/cuda_artifact.py /tmp/artifact --checkpoint TARGET --draft HEAD --cuda-arch sm_90
+    python tests/helpers/cuda_artifact.py /tmp/artifact --checkpoint TARGET --draft HEAD --cuda-arch sm_90
     python scripts/gpu/check_interpreted.py /tmp/artifact
 """
 
@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 import click
 import torch
@@ -31,7 +31,7 @@ from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.rounds.loop import complete
 
-TESTS = Path(__file__).resolve().parents[2] / "tests"
+HELPERS = Path(__file__).resolve().parents[2] / "tests" / "helpers"
 CANDIDATES, LONGEST = 40, 20
 """Random prompts to choose from, and the tokens of the longest."""
 LEAST = 0.9
@@ -68,7 +68,7 @@ def eagerly(greedy: EagerGreedy, prompt: list[int], tokens: int) -> dict[str, An
 
 def interpreted(artifact: Path, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     asked = [{"prompt": prompt, "max_new_tokens": tokens} for prompt in prompts]
-    command = [sys.executable, TESTS / "interpreted_artifact.py", artifact]
+    command = [sys.executable, HELPERS / "interpreted_artifact.py", artifact]
     done = subprocess.run(command, input=json.dumps(asked), stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise click.ClickException("the artifact did not run: see above")

@@ -1,11 +1,11 @@
 """Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, without a GPU.
 
-ARTIFACT is one that tests/cuda_artifact.py made. Every method is called with several numbers of rows, at positions
-where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and the results are compared
-bit for bit. Prints the accesses that overlap by design, with the reason, and the races found; exits with 1 if there are
-any.
+ARTIFACT is one that tests/helpers/cuda_artifact.py made. Every method is called with several numbers of rows, at
+positions where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and the results are
+compared bit for bit. Prints the accesses that overlap by design, with the reason, and the races found; exits with 1 if
+there are any.
 
-    python tests/cuda_artifact.py /tmp/artifact
+    python tests/helpers/cuda_artifact.py /tmp/artifact
     python scripts/gpu/check_races.py /tmp/artifact
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton and any module with kernels is imported
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 import click
 import torch

@@ -1,10 +1,10 @@
 """Reads about a hundred draft heads as their trainers write them, and prints which are read and which are refused.
 
-``python scripts/survey/survey_heads.py`` writes each configuration of ``head_configs.py`` and
-``more_head_configs.py`` with the sizes of its target over tensors that take no space on disk, reads it, and compares a
-small copy with random weights with the formulas of its kind. A head that is refused has to be refused for its own
-reason. One that is read has to have the RoPE, window and feature that its trainer's code has; what a file cannot tell
-has to be said. Anything else is a fault of ours, and the exit code is 1. ``--only WORD`` prints the heads with that word in their trainer or name.
+``python scripts/survey/survey_heads.py`` writes each configuration of ``head_configs.py`` and ``more_head_configs.py``
+with the sizes of its target over tensors that take no space on disk, reads it, and compares a small copy with random
+weights with the formulas of its kind. A head that is refused has to be refused for its own reason. One that is read has
+to have the RoPE, window and feature that its trainer's code has; what a file cannot tell has to be said. Anything else
+is a fault of ours, and the exit code is 1. ``--only WORD`` prints the heads with that word in their trainer or name.
 """
 
 import json
