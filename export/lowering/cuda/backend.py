@@ -57,10 +57,10 @@ from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.export.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
-from eagle3.runner.console.versions import version_of
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
 from eagle3.runner.hardware import gpus
 from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
+from eagle3.runner.hardware.versions import version_of
 from eagle3.targets.attention import AttentionFactory
 
 OPTIONS = {
@@ -82,7 +82,7 @@ class NvidiaBackend:
 
     dtype = torch.bfloat16
     attention: AttentionFactory = CudaAttention
-    eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
+    eager_on_host = False  # attention is a Triton kernel; scripts/gpu/gpu_check.py compares tokens on the GPU
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError or FileNotFoundError, with what to type, if this machine cannot lower the plan."""

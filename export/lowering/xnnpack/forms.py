@@ -3,11 +3,11 @@
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate,
 and would run a portable kernel whose time grows with the rows. Written as a product with a constant, it stays in the
 delegate. A rotation of halves, written so, is one node instead of four. As a result, ``target_verify`` of gemma4-tiny
-has 14 delegates (tests/test_inspect.py counts them).
+has 14 delegates (tests/runner/inspect/test_inspect.py counts them).
 
 XNNPACK's GELU is the exact one, but the partitioner also gives it GELUs with the tanh approximation: the results were
 4.7e-4 off, which grew to 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out
-(tests/test_artifact.py compares at 1e-4).
+(tests/export/test_artifact.py compares at 1e-4).
 """
 
 import inspect

@@ -2,8 +2,8 @@
 that share keys become rows.
 
 The op packs the keys for each head: four rows of 32 heads over 4,000 positions take half the time if they become 16
-rows of 8 heads (scripts/bench_cpu_kernels.py). Such rows need a mask, unless all see the same keys, as the heads of a
-single row do, since the op's own causal mask counts rows.
+rows of 8 heads (scripts/bench/bench_cpu_kernels.py). Such rows need a mask, unless all see the same keys, as the heads
+of a single row do, since the op's own causal mask counts rows.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 XNNPACK's kernel multiplies up to 8 rows by 16 outputs, and reads the rows again for the next 16 outputs, while weights
 stream through the same first-level cache. Rows of more than about 6 KiB (in a cache of 48 KiB on an AMD Zen 5) are
-evicted by then. For 8-bit and float32 weights there is nothing to gain (``scripts/bench_cpu_kernels.py``). The inputs
-of each range are quantized separately, which is closer to the unquantized inputs.
+evicted by then. For 8-bit and float32 weights there is nothing to gain (``scripts/bench/bench_cpu_kernels.py``). The
+inputs of each range are quantized separately, which is closer to the unquantized inputs.
 
 Splitting gains where the kernel waits for its rows. Elsewhere it costs, and an export on such a processor does not
 split. Without AVX-512 the kernel takes 3 rows and 1.4 times as long when split; on a Zen 4 it takes 1.1 times as long

@@ -2,8 +2,8 @@
 
 A library (``.so``) holds the kernels' machine code. How often each kernel is launched, over which grid and with which
 weights, is in generated C++ that is compiled into the library, so it is recorded here while the C++ is written. With
-both, ``eagle3-inspect --cost`` computes lower bounds for the time of a call (``runner/cost/bound.py``). Kernels of
-other libraries, such as cuBLAS, would be missing; ExecuTorch's backend uses none.
+both, ``eagle3-inspect --cost`` computes lower bounds for the time of a call (``runner/inspect/cost/bound.py``). Kernels
+of other libraries, such as cuBLAS, would be missing; ExecuTorch's backend uses none.
 """
 
 import math
