@@ -10,9 +10,9 @@ need them through shared memory together. The kernel takes 6.9 to 7.1 instructio
 the machine code for sm_80 to sm_120.
 
 Up to 32 rows use the small-M kernel in tiles of 16, which takes 3.9 to 4.0 instructions per weight. By its issue slots,
-that takes for 9 to 16 rows about half the time of a tile of 64 rows, and for 17 to 32 rows the same time. On a
-4090 or a 5090 the shares are three quarters and one half, since there the tensor cores limit a tile of 64 rows. These estimates were not
-checked by timing.
+that takes for 9 to 16 rows about half the time of a tile of 64 rows, and for 17 to 32 rows the same time. On a 4090 or
+a 5090 the shares are three quarters and one half, since there the tensor cores limit a tile of 64 rows. These estimates
+were not checked by timing.
 """
 
 from collections.abc import Sequence
