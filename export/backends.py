@@ -34,7 +34,7 @@ class WeightConversion(Protocol):
 
 
 class Backend(Protocol):
-    """What an export calls of a backend, in the order of the calls."""
+    """The interface through which an export uses a backend, in the order of the calls."""
 
     dtype: "torch.dtype"
     """The dtype of activations and caches."""

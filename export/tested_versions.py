@@ -10,7 +10,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "torchao": ("0.18",),
     "transformers": ("5",),
 }
-"""By package, the versions that the patches were tested with."""
+"""The versions that the patches were tested with, by package."""
 TESTED_WITH_GPU = TESTED | {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7")}
 """The same for lowering on a machine with a GPU, which applies fewer patches."""
 FOR_CPU = ("torch", "executorch", "torchao", "transformers")

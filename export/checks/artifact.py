@@ -40,7 +40,7 @@ WIDEST_TIE = 0.5
 """The largest tolerance, in standard deviations of the logits. The logit of a wrong token lies further below the best
 one."""
 COPIES = 2
-"""How many times the weights may be in memory when an artifact runs: once mapped, and once packed by XNNPACK."""
+"""The most copies of the weights that are in memory when an artifact runs: one mapped, and one packed by XNNPACK."""
 HOPELESS = 0.05
 """The acceptance rate of the first proposals below which the head is likely read wrongly: a wrong tap or norm gives
 about 1%, a poor head 30% or more."""

@@ -26,7 +26,7 @@ from eagle3.export.lowering.cuda.kernels.sums import gated, launch, place, run_o
 ALIGNED = 8
 """K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
 STAGES = {16: 5, 32: 4}
-"""By the rows of a tile, one more than the number of blocks in flight in shared memory."""
+"""One more than the number of blocks in flight in shared memory, by the rows of a tile."""
 BLOCK_K = 128
 WARPS = 4
 BF16 = Blocks(n=64, stages=STAGES[16])
