@@ -3,11 +3,11 @@
 import torch
 from transformers.initialization import no_init_weights
 
+from eagle3.export.configuration.config import NO_HEAD
 from eagle3.export.draft.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.head import Head
 from eagle3.export.draft.no_head import NoHead
-from eagle3.export.planning.config import NO_HEAD
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.loading import load_tensors

@@ -17,7 +17,7 @@ from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.draft.kinds.gemma4_assistant.reading import LM_HEAD, AssistantDescription, read
 from eagle3.export.draft.loading import load_draft
-from eagle3.export.patches import original, replaced
+from eagle3.export.patching.patches import original, replaced
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
