@@ -67,7 +67,9 @@ def quantized(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
     model = (model or Model()).eval().requires_grad_(False)
     for module in model.modules():
         if recipe.covers(module):
-            module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
+            module.weight = nn.Parameter(
+                quantization.quantized(recipe, module, module.weight.data), requires_grad=False
+            )
     return model
 
 
