@@ -13,7 +13,7 @@ from test_dflash import Case
 
 from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds import DOMINO
+from eagle3.export.draft.kinds.dflash import DOMINO
 from eagle3.export.draft.reading import read_draft
 
 OWN = json.loads((GOLDEN / "domino" / "config.json").read_text())["dflash_config"]

@@ -9,8 +9,8 @@ import torch
 from check_fit import HEADS, Fault, plan_of, played, randomized
 from click.testing import CliRunner
 
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.cli import main

@@ -9,7 +9,7 @@ from scripted import ThreeMethods
 from transformers import MuseGlimmerForConditionalGeneration
 from transformers.models.muse_glimmer.configuration_muse_glimmer import MuseGlimmerConfig, MuseGlimmerTextConfig
 
-from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.kinds.dflash import DFLASH
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan

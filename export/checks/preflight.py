@@ -15,7 +15,7 @@ from eagle3.export.planning.plan import Plan
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Returns what the manifest says of the twins. Raises ValueError or FileNotFoundError, one line each."""
-    from eagle3.export.twin.draft import check_draft
+    from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
     backend = BACKENDS[plan.config.backend].load()

@@ -7,7 +7,7 @@ SGLang, SpecForge and TensorRT-LLM. A head with a wrong tap loads and runs, and 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

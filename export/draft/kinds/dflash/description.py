@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.targets.attention import Block
 
 if TYPE_CHECKING:

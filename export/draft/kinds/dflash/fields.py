@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from eagle3.export.draft.kinds.common_fields import D2T, EMBEDDING_SCALE, OF_TAPS, ROPE_THETA, ROPE_TYPE
-from eagle3.export.draft.kinds.field import Field, HeadReading, flag_field, parse_bool
+from eagle3.export.draft.common.field import Field, HeadReading, flag_field, parse_bool
+from eagle3.export.draft.common.fields import D2T, EMBEDDING_SCALE, OF_TAPS, ROPE_THETA, ROPE_TYPE
 
 
 def _causal(reading: HeadReading) -> bool:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
+from eagle3.export.draft.common.head import CachedHead
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Gemma4Layer, Place
 from eagle3.export.draft.kinds.dflash.refiner import Refiner
 from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, DominoHead, MarkovHead
-from eagle3.export.draft.kinds.head import CachedHead
-from eagle3.export.draft.layers import RMSNorm
+from eagle3.export.draft.kinds.eagle.layers import RMSNorm
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, Block, KVCacheShape, ring_window
 from eagle3.targets.softcap import softcapped

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints.json_fields import boolean, count, nested
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS
+from eagle3.export.draft.kinds.dflash import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS
 
 SPECULATORS, Z_LAB, DEEPSPEC, MUSE_GLIMMER = "speculators", "z-lab", "deepspec", "muse-glimmer"
 LAYER, OWN, ANCHORS = "transformer_layer_config", "dflash_config", "num_anchors"

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.walks import Convolution
-from eagle3.export.draft.layers import RMSNorm
+from eagle3.export.draft.kinds.eagle.layers import RMSNorm
 
 
 class Place(NamedTuple):

@@ -27,9 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import boolean, count, layer_ids, nested, number
 from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.export.draft.common.gemma4_fields import full_attention_fields, names_gemma4
+from eagle3.export.draft.common.layer_config import layer_config, windows
+from eagle3.export.draft.common.rope import one_rope
+from eagle3.export.draft.common.tensor_names import SELECTOR, check_named_once
 from eagle3.export.draft.dialects import DIALECTS, Proposal
-from eagle3.export.draft.gemma4_fields import full_attention_fields, names_gemma4
-from eagle3.export.draft.kinds import DFLASH, DFLASH2, DOMINO, DSPARK, XPRESS
+from eagle3.export.draft.kinds.dflash import DFLASH, DFLASH2, DOMINO, DSPARK, XPRESS
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.keys import (
     CAUSAL,
@@ -48,9 +51,6 @@ from eagle3.export.draft.kinds.dflash.keys import (
     keys_of_z_lab,
     kind_of,
 )
-from eagle3.export.draft.layer_config import layer_config, windows
-from eagle3.export.draft.rope_reading import one_rope
-from eagle3.export.draft.tensor_names import SELECTOR, check_named_once
 from eagle3.targets.attention import Block
 
 if TYPE_CHECKING:

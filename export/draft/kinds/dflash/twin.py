@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.gemma4_fields import with_sizes_of
+from eagle3.export.draft.common.gemma4_fields import with_sizes_of
+from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.common.tensor_names import SELECTOR
 from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
+from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.keys import LAYER, OWN
 from eagle3.export.draft.kinds.dflash.reading import read
-from eagle3.export.draft.loading import load_draft
-from eagle3.export.draft.tensor_names import SELECTOR
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
@@ -56,7 +57,7 @@ def compare(draft: DFlashDescription, taps: int, _overridden: bool | None = None
         target: Any = SimpleNamespace(
             embed_tokens=embedding, embed=lambda tokens: embedding(tokens) * SCALE, lm_head=lm_head
         )
-        head: Any = load_draft(twin, length, torch.float32, EagerAttention, target, twin.longest_chain)
+        head: Any = load_head(Head, twin, length, torch.float32, EagerAttention, target, twin.longest_chain)
         drafter = Drafter(config, twin.layer, tensors, embedding.weight, lm_head.weight, SCALE)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps)]
         return _play(drafter, head, states, generator)

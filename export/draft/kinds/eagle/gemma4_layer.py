@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 
-from eagle3.export.draft.description import EagleDescription
-from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.layers import DraftLayer, Keep, RMSNorm
 from eagle3.targets.attention import HF_ATTENTION
 
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from eagle3.export.checkpoints.source import Source
-    from eagle3.export.draft.description import DraftDescription
-    from eagle3.export.draft.kinds.field import Field
-    from eagle3.export.draft.kinds.head import Head
+    from eagle3.export.draft.common.description import DraftDescription
+    from eagle3.export.draft.common.field import Field
+    from eagle3.export.draft.common.head import Head
     from eagle3.export.twin.comparison import Comparison
 
 
@@ -25,7 +25,7 @@ class KindModule(Protocol):
 
     def read(self, folder: Path, config: dict[str, Any], source: "Source") -> "DraftDescription":
         """Describe a head from its configuration and tensor headers. Raises ValueError with one line. EAGLE heads,
-        which have dialects, are read by ``reading.py``."""
+        which have dialects, are read by ``read_eagle``."""
 
     def Head(self, draft: "DraftDescription", max_seq_len: int, proposals: int = 1) -> "Head":  # noqa: N802 - a class
         """Make the head without its attached parts."""

@@ -18,7 +18,8 @@ from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from eagle3.export.draft.description import EAGLE, EagleDescription
+from eagle3.export.draft.dialects.dialect import EAGLE
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.targets.attention import HF_ATTENTION
 
 RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's and GLM's are the same

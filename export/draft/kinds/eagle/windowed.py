@@ -7,7 +7,8 @@ no more positions at a time than it was trained on: 1.34 to 1.88 tokens a round 
 from copy import deepcopy
 from dataclasses import replace
 
-from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
 
 
 def windowed(draft: DraftDescription, window: int) -> DraftDescription:

@@ -1,23 +1,15 @@
-"""EAGLE-3, P-EAGLE, and EAGLE 1 and 2: read by ``reading.py`` in any dialect, computed by ``head.py``, compared with
-``formulas.py``."""
+"""Checks that a head of taps, or of a final state, has the widths of a target."""
 
 from typing import TYPE_CHECKING
 
-from eagle3.export.draft.description import EagleDescription
-from eagle3.export.draft.eagle_fields import FIELDS
-from eagle3.export.draft.head import DraftHead
-from eagle3.export.twin.eagle_draft import compare
+from eagle3.export.draft.common.description import DraftDescription
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare"]
-
-Head = DraftHead
-
 
 def check_pair(
-    draft: EagleDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
+    draft: DraftDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
 ) -> None:
     """Raise ValueError for taps, an embedding or an lm_head of another width than the target's."""
     hidden, vocabulary = target_config.hidden_size, target_config.vocab_size

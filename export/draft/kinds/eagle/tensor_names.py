@@ -6,8 +6,7 @@ well (Megatron's ModelOpt). Each may have the prefix ``model.`` (NeMo, vLLM).
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 _PREFIXES = {
     r"midlayer\.(?=\d)": "layers.",
@@ -25,15 +24,7 @@ _PREFIXES = {
 _UNREAD = r"verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
 """Tensors that training leaves in a checkpoint and that are not read: parts of the target, rotary tables."""
 
-SELECTOR, MASK = "t2d", "mask_hidden"
-
-
-def check_named_once(folder: Path, names: Mapping[str, str]) -> None:
-    """Raise ValueError where two tensors of a checkpoint have one name in the module, which ``names`` maps them to."""
-    own = list(names.values())
-    twice = next((name for name, each in names.items() if own.count(each) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{folder} has {names[twice]} twice, once as {twice}: which one is meant?")
+MASK = "mask_hidden"
 
 
 def own_name(name: str) -> str | None:

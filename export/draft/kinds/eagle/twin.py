@@ -6,23 +6,26 @@ its sliding window.
 
 import json
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
+from eagle3.export.draft.common.gemma4_fields import with_sizes_of
+from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.common.playing import CHAIN, CHUNK, play, stand_in
 from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.eagle_kinds import MASK_TOKENS
-from eagle3.export.draft.formulas import Drafter
-from eagle3.export.draft.gemma4_fields import with_sizes_of
-from eagle3.export.draft.loading import load_draft
-from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.rope_reading import FILE, RopeFlags
-from eagle3.export.draft.tensor_names import own_name
+from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.formulas import Drafter
+from eagle3.export.draft.kinds.eagle.head import DraftHead
+from eagle3.export.draft.kinds.eagle.reading import read_eagle
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
+from eagle3.export.draft.kinds.eagle.tensor_names import own_name
+from eagle3.export.draft.kinds.eagle.which import MASK_TOKENS
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 VOCABULARY, DRAFT_VOCABULARY = 96, 48
-CHUNK, CHAIN = 7, 3  # rows
 
 
 def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, seed: int = 0) -> Comparison:
@@ -45,56 +47,24 @@ def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, 
         tensors = _random_tensors(draft, small, taps, width, generator)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
-        twin = read_draft(folder, draft.dialect, overridden, RopeFlags(FILE, FILE))
+        source = open_source(folder)
+        twin = read_eagle(
+            source,
+            read_object(folder / "config.json"),
+            source.headers(),
+            draft.dialect,
+            overridden,
+            RopeFlags(FILE, FILE),
+        )
         length = max(
             prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
         )  # a head may know fewer positions than a chunk has
         target = stand_in(VOCABULARY, small.hidden_size, generator)
-        head: Any = load_draft(twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
+        head: Any = load_head(DraftHead, twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
         tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
         shared = target.embed_tokens.weight, target.lm_head.weight
         return play(Drafter(draft.dialect, config, twin.layer, tensors, *shared), head, tokens, states)
-
-
-def stand_in(vocabulary: int, size: int, generator: torch.Generator) -> Any:  # noqa: ANN401 - part of a target
-    """Return a stand-in for the target, with the two modules that a draft head may share: embedding and lm_head."""
-    embedding, lm_head = nn.Embedding(vocabulary, size), nn.Linear(size, vocabulary, bias=False)
-    for module in (embedding, lm_head):
-        module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
-    return SimpleNamespace(embed_tokens=embedding, lm_head=lm_head)
-
-
-def play(drafter: Any, head: Any, tokens: Tensor, taps: list[Tensor]) -> Comparison:  # noqa: ANN401 - of several kinds
-    """Seed the head chunk by chunk. After each chunk, chain some rows; the next chunk overwrites them.
-
-    ``drafter`` has the methods of the ``Drafter`` of EAGLE heads, ``head`` is a ``CachedHead``."""
-    length = tokens.shape[1]
-    compared = Comparison(length)
-    features = head.fuse(tuple(taps))
-    fused = drafter.fuse([tap[0] for tap in taps])[None]
-    compared.add("tap 0", 0, features, fused, fused)  # all taps, fused
-    masks = head.proposals - 1
-    chunk = min(CHUNK, (head.window or CHUNK + masks) - masks)
-    for start in range(0, length - CHAIN, chunk):
-        end = min(start + chunk, length - CHAIN)
-        ids, rows = tokens[:, :end], fused[:, :end]
-        given = tokens[:, start:end], fused[:, start:end], torch.arange(start, end)
-        if masks:
-            token, feature = drafter.mask_rows(len(taps))
-            ids = torch.cat([ids, token.expand(1, masks)], dim=1)
-            rows = torch.cat([rows, feature[None].expand(1, masks, -1)], dim=1)
-        for step in range(1 if masks else CHAIN + 1):
-            expected_logits, expected_next = drafter(ids[0], rows[0])
-            logits, recurrent = head(*given)
-            for what, value, wanted in (("logits", logits, expected_logits), ("tap 1", recurrent, expected_next)):
-                compared.add(what, start, value, wanted[None, -value.shape[1] :], wanted)
-            if step < CHAIN:
-                token = head.target_ids(expected_logits[None, -1:])
-                state = expected_next[None, -1:]
-                given = token, state, torch.tensor([end + step])
-                ids, rows = torch.cat([ids, token], dim=1), torch.cat([rows, state], dim=1)
-    return compared
 
 
 def _small_layer(draft: EagleDescription) -> "LlamaConfig":

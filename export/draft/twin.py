@@ -3,7 +3,7 @@ chunks, steps and rollbacks. The head's kind says which code that is."""
 
 from typing import Any
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.twin.comparison import TOLERANCE
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from eagle3.export.draft.kinds.field import Field, HeadReading, one_of, parse_float, parse_ids
+from eagle3.export.draft.common.field import Field, HeadReading, one_of, parse_float, parse_ids
 
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 """RoPE bases that trainers' configurations have by default: Llama's and Qwen 2's, Llama 3's, Qwen 3's."""

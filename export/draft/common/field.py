@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,19 +1,12 @@
 """Finds the MTP layer that a target's own checkpoint holds behind its last layer (``--draft mtp``), and the names of
-its tensors. ``kinds/mtp`` computes it."""
+its tensors. ``head.py`` computes it."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.source import Source
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from eagle3.export.draft.description import DraftDescription
 
 ZERO_CENTERED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Targets whose norms multiply by 1 + weight, those around their MTP layer too (vLLM's qwen3_next_mtp.py)."""
@@ -84,28 +77,3 @@ def renamed(name: str, names: Mapping[str, str], otherwise: str = "") -> str:
 
 def inverse(names: Mapping[str, str]) -> dict[str, str]:
     return {after: before for before, after in names.items()}
-
-
-def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> "DraftDescription":
-    """Describe the MTP layer in a target's tensors ``source``. ``config`` is transformers' text configuration of the
-    target, ``folder`` has its ``config.json``. Raises ValueError, one line, for a target that has none."""
-    from eagle3.export.draft.kinds.mtp.reading import read_own
-
-    headers = source.headers()
-    names = own_names(headers, config.num_hidden_layers)
-    if not names and (other := mtp_tensor(headers)):
-        raise ValueError(
-            f"--draft mtp: {source.path} has an MTP layer of a form that is not read ({other}): those of "
-            f"{', '.join(MODEL_TYPES)} are, type --draft with another head"
-        )
-    if not names:
-        raise ValueError(
-            f"--draft mtp: {source.path} has no MTP layer (model.layers.{config.num_hidden_layers}.eh_proj.weight or "
-            "mtp.fc.weight): type --draft with a head's folder or its name on the hub"
-        )
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"--draft mtp: the MTP layer of a {config.model_type} is not supported, but those of "
-            f"{', '.join(MODEL_TYPES)} are: type --draft with another head"
-        )
-    return read_own(source, names, config, folder)

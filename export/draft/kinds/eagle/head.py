@@ -16,11 +16,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.draft.description import EAGLE, P_EAGLE, EagleDescription
-from eagle3.export.draft.gemma4_layer import Gemma4DraftLayer
-from eagle3.export.draft.kinds.head import CachedHead
-from eagle3.export.draft.layers import DraftLayer, Keep, RMSNorm, rotary_table
-from eagle3.export.draft.tensor_names import MASK
+from eagle3.export.draft.common.head import CachedHead
+from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.gemma4_layer import Gemma4DraftLayer
+from eagle3.export.draft.kinds.eagle.layers import DraftLayer, Keep, RMSNorm, rotary_table
+from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
 from eagle3.targets.softcap import softcapped

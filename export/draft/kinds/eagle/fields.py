@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from eagle3.export.draft.description import EAGLE
-from eagle3.export.draft.kinds.common_fields import (
+from eagle3.export.draft.common.field import Field, HeadReading, flag_field, parse_bool
+from eagle3.export.draft.common.fields import (
     D2T,
     EMBEDDING_SCALE,
     OF_TAPS,
@@ -12,7 +12,7 @@ from eagle3.export.draft.kinds.common_fields import (
     ROPE_TYPE,
     STATE,
 )
-from eagle3.export.draft.kinds.field import Field, HeadReading, flag_field, parse_bool
+from eagle3.export.draft.dialects.dialect import EAGLE
 
 
 def _norm_there(name: str, prefix: str, keys: tuple[str, ...]) -> Field:

@@ -6,9 +6,9 @@ from typing import Any
 
 from eagle3.export.checkpoints.json_fields import boolean
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.draft.description import EAGLE
 from eagle3.export.draft.dialects import Dialect
-from eagle3.export.draft.tensor_names import layer_count
+from eagle3.export.draft.dialects.dialect import EAGLE
+from eagle3.export.draft.kinds.eagle.tensor_names import layer_count
 
 Headers = Mapping[str, TensorHeader]
 

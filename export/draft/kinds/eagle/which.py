@@ -10,8 +10,8 @@ from typing import Any
 
 from eagle3.export.checkpoints.json_fields import boolean
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.draft.description import EAGLE, EAGLE3, P_EAGLE
-from eagle3.export.draft.tensor_names import MASK
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
+from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 
 PARD = "pard_token"
 MASK_TOKENS = ("mask_token_id", PARD, "ptd_token_id")
