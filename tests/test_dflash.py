@@ -145,8 +145,8 @@ def test_passes_beyond_the_last_row_are_left_out(passes, rows, count, tmp_path):
 def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(passes, tmp_path):
     keys = {"num_jacobi_passes": passes, "xpress_mlp_ratio": None, "xpress_rank": None, "sample_from_anchor": None}
     draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", keys))
-    assert (draft.refiner_rank, draft.refiner_mlp_ratio, draft.first_row) == (256, 2, 1)
-    assert draft.refiner_passes == (passes or 6)
+    assert (draft.variant.rank, draft.variant.mlp_ratio, draft.first_row) == (256, 2, 1)
+    assert draft.variant.passes == (passes or 6)
 
 
 # --- z-lab's own files

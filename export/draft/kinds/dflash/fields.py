@@ -25,8 +25,7 @@ def _anchor_proposes(reading: HeadReading) -> bool:
 
 def _other_anchor(reading: HeadReading) -> Iterable[bool]:
     draft: Any = reading.draft
-    fixed = draft.refiner_rank or draft.gru_size or draft.markov_rank
-    return [] if fixed else [not _anchor_proposes(reading)]
+    return [] if draft.variant.fixes_first_row else [not _anchor_proposes(reading)]
 
 
 FIELDS: tuple[Field, ...] = (

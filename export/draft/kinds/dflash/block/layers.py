@@ -1,16 +1,15 @@
 """The decoder layers of a DFlash head: Qwen3's or Gemma 4's, whose keys and values are of the context's features as
 well."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.draft.kinds.dflash.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.walks import Convolution
-from eagle3.export.draft.kinds.eagle.layers import RMSNorm
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+
+RMSNorm = modeling_llama.LlamaRMSNorm
 
 
 class Place(NamedTuple):
@@ -31,12 +30,10 @@ class DraftLayer(nn.Module):
         self.self_attn = Attention(draft, index)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = modeling_llama.LlamaMLP(draft.layer)
-        self.attention_conv = Convolution(draft) if draft.conv_taps else None
-        self.mlp_conv = Convolution(draft) if draft.conv_taps else None
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
-        x = x + _between(self.attention_conv, lambda y: self.self_attn(y, place), self.input_layernorm(x))
-        return x + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
+        x = x + self.self_attn(self.input_layernorm(x), place)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Gemma4Layer(nn.Module):
@@ -56,14 +53,6 @@ class Gemma4Layer(nn.Module):
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), place))
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return x * self.layer_scalar
-
-
-def _between(convolution: Convolution | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return a part's output, between the two convolutions of a DFlash2."""
-    if convolution is None:
-        return part(x)
-    x, added = convolution.prepare(x)
-    return convolution.finish(part(x), added)
 
 
 class KeysAndValues(nn.Module):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.kinds.dflash.block.variant import Variant
 from eagle3.targets.attention import Block
 
 if TYPE_CHECKING:
@@ -24,23 +25,8 @@ class DFlashDescription(DraftDescription):
     embeds_as_target: bool = False
     """Tokens are embedded as the target embeds them, scaled where it scales; if not, by the embedding's rows alone."""
     output_multiplier: float = 1.0
-    markov_rank: int = 0
-    markov_type: str = "vanilla"
-    """DSpark's head: its rank, 0 for none, and its type."""
-    conv_taps: int = 0
-    conv_group: int = 1
-    """DFlash2's convolutions: their taps, 0 for none, and the channels of a group."""
-    selector_rank: int = 0
-    selector_top_k: int = 1
-    """DFlash2's selector: its rank, 0 for none, and the tokens of a row that it chooses from."""
-    refiner_rank: int = 0
-    refiner_mlp_ratio: int = 1
-    refiner_passes: int = 0
-    """xPress's refiner: its rank, 0 for none, the width of its MLP in ranks, and the passes over a block."""
-    gru_size: int = 0
-    gru_rank: int = 1
-    gru_first: int = 0
-    """Domino's GRU: the size of its state, 0 for none, the rank of its bias, and the first proposal with a bias."""
+    variant: Variant
+    """What the head has beside a DFlash."""
 
     @property
     def draft_vocab_size(self) -> int:
