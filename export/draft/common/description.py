@@ -34,6 +34,8 @@ class DraftDescription:
     aux_convention: str = "input"
     """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
     output."""
+    convention_known: bool = False
+    """All code that writes the dialect has this meaning; if not, the ids themselves may say another."""
     tap_order: tuple[int, ...] = ()
     """The order in which the head takes its taps, as places among the ascending ones; empty for ascending."""
     takes_final_state: bool = False

@@ -63,6 +63,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
         target_vocab_size=layer.vocab_size,
         aux_layers=_taps(said, dialect.ids_key, file),
         aux_convention=dialect.ids_are,
+        convention_known=dialect.ids_are_known,
         shares_lm_head=_shares_lm_head(folder, config, found, layer.vocab_size),
         selector=next((name for name, own in names.items() if own == SELECTOR), None),
         windows=tuple(

@@ -1,7 +1,8 @@
 """The reference for draft heads: their formulas in plain PyTorch, without modules or caches, all rows recomputed.
 
 ``DraftHead`` is compared with this (``eagle3.export.draft.twin``). It reads a checkpoint's own configuration and tensor
-names, so that a mistake in reading them shows as well. EAGLE-3 (taps a, embedded token E):
+names, and knows dialects by their names and not by their records, so that a mistake in reading them shows as well.
+EAGLE-3 (taps a, embedded token E):
 
     a = cat(taps);  a = input_norm(a) if norm_before_fc;  a = cat(fc_norm_i(a_i)) if fc_norm;  f = fc(a)
     e = input_layernorm(E);  h = hidden_norm(f);  r = h if norm_before_residual else f

@@ -9,11 +9,9 @@ from typing import Any
 
 from eagle3.export.checkpoints.json_fields import layer_ids, nested
 from eagle3.export.draft.dialects import Dialect
+from eagle3.export.draft.dialects.angelslim import AUX_OUTPUTS
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-AUX_OUTPUTS = "aux_hidden_states_layer_ids"
-"""AngelSlim's own key of the taps, with ids of layer outputs; for vLLM it adds the usual one, with each id one
-higher."""
 _MEANINGS = {AUX_OUTPUTS: "output", "target_layer_ids": "output", "aux_hidden_state_layer_ids": "input"}
 """Other keys of the taps, each with what its ids mean in the code that writes it: AngelSlim's, z-lab's and DeepSpec's,
 speculators' of DFlash heads."""
@@ -46,7 +44,7 @@ def named_taps(
                 "layers, take out the ones that the head was not trained with"
             )
     lines = []
-    if key not in own and (dialect.name, key) != ("angelslim", AUX_OUTPUTS):
+    if key not in own and key != dialect.second_ids_key:
         lines.append(
             f"{file} names its taps as {name} {list(ids)}, a key of other systems than {dialect.name}, taken as "
             f"{meanings[key]}s of layers as there: type --aux-layers if hardly anything is accepted"

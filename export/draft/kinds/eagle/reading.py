@@ -73,10 +73,8 @@ def _describe(
 ) -> EagleDescription:
     folder, warnings = source.path, []
     names, own = _own_tensors(folder, headers)
-    if dialect.name == "speculators" and not isinstance(config.get("transformer_layer_config"), dict):
-        nested(config, "transformer_layer_config", file)
-        raise ValueError(f"{file} has no transformer_layer_config, as a head of speculators has: correct it")
-    gemma4 = dialect.name == "deepspec" and names_gemma4(config)
+    dialect.check(config, file)
+    gemma4 = dialect.has_gemma4 and names_gemma4(config)
     fields = full_attention_fields(config, file) if gemma4 else dialect.layer_fields(config)
     if fields is config and "transformer_layer_config" in config:
         raise ValueError(f"{file} is of speculators (transformer_layer_config): type --draft-dialect speculators")
@@ -156,6 +154,7 @@ def _describe(
         target_vocab_size=vocabulary,
         aux_layers=ids,
         aux_convention=ids_are,
+        convention_known=dialect.ids_are_known,
         takes_final_state=final,
         norm_before_residual=norm_before_residual,
         norm_before_fc=boolean(variants, "norm_before_fc", False, file),
@@ -240,12 +239,11 @@ def _output_norm(
 ) -> tuple[bool, bool]:
     """Return two flags: lm_head takes the normed state; the next step takes the normed state."""
     said = boolean(variants, "norm_output", False, file)
-    if variants.get("norm_output") is not None and dialect.name in ("sglang", "specforge"):
-        other = {"sglang": "specforge if SpecForge 0.2 or older", "specforge": "sglang if anything but SpecForge 0.2"}
+    if variants.get("norm_output") is not None and dialect.norm_output_doubt:
         meaning = "the next step's feature" if dialect.norm_output_feeds else "what lm_head takes"
         warnings.append(
             f"{file}: norm_output is {str(said).lower()}, read as {dialect.name} does, of {meaning}: type "
-            f"--draft-dialect {other[dialect.name]} trained the head"
+            f"--draft-dialect {dialect.norm_output_doubt} trained the head"
         )
     if not dialect.norm_output_feeds:
         return boolean(variants, "norm_output", True, file) and "norm.weight" in own, False

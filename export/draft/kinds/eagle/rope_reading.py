@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.draft.dialects import Dialect, angelslim
+from eagle3.export.draft.dialects import DIALECTS, Dialect
 from eagle3.export.draft.dialects.dialect import IGNORED_BASE
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ def _base(
     if given is not None:
         return (said if given == FILE else float(given)), []
     heeds, trainer = dialect.heeds_base(kind, fields), dialect.trainer
-    if heeds is None and flags.publisher == angelslim.DIALECT.trainer:  # it publishes under other systems' names too
-        heeds, trainer = angelslim.heeds_base(kind, {**fields, "modal_type": "LLM"}), flags.publisher
+    marked = (each for each in DIALECTS.values() if each.marks and each.trainer == flags.publisher)
+    if heeds is None and (publisher := next(marked, None)):
+        heeds, trainer = publisher.heeds_base(kind, {**fields, **publisher.marks}), publisher.trainer
     if heeds is True or said == IGNORED_BASE:
         return said, []
     if heeds is False:
@@ -89,10 +90,10 @@ def _part(
     said = rope.get("partial_rotary_factor")
     if given is not None:
         return (said if given == FILE else float(given)), []
-    if said in (None, 1.0) or dialect.name != "speculators" or rope["rope_type"] != "default":
+    if said in (None, 1.0) or dialect.heeds_part or rope["rope_type"] != "default":
         return said, []
     return 1.0, [
-        f"{file}: partial_rotary_factor is {said:.10g}, which speculators' code takes no notice of with rope_type "
+        f"{file}: partial_rotary_factor is {said:.10g}, which {dialect.name}' code takes no notice of with rope_type "
         f"default: RoPE applies to whole heads, as in training; vLLM applies it to {said:.10g} of them. If little is "
         f"accepted, type --draft-partial-rotary {FILE}"
     ]

@@ -82,6 +82,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription
         headers={own: headers[name] for name, own in names.items()},
         target_vocab_size=layer.vocab_size,
         aux_layers=(layer.num_hidden_layers,),  # the last layer's output, before the target's norm
+        convention_known=True,
         chain_len=proposal.chain_len,
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,

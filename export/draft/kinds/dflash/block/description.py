@@ -26,7 +26,7 @@ class DFlashDescription(DraftDescription):
     """Tokens are embedded as the target embeds them, scaled where it scales; if not, by the embedding's rows alone."""
     output_multiplier: float = 1.0
     variant: Variant
-    """What the head has beside a DFlash."""
+    """The part of the head that a DFlash does not have."""
 
     @property
     def draft_vocab_size(self) -> int:

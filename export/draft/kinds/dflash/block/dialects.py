@@ -69,7 +69,7 @@ def _top_layer(config: dict[str, Any], _file: Path) -> Keys:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between the dialects."""
+    """The properties in which the dialects differ."""
 
     name: str
     recognizes: Callable[[Keys, Path], bool]

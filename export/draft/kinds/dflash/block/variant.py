@@ -1,4 +1,5 @@
-"""What a variant of the block family adds to a DFlash: keys, tensors, a module behind the block or in its layers."""
+"""The base class of the variants of the block family. A variant adds to a DFlash keys, tensors, and a module behind the
+block or in its layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class Given(NamedTuple):
-    """What a checkpoint says, for a variant to read its own keys from."""
+    """The contents of a checkpoint, from which a variant reads its own keys."""
 
     said: Mapping[str, Any]
     """The keys of the configuration, those of ``dflash_config`` among them."""
@@ -79,8 +80,8 @@ class Behind(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """What a head has beside a DFlash. The fields of a subclass are what its configuration says; the class says the
-    rest. This one has nothing."""
+    """The part of a head that a DFlash does not have. The fields of a subclass hold what a configuration says, its
+    class variables what is so of all its heads. This class adds nothing."""
 
     kind: ClassVar[str]
     keys: ClassVar[tuple[str, ...]] = ()

@@ -22,7 +22,7 @@ from eagle3.export.draft.kinds.dflash.variants import DFLASH, DSPARK
 RANK, TYPE = "markov_rank", "markov_head_type"
 DEFAULT_RANK = 256
 TYPES = ("vanilla", "gated", "rnn")
-"""Of ``markov_head_type``, the first is the default: the bias itself, a gate of it and the state, a recurrent state."""
+"""Values of ``markov_head_type``: the bias itself (the default), a gate of it and the state, a recurrent state."""
 W1 = "markov_head.markov_w1.weight"
 
 
