@@ -20,8 +20,8 @@ from eagle3.export.planning.taps import choose_taps
 from eagle3.targets.attention import EagerAttention
 
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-FORMS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab", "muse": "muse-glimmer"}
-FORMS |= {"domino_speculators": "speculators", "domino": "z-lab"}
+DIALECTS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab", "muse": "muse-glimmer"}
+DIALECTS |= {"domino_speculators": "speculators", "domino": "z-lab"}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
@@ -63,7 +63,7 @@ def test_a_block_is_the_trainers_own_seeded_and_chained(name):
     case, start = Case(name), 0
     check_pair(case.draft, TARGET, (1, 3, 4))
     assert case.draft.kind.lower() == name.split("_")[0]
-    assert case.draft.dialect == next((form for mark, form in FORMS.items() if mark in name), "speculators")
+    assert case.draft.dialect == next((dialect for mark, dialect in DIALECTS.items() if mark in name), "speculators")
     assert case.draft.chain_len == (4 if "domino" in name else case.draft.longest_chain)
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         case.check(number, *case.draft_behind(start, anchor))

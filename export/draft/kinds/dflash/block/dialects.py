@@ -99,11 +99,8 @@ class Dialect:
     embeds_as_target: bool = False
     """Heads without an embedding, of variants trained so, embed tokens as the target does."""
     has_defaults: bool = False
-    """A Domino's keys have defaults."""
-    shifts_labels: bool = False
-    """A Domino's rows always propose the token behind their own."""
-    unbiased_is_dflash: bool = True
-    """A DSpark of rank 0 is a DFlash."""
+    """The system's configuration classes have defaults for the keys of a variant; other systems write every key that
+    has a meaning."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors, with the module's."""
 
@@ -126,8 +123,6 @@ DIALECTS: tuple[Dialect, ...] = (
         # When the anchor's row was not trained, there was no such key, and vLLM takes a missing one for false.
         anchor_proposes=lambda variant, whole: variant and whole,
         has_defaults=True,
-        shifts_labels=True,
-        unbiased_is_dflash=False,
     ),
     Dialect(
         MUSE_GLIMMER,

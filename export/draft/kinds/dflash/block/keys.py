@@ -1,6 +1,6 @@
 """The keys of a configuration of the block family that all variants have, and those that change nothing.
 
-Keys of z-lab's form lie at the top or in ``dflash_config``. Other trainers save in it too, with keys of their own:
+z-lab's keys lie at the top or in ``dflash_config``. Other trainers write its dialect too, with keys of their own:
 SpecForge, AngelSlim, ModelOpt, and JetSpec, whose ``causal_head`` says that a row of a block sees no later one. Source:
 z-lab's ``dflash/model.py``; SpecForge's ``modeling/draft``; JetSpec's ``models/draft_head.py``; vLLM's
 ``configs/speculators/algos.py`` and SGLang's ``models/dflash.py``, which serve them.
@@ -17,7 +17,7 @@ OWN, ANCHORS = "dflash_config", "num_anchors"
 TAPS = "target_layer_ids"
 FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 CAUSAL = ("is_causal", "causal", "causal_head")
-"""Keys that say whether a row of a block sees no later one, in z-lab's form. The first that is there counts."""
+"""Keys that say whether a row of a block sees no later one, in z-lab's dialect. The first that is there counts."""
 PROJECTOR = "projector_type"
 ANCHOR, BONUS = "sample_from_anchor", "dspark_bonus_anchor"
 _HEEDED = ("block_size", "mask_token_id", TAPS, *CAUSAL, ANCHOR, BONUS)
@@ -66,7 +66,7 @@ def check_neutral(config: Mapping[str, Any], dialect: str, fields: Mapping[str, 
 
 
 def keys_of_z_lab(config: Mapping[str, Any], kind: str, sizes: tuple[str, ...], file: Path) -> dict[str, Any]:
-    """Return the keys of a file of z-lab's form. ``sizes`` are the keys of the variant. Raises ValueError for a key
+    """Return the keys of a file of z-lab's dialect. ``sizes`` are the keys of the variant. Raises ValueError for a key
     with two values, and for one that is not known, since it may change what the head computes."""
     own = nested(config, OWN, file)
     heeded = (*_HEEDED, *FACTORS, *sizes)

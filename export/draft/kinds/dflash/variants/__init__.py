@@ -20,7 +20,7 @@ class Member(Kind):
     """The entry of a variant."""
 
     projector_type: str | None = None
-    """The value of ``projector_type`` that says it in z-lab's form."""
+    """The value of ``projector_type`` that says it in z-lab's dialect."""
 
 
 KINDS: dict[str, Member] = {

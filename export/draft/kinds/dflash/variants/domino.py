@@ -1,7 +1,7 @@
 """Domino: a bias of the logits by a GRU over the block's tokens. A row's scores depend on the tokens that all rows
 before it propose.
 
-It is a DFlash of z-lab's or speculators' form; SpecForge trains it, and NVIDIA's ModelOpt. Source: SpecForge's
+It is a DFlash in z-lab's or speculators' dialect; SpecForge trains it, and NVIDIA's ModelOpt. Source: SpecForge's
 ``DominoDraftModel``, the ``DominoHead`` of speculators' pull request 773; arXiv 2605.29707.
 """
 
@@ -51,7 +51,7 @@ class GRU(nn.Module):
 
 class DominoHead(Behind):
     """Domino's bias of the logits: embed_proj(cat(state, memory)), where a GRU made the memory of the anchor and of all
-    tokens that the rows before propose. It begins anew in each block. The first ``gru_first`` rows have no bias."""
+    tokens that the rows before propose. It begins anew in each block. The rows before the ``first`` have no bias."""
 
     def __init__(self, draft: DFlashDescription, domino: "Domino"):
         super().__init__()
@@ -141,12 +141,12 @@ class Domino(Variant):
     @classmethod
     def first_row(cls, said: Mapping[str, Any], dialect: Dialect, tokens: int | None, file: Path) -> int:  # noqa: ARG003
         """Return 0 for a head whose rows propose the token behind their own, the anchor's as well, else 1."""
-        shifted = boolean(said, SHIFT, True if dialect.shifts_labels else None, file)
+        shifted = boolean(said, SHIFT, True if dialect.has_defaults else None, file)
         if shifted is None:
             raise ValueError(f"{file} has no {SHIFT}, which says if the anchor's row of a {DOMINO} proposes: add it")
         if boolean(said, ANCHOR, shifted, file) != shifted:
             raise ValueError(f"{file}: {SHIFT} is {shifted}, but {ANCHOR} is not: correct one of them")
-        if dialect.shifts_labels and not shifted:
+        if dialect.has_defaults and not shifted:
             raise ValueError(
                 f"{file}: {SHIFT} is false: {dialect.name}' {DOMINO} would see the tokens that it proposes"
             )

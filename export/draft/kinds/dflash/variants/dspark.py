@@ -112,7 +112,7 @@ class DSpark(Variant):
 
     @classmethod
     def settled(cls, said: Mapping[str, Any], dialect: Dialect, file: Path) -> str:
-        unbiased = dialect.unbiased_is_dflash and not count(said, RANK, None, file, least=0)
+        unbiased = not dialect.has_defaults and not count(said, RANK, None, file, least=0)
         return DFLASH if unbiased else DSPARK
 
     @classmethod
