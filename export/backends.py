@@ -146,7 +146,7 @@ class BackendEntry:
 
 FAST_ROWS_OF_AVX512 = {"none": 7, "8da8w": 5, "8da4w": 4}
 FAST_ROWS_OF_AVX2 = {"none": 6, "8da8w": 4, "8da4w": 3}
-"""Rows that XNNPACK's kernels take at once, by recipe (``scripts/bench_cpu_kernels.py``). The exporting processor
+"""Rows that XNNPACK's kernels take at once, by recipe (``scripts/bench/bench_cpu_kernels.py``). The exporting processor
 decides, as it does in ``split_k.py``."""
 
 

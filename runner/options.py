@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypedDict
 
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
 from eagle3.runner.sampling.constraint import check_constraint
 from eagle3.runner.sampling.options import Sampling, check_logits
-from eagle3.runner.stop_strings import StopStrings
+from eagle3.runner.text.checks import shown
+from eagle3.runner.text.stop_strings import StopStrings
 
 AUTO: Final = "auto"
 

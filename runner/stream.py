@@ -8,17 +8,17 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eagle3.runner.choice import Choice, Greedy
 from eagle3.runner.contract import Metadata
-from eagle3.runner.loop import STOP, Generation, check_request, generate
 from eagle3.runner.options import AUTO, Options
+from eagle3.runner.rounds.choice import Choice, Greedy
+from eagle3.runner.rounds.loop import STOP, Generation, check_request, generate
+from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.constrained import Constrained, Guide
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
 from eagle3.runner.sampling.min_tokens import MinTokens
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.statistics import GenerationStats
-from eagle3.runner.text import TextStream
+from eagle3.runner.text.text import TextStream
 
 if TYPE_CHECKING:
     from eagle3.runner.model import Model

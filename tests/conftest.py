@@ -12,6 +12,9 @@ from beforehand import COMMANDS, Beforehand
 from hub_commands import HEAD, TARGET
 from huggingface_hub import constants as hub_constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from published_checkpoints import save_gemma4_31b, save_head
+from published_heads import eagle3
+from published_widths import gemma4_config
 from random_checkpoints import random_model
 from stand_in_hub import StandInHub, serving
 from transformers import Gemma4ForCausalLM
@@ -65,6 +68,24 @@ def no_hub(tmp_path_factory):
         patch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
         patch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
         yield
+
+
+@pytest.fixture(scope="session")
+def gemma4_31b(tmp_path_factory):
+    """Folder and bytes of Gemma 4 31B as published, and of a head for it."""
+    folder = tmp_path_factory.mktemp("31B")
+    head = eagle3(gemma4_config(60), [2, 30, 57])
+    return (folder / "target", save_gemma4_31b(folder / "target")), (folder / "head", save_head(folder / "head", head))
+
+
+@pytest.fixture
+def published(hub, gemma4_31b):
+    """The stand-in for the hub with Gemma 4 31B and a head for it."""
+    (target, _), (head, _) = gemma4_31b
+    spec = TARGETS["gemma4-31B"]
+    hub.add(spec.repository, target)
+    hub.add(spec.heads[0], head)
+    return hub
 
 
 @pytest.fixture

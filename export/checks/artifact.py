@@ -159,7 +159,7 @@ def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
 
 def _tried(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
     asked = json.dumps({"prompts": prompts, "max_new_tokens": NEW_TOKENS})
-    command = [sys.executable, "-m", "eagle3.runner.run.smoke_run", str(folder)]
+    command = [sys.executable, "-m", "eagle3.runner.rounds.smoke_run", str(folder)]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
     if done.returncode < 0:
         raise ValueError(

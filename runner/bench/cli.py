@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eagle3.runner.commands.flags import chain_length, options_from, text_flags
 from eagle3.runner.console.command import OneLineFailures, cuda_graph_option, runtime_option, version_option
-from eagle3.runner.flags import chain_length, options_from, text_flags
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 from eagle3.runner.options import AUTO
 
@@ -188,7 +188,7 @@ def measured(
     lengths_of_context: list[int] | None = None,
 ) -> dict[str, Any]:
     """Check all inputs, then measure. Returns the report."""
-    from eagle3.runner.batch import progress
+    from eagle3.runner.batch.batch import progress
     from eagle3.runner.bench.configurations import (
         check_configurations,
         check_greedy,

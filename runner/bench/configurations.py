@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.batch import check_prompt, generate_turns
+from eagle3.runner.batch.batch import check_prompt, generate_turns
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.prompts import Prompt, read_prompts
+from eagle3.runner.text.prompts import Prompt, read_prompts
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 
 from eagle3.runner.bench.configurations import Workload
 from eagle3.runner.model import Model
-from eagle3.runner.prompts import Prompt
+from eagle3.runner.text.prompts import Prompt
 
 
 def with_contexts(workload: Workload, lengths: Sequence[int], models: Sequence[Model]) -> Workload:

@@ -12,11 +12,11 @@ from typing import Any
 from eagle3.runner.bench.configurations import Configuration, Workload
 from eagle3.runner.bench.machine import machine, versions
 from eagle3.runner.bench.measure import Completion, Outcome, total
-from eagle3.runner.cache import common_prefix
+from eagle3.runner.cache.cached_tokens import common_prefix
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.rounds.statistics import GenerationStats
 
 Spread = dict[str, float]
 
@@ -169,7 +169,8 @@ def divergence(
 
 
 def replayed(model: Model, result: Result, _position: int) -> dict[str, Any]:
-    """Return whether rounding explains the difference (``eagle3.runner.lossless``), {} if a replay does not differ."""
+    """Return whether rounding explains the difference (``runner/comparison/lossless.py``), {} if a replay does not
+    differ."""
     found = model.replay(result).divergence
     return {"top2_margin": found.margin, "near_tie": found.near_tie} if found else {}
 

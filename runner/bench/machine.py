@@ -4,7 +4,7 @@ import os
 import platform
 from pathlib import Path
 
-from eagle3.runner.console.versions import version_of
+from eagle3.runner.hardware.versions import version_of
 
 PACKAGES = "eagle3-export", "executorch", "torch"
 

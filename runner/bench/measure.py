@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from eagle3.runner.bench.configurations import Configuration, Workload
 from eagle3.runner.model import Result
-from eagle3.runner.prompts import Prompt
-from eagle3.runner.statistics import GenerationStats
-from eagle3.runner.step_times import session_steps, step_milliseconds
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.rounds.step_times import session_steps, step_milliseconds
+from eagle3.runner.text.prompts import Prompt
 
 
 @dataclass(frozen=True)

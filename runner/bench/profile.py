@@ -27,7 +27,7 @@ from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_runtime
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
-from eagle3.runner.step_times import step_milliseconds, step_position
+from eagle3.runner.rounds.step_times import step_milliseconds, step_position
 
 CALLS, WARMUP = 60, 20
 EXECUTE, DELEGATES, OPERATORS = "Method::execute", "DELEGATE_CALL", "OPERATOR_CALL"

@@ -14,7 +14,7 @@ from eagle3.runner.bench.figures import divergence, spread, tokens_per_second
 from eagle3.runner.bench.measure import Completion, Outcome
 from eagle3.runner.contract import TARGET_VERIFY, Metadata
 from eagle3.runner.model import Result
-from eagle3.runner.step_times import step_milliseconds, step_position
+from eagle3.runner.rounds.step_times import step_milliseconds, step_position
 
 
 def add_transformers(

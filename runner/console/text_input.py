@@ -5,8 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-LONGEST_VALUE = 60  # characters of a value in a message
-
 
 def argument_text(argument: str) -> str:
     """Return a command-line argument decoded as UTF-8, even if the locale's encoding could not decode it and Python
@@ -43,21 +41,3 @@ def read_bytes(file: Path | None) -> bytes:
 def source_name(file: Path | None) -> str:
     """Return the name of a source for messages: the file, or stdin (None)."""
     return "stdin" if file is None else str(file)
-
-
-def shown(value: object) -> str:
-    """Format a value for a message: its ``repr`` in one line, cut if it is long."""
-    try:
-        text = " ".join(repr(value).split())
-    except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python prints
-        text = f"of type {type(value).__name__}"
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def check_unicode(text: str, name: str) -> str:
-    """Return ``text``. Raises ValueError, which names it ``name``, for a lone surrogate, which no tokenizer accepts."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not Unicode text ({error}): leave that character out") from error
-    return text

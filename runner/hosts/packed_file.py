@@ -20,8 +20,8 @@ from pathlib import Path
 
 from eagle3.runner.artifact.pte import program_bytes
 from eagle3.runner.console.command import tell, verbose_note
-from eagle3.runner.console.versions import version_of
 from eagle3.runner.hardware.cpu_features import processor
+from eagle3.runner.hardware.versions import version_of
 from eagle3.runner.hosts.xnnpack_options import BACKEND, packed_weights_shared
 
 LIBRARIES = ("libexecutorch.so", "libexecutorch_backend_xnnpack.so")

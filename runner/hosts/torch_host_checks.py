@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from eagle3.runner.artifact.constant_devices import constant_devices, constant_faults
 from eagle3.runner.artifact.cuda_library import Library, images_of, runs_on
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.hardware.gpus import excesses
-from eagle3.runner.machine_code.constants import constant_devices, constant_faults
 
 GIB = 1 << 30
 HOSTS = (2, 11), (2, 13)

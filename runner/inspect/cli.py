@@ -87,7 +87,7 @@ def main(
     if (fit := measured_fit(model)) is not None:
         found["fit"] = fit
     if with_cost:
-        from eagle3.runner.cost.bound import cost_of
+        from eagle3.runner.inspect.cost.bound import cost_of
 
         found["cost"] = cost_of(model, opened.metadata, gpus, context or 0)
     if with_code:
@@ -109,7 +109,7 @@ def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
     """Return the result of ``machine_code/check.py``. Raises ValueError for an artifact that is not for CUDA."""
     from eagle3.runner.artifact.cuda_delegates import cuda_delegates
     from eagle3.runner.artifact.gpu_needs import recorded_launches
-    from eagle3.runner.machine_code.check import check_code
+    from eagle3.runner.inspect.machine_code.check import check_code
 
     delegates = cuda_delegates(model)
     if not delegates:

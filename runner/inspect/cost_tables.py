@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS
 from eagle3.runner.console.tables import table
-from eagle3.runner.cost.estimate import MEASURED_ON
+from eagle3.runner.inspect.cost.estimate import MEASURED_ON
 
 if TYPE_CHECKING:
     from rich.table import Table

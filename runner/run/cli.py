@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eagle3.runner.commands.flags import generation_flags, options_from, token_ids
 from eagle3.runner.console.command import (
     OneLineFailures,
     cuda_graph_option,
@@ -17,7 +18,6 @@ from eagle3.runner.console.command import (
     version_option,
 )
 from eagle3.runner.console.text_input import argument_text, read_text
-from eagle3.runner.flags import generation_flags, options_from, token_ids
 
 if TYPE_CHECKING:
     from eagle3.runner.model import Model, Piece, Prompt, Result
@@ -141,11 +141,11 @@ def main(
         if dialogue:
             run_dialogue(model, system, stats, options)
         elif prompts is not None:
-            from eagle3.runner.batch import run_batch
+            from eagle3.runner.batch.batch import run_batch
 
             compute = None
             if replicas is not None:
-                from eagle3.runner.batch_ray import over_ray
+                from eagle3.runner.batch.batch_ray import over_ray
 
                 compute = over_ray(artifact, replicas, {"runtime": runtime, "cuda_graph": cuda_graph})
             run_batch(model, prompts, output, chat, system, options, keep_going, stats, compute)
@@ -193,7 +193,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, Any]) -> "Result":
     """Generate, printing the text on the way unless ``as_json``. An interruption keeps the tokens so far."""
-    from eagle3.runner.printing import print_pieces
+    from eagle3.runner.commands.printing import print_pieces
 
     def written(piece: "Piece") -> str:
         if as_json:
@@ -209,8 +209,8 @@ def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, A
 
 
 def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, as_json: bool) -> None:
+    from eagle3.runner.commands.printing import summary, table
     from eagle3.runner.options import AUTO
-    from eagle3.runner.printing import summary, table
 
     again = model.replay(result) if verify_lossless else None
     if as_json:
@@ -223,7 +223,7 @@ def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, 
     if stats:
         tell(table(result.stats))
     if again and not as_json:
-        from eagle3.runner.lossless import lines
+        from eagle3.runner.comparison.lossless import lines
 
         for line in lines(again, (lambda token: model.text.decode([token])) if model.has_text else None):
             tell(line)

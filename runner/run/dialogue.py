@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from eagle3.runner.commands.printing import print_pieces, summary, table
 from eagle3.runner.console.command import one_line, tell
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model
-from eagle3.runner.printing import print_pieces, summary, table
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends a reply."
 

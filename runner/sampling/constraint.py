@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
+from eagle3.runner.text.checks import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

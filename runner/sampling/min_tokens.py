@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from eagle3.runner.choice import Choice
 from eagle3.runner.hosts.session import Step
+from eagle3.runner.rounds.choice import Choice
 
 
 class MinTokens:

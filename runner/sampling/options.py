@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.contract import Metadata
+from eagle3.runner.text.checks import shown
 
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")
 LEAST, MOST = 1e-9, 1e9

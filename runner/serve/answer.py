@@ -12,13 +12,13 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from eagle3.runner.model import ABORT, Model, Result
+from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.dialogue import Dialogue, Turn
 from eagle3.runner.serve.engine import Delta, Job
 from eagle3.runner.serve.markup import CONTENT, REASONING, TOOLS, Part
-from eagle3.runner.statistics import GenerationStats
-from eagle3.runner.stop_strings import REPLACEMENT
-from eagle3.runner.text import Text
+from eagle3.runner.text.stop_strings import REPLACEMENT
+from eagle3.runner.text.text import Text
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -8,7 +8,7 @@ from eagle3.runner.model import Model
 from eagle3.runner.options import Options
 from eagle3.runner.serve.engine import Delta
 from eagle3.runner.serve.markup import FIELDS, Part
-from eagle3.runner.text import TextStream
+from eagle3.runner.text.text import TextStream
 
 
 class Authors:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from eagle3.runner.commands.flags import chain_len_option, ngram_option
 from eagle3.runner.console.command import (
     OneLineFailures,
     cuda_graph_option,
@@ -17,7 +18,6 @@ from eagle3.runner.console.command import (
     tell,
     version_option,
 )
-from eagle3.runner.flags import chain_len_option, ngram_option
 from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 
 EPILOG = """

@@ -17,7 +17,7 @@ from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.requests import CompletionBody, check_length, length
 from eagle3.runner.serve.service import Service
-from eagle3.runner.text import TextStream
+from eagle3.runner.text.text import TextStream
 
 
 def prompts(service: Service, body: CompletionBody) -> list[list[int]]:

@@ -13,8 +13,6 @@ from typing import Any
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.runner.chat import role_in
-from eagle3.runner.console.text_input import check_unicode, shown
 from eagle3.runner.model import Model
 from eagle3.runner.serve.errors import Refused, line
 from eagle3.runner.serve.markup import (
@@ -26,6 +24,8 @@ from eagle3.runner.serve.markup import (
     tool_parser,
 )
 from eagle3.runner.serve.template import OPENS_TURN, Ending, Template, check_continued
+from eagle3.runner.text.chat import role_in
+from eagle3.runner.text.checks import check_unicode, shown
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}

@@ -12,17 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle3.runner.cache import common_prefix
-from eagle3.runner.loop import LENGTH
+from eagle3.runner.cache.cached_tokens import common_prefix
 from eagle3.runner.model import Model, Result, Stream
 from eagle3.runner.options import Options
-from eagle3.runner.prompt_logprobs import prompt_logprobs
+from eagle3.runner.rounds.loop import LENGTH
+from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.constrained import GrammarFailed
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.errors import Busy, GenerationError, Refused, Unavailable, line
 from eagle3.runner.serve.grammars import GrammarCompiler
-from eagle3.runner.statistics import GenerationStats
+from eagle3.runner.serve.prompt_logprobs import prompt_logprobs
 
 
 @dataclass(frozen=True)

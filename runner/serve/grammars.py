@@ -17,7 +17,7 @@ from eagle3.runner.model import Model
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.serve import grammar_trial
 from eagle3.runner.serve.errors import Busy
-from eagle3.runner.text import TOKENIZER_FILE
+from eagle3.runner.text.text import TOKENIZER_FILE
 
 AT_ONCE, MOST_WAITING = 2, 8
 """Grammars that are compiled at a time, and those that may wait for it."""

@@ -8,8 +8,8 @@ enum values and 120,000 characters, of which one list of enum values may have 15
 import json
 from typing import Any
 
-from eagle3.runner.console.text_input import check_unicode
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
+from eagle3.runner.text.checks import check_unicode
 
 MOST_BODY = 4 << 20
 MOST_CHOICES, MOST_LOGPROBS = 128, 20

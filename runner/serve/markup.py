@@ -15,7 +15,7 @@ from executorch.examples.llm_server.python.tool_parsers import (
 )
 from executorch.examples.llm_server.python.tool_parsers.types import ParseResult
 
-from eagle3.runner.stop_strings import StopStrings
+from eagle3.runner.text.stop_strings import StopStrings
 
 PYTHON_TAG = "<|python_tag|>"
 

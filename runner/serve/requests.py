@@ -192,6 +192,6 @@ def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
     given."""
     if "seed" not in options:
         return [options] * count
-    from eagle3.runner.prompts import mixed_seed
+    from eagle3.runner.text.prompts import mixed_seed
 
     return [options, *(options | {"seed": mixed_seed(options["seed"], index)} for index in range(1, count))]

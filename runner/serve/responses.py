@@ -36,7 +36,6 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.serve.answer import Answer, Call, new_id, usage
 from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.engine import Job
@@ -44,6 +43,7 @@ from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.markup import CONTENT, REASONING
 from eagle3.runner.serve.requests import ResponseBody, length
 from eagle3.runner.serve.service import Service
+from eagle3.runner.text.checks import shown
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

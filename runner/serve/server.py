@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from eagle3.runner import load
 from eagle3.runner.console.command import tell
 from eagle3.runner.contract import MODEL_FILE
-from eagle3.runner.loop import check_request
+from eagle3.runner.rounds.loop import check_request
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.connections import TELLING_SECONDS, Protocol, Server
 from eagle3.runner.serve.dialogue import Dialogue

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from executorch.examples.llm_server.python.chat_template import ChatTemplate, _decode_tool_call_arguments
 from executorch.examples.llm_server.python.protocol import ChatMessage
 
-from eagle3.runner.console.text_input import shown
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.text.checks import shown
 
 
 class Ending(NamedTuple):

@@ -1,7 +1,7 @@
-"""CUDA: each method whole through AOTInductor, by ExecuTorch's CUDA backend, in bfloat16.
+"""Lowers to CUDA: AOTInductor compiles each whole method, by ExecuTorch's CUDA backend, in bfloat16.
 
-With a GPU at hand kernels are timed on it; without one the GPU is named (``named_gpu``). Weights and caches are shared
-between the methods by qualified name, and go into a file of their own.
+With a GPU in this machine, kernels are timed on it; without one, the user names an architecture (``named_gpu``). The
+methods share weights and caches by qualified name. Both go into a file of their own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,16 +57,17 @@ from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator import Eagle3Speculator
 from eagle3.export.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
-from eagle3.runner.console.versions import version_of
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
 from eagle3.runner.hardware import gpus
 from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
+from eagle3.runner.hardware.versions import version_of
 from eagle3.targets.attention import AttentionFactory
 
 OPTIONS = {
     "coordinate_descent_tuning": False,
-    "epilogue_fusion_user_defined_triton_kernel": False,  # our kernels are launched as they are written
-    "aot_inductor.compile_wrapper_opt_level": "O0",  # as in ExecuTorch's export: the time is in the kernels
+    "epilogue_fusion_user_defined_triton_kernel": False,  # our kernels are launched exactly as they are written
+    # as in ExecuTorch's export, since the time of a call is spent in the kernels
+    "aot_inductor.compile_wrapper_opt_level": "O0",
 }
 
 
@@ -81,10 +82,10 @@ class NvidiaBackend:
 
     dtype = torch.bfloat16
     attention: AttentionFactory = CudaAttention
-    eager_on_host = False  # attention is a Triton kernel; scripts/gpu_check.py compares tokens on the GPU
+    eager_on_host = False  # attention is a Triton kernel; scripts/gpu/gpu_check.py compares tokens on the GPU
 
     def check(self, plan: Plan) -> None:
-        """Raise ValueError or FileNotFoundError for what cannot be lowered here, saying what to type."""
+        """Raise ValueError or FileNotFoundError, with what to type, if this machine cannot lower the plan."""
         arch, local = plan.config.cuda_arch, local_arch()
         if local is None:
             check_named_versions()
@@ -108,7 +109,7 @@ class NvidiaBackend:
     def memory(self, plan: Plan) -> tuple[int, str]:
         if local_arch():
             return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
-        if plan.config.cuda_arch is None:  # only a dry run comes so far without one
+        if plan.config.cuda_arch is None:  # this is a dry run, since an export needs an architecture
             gpu = max(gpus.BY_ARCH.values(), key=lambda gpu: gpu.memory)
             return gpu.memory, f"the largest GPU that is known, {gpu.name},"
         gpu = BY_ARCH[named_arch(plan)]
@@ -127,14 +128,14 @@ class NvidiaBackend:
         return self.footprint(plan).target if plan.qlinear in CUDA_RECIPES[1:] else 0
 
     def conversion(self, plan: Plan) -> CudaWeights:
-        """Return the conversion that quantizes the target as it is read and lays it out for its kernels, on the
-        host."""
+        """Return the conversion that quantizes the target's weights as they are read, on the host, and puts them into
+        their kernels' layouts."""
         target = plan.skeleton.model
         recipe = fitted_recipe(plan.qlinear, plan.target_config, target) if plan.qlinear in CUDA_RECIPES[1:] else None
         return CudaWeights(target, recipe, self.dtype)
 
     def prepare(self, speculator: Eagle3Speculator, plan: Plan) -> None:
-        """Fuse experts; quantize the draft head as the plan says and lay it out for its kernels."""
+        """Fuse experts. Quantize the draft head as the plan says, and put its weights into their kernels' layouts."""
         use_fused_experts(speculator.get_submodule("target"))
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
             recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
@@ -154,7 +155,8 @@ class NvidiaBackend:
         return local_arch() is not None
 
     def describe(self, programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
-        """Return the architecture, how kernels are chosen, and what the quantized linears of each method take."""
+        """Return the architecture, how kernels were chosen, and the count of the quantized linears of each method by
+        kernel."""
         local = local_arch()
         return {
             "cuda_arch": local or plan.config.cuda_arch,
@@ -166,10 +168,11 @@ class NvidiaBackend:
     def lower(
         self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
     ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
-        """Return one program whose methods are a delegate each; weights and caches are its tensor data, by name.
+        """Return one program in which each method is one delegate. Weights and caches are its tensor data, by name.
 
-        With it what each method launches: ``draft_decode`` and ``forward`` for one row, the others for their longest;
-        and the later architectures that lack what a launch takes: code that is made on a GPU is for that GPU.
+        The second value describes the launches of each method: ``draft_decode`` and ``forward`` with one row, the
+        others with their most rows. It also names the later architectures on which a launch lacks resources. Code that
+        was compiled on a GPU is for that GPU only.
         """
         partitioners = {
             name: [
@@ -230,11 +233,11 @@ BACKEND: Backend = NvidiaBackend()
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:
-    """Return the range of each dynamic dimension of a program, as the compiler sees it. Code that is valid for some
-    lengths only narrows it."""
+    """Return the range of each dynamic dimension of a program, as the compiler sees it. A compiler that narrows a range
+    has made code that is valid for those lengths only."""
     values = (node.meta.get("val") for node in program.graph.nodes)
     shapes = next(value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor))
-    assert shapes is not None  # a trace has one
+    assert shapes is not None  # a traced program has one
     return {str(symbol): str(span) for symbol, span in shapes.var_to_range.items()} | {
         str(symbol): str(value) for symbol, value in shapes.replacements.items()
     }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BFLOAT16, FLOAT32 = torch.bfloat16.itemsize, torch.float32.itemsize
-INT4_GROUP = 32  # columns that share a scale in torchao's checkpoints
+INT4_GROUP = 32  # the number of columns that share a scale in torchao's checkpoints
 
 
 def gpu_memory(plan: Plan) -> GpuMemory:
@@ -64,8 +64,8 @@ def header_bytes(header: TensorHeader) -> int:
 
 
 def int4_bytes(group: int) -> float:
-    """Return the bytes per INT4 weight: its code, and its share of the codes and float16 steps of scale and zero
-    point."""
+    """Return the bytes per INT4 weight: its code, and its share of the scales' and zero points' codes and float16
+    steps."""
     return 1 / 2 + 2 / group + 4 / int4.BLOCK
 
 
@@ -106,14 +106,14 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
 
 
 def _made_for(plan: Plan) -> AbstractContextManager[None]:
-    """Divide matmuls as the export of the plan does; for a plan without a GPU, as for an H100."""
+    """Divide matmuls as the export of the plan does. A plan without a GPU divides them as for an H100."""
     if local_arch() is not None:
         return sums.made_for_here()
     return sums.made_for_named(plan.config.cuda_arch) if plan.config.cuda_arch else nullcontext()
 
 
 def _merged(model: nn.Module, linears: list[nn.Linear]) -> Iterator[list[nn.Linear]]:
-    """Yield the linears that are one matmul."""
+    """Yield the groups of linears that run as one matmul."""
     left = dict.fromkeys(linears)
     for parent in model.modules():
         for names in SAME_INPUT:
@@ -138,8 +138,8 @@ def _row_bytes(linears: list[nn.Linear]) -> int:
 
 
 def _part_bytes(linears: list[nn.Linear], kernel: Blocks, block: int) -> int:
-    """Return the bytes per row of the partial sums of a draft's matmul, by a kernel that takes ``block`` of K at once.
-    Those of two linears may be a gate's, which are written even if K is not divided."""
+    """Return the bytes per row of the partial sums of a draft's matmul; ``block`` is how much of K its kernel takes at
+    once. Two linears may be gate and up, whose sums are written even if K is not divided."""
     outputs = sum(each.out_features for each in linears)
     parts = kernel.division(outputs, -(-linears[0].in_features // block), whole=len(linears) < int4.MOST).parts
     return FLOAT32 * parts * outputs if parts > 1 or len(linears) == 2 else 0
@@ -157,7 +157,7 @@ def suggest_flags(plan: Plan, has: int) -> str | None:
 
 
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yield (flag, plan) for plans that take less and less memory."""
+    """Yield (flag, plan) for plans that take less and less memory, each with one more flag."""
     if plan.draft_qlinear == "none":
         plan = replace(plan, draft_qlinear="default")
         yield "--draft-qlinear default", plan

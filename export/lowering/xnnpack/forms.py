@@ -2,11 +2,12 @@
 
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate
 and run a portable kernel whose time grows with the rows. As a product with a constant it stays inside, and so a
-rotation of halves is a node instead of four: ``target_verify`` of gemma4-tiny has 14 delegates (tests/test_inspect.py
-counts them).
+rotation of halves is a node instead of four: ``target_verify`` of gemma4-tiny has 14 delegates
+(tests/runner/inspect/test_inspect.py counts them).
 
 Its GELU is the exact one, and the partitioner hands it the tanh approximation all the same: 4.7e-4 off, which grew to
-2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/test_artifact.py compares at 1e-4).
+2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out (tests/export/test_artifact.py compares at
+1e-4).
 """
 
 import inspect

@@ -2,8 +2,8 @@
 other, [1, T, heads, head_dim].
 
 The op packs the keys anew for each head: four rows of 32 heads over 4,000 positions take half the time as 16 rows of 8
-(scripts/bench_cpu_kernels.py). Rows need a mask, or to see all keys alike, as a single row's heads do: the op's own
-causal mask goes by the row.
+(scripts/bench/bench_cpu_kernels.py). Rows need a mask, or to see all keys alike, as a single row's heads do: the op's
+own causal mask goes by the row.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 XNNPACK's kernel multiplies up to 8 rows by 16 outputs of the weights, and reads the rows again for the
 next 16, while weights stream through the same first-level cache: rows of more than about 6 KiB (of 48 on an AMD Zen 5)
-are gone by then. In 8 bits and in float32 there is nothing to gain (``scripts/bench_cpu_kernels.py``). Each range has
-its inputs quantized for itself, which is closer to what they were.
+are gone by then. In 8 bits and in float32 there is nothing to gain (``scripts/bench/bench_cpu_kernels.py``). Each
+range has its inputs quantized for itself, which is closer to what they were.
 
 It gains where the kernel waits for its rows. Elsewhere it costs, and an export on such a processor does not split:
 without AVX-512 the kernel takes 3 rows and 1.4 times as long when split, a Zen 4 1.1 times as long for four rows.

@@ -2,7 +2,7 @@
 
 A block is the newest token and mask tokens behind it. Its rows attend to each other, and to keys and values that every
 layer makes of the target's taps. Source: arXiv 2602.06036; speculators' classes of the same names, whose outputs are in
-tests/golden_dflash; z-lab's ``dflash/model.py`` for the files of its own dialect.
+tests/golden/dflash; z-lab's ``dflash/model.py`` for the files of its own dialect.
 """
 
 from eagle3.export.draft.kinds.dflash.variants import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS

@@ -8,7 +8,7 @@ An EAGLE takes the target's final state for f. A P-EAGLE proposes all K tokens i
 last row, with its mask token and its mask feature, fc(mask_hidden).
 
 Source: the papers (EAGLE-3, arXiv 2503.01840; EAGLE, 2401.15077), speculators' ``Eagle3DraftModel``,
-``PEagleDraftModel`` and ``EagleSpeculator``, whose outputs are in tests/golden.
+``PEagleDraftModel`` and ``EagleSpeculator``, whose outputs are under tests/golden/.
 """
 
 from typing import Any, Self

@@ -1,5 +1,5 @@
 """An MLP speculator's twin: the formulas of its paper, in double precision and by elementary operations, against our
-head. ``tests/golden_mlp`` holds both against fms-extras."""
+head. ``tests/golden/mlp`` holds both against fms-extras."""
 
 import math
 from dataclasses import replace

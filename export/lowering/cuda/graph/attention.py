@@ -1,4 +1,5 @@
-"""Attention on CUDA: one op for every layer and length. It reads only the positions that its rows attend to."""
+"""Attention on CUDA: one operator for every kind of layer and every length. It reads only the positions that its rows
+attend to."""
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ class CudaAttention(EagerAttention):
         self.longest = shape.window or shape.slots
 
     def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Return the positions of the rows, and the first and the last one that each attends to, [T] each."""
+        """Return for each row its position, and the first and the last position that it attends to, [T] each."""
         window = self.shape.window
         if block is not None:
             first, last = block.bounds(input_pos)
-            return input_pos, first.contiguous(), last.contiguous()  # the kernel reads an entry a row
+            return input_pos, first.contiguous(), last.contiguous()  # the kernel reads an entry for each row
         if not window:
             return input_pos, torch.zeros_like(input_pos), input_pos
         if self.shape.chunked:
@@ -56,8 +57,8 @@ def most_rows(length: int | torch.SymInt) -> int:
 
 
 def from_one_row(length: int | torch.SymInt) -> bool:
-    """Return True if a dimension of a traced tensor is the number of rows of a method that takes one row or more, with
-    or without the mask rows of a P-EAGLE. A trace gives lengths from 1 on the lower bound 2."""
+    """Return True if a dimension of a traced tensor is the number of rows of a method that accepts a single row, or
+    that number plus the mask rows of a P-EAGLE. A trace gives the lower bound 2 to a dimension that begins at 1."""
     if isinstance(length, int):
         return length == 1
     return any(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)

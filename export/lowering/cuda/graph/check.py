@@ -65,7 +65,7 @@ def check_linears(method: str, program: ExportedProgram) -> dict[str, int]:
     for use in quantized_uses(program):
         if use.kind == GATHER:
             continue
-        if use.kind == EXPERTS:  # which refuses many rows itself
+        if use.kind == EXPERTS:  # the kernel itself refuses many rows
             linears[SMALL_M].add(use.layer)
             continue
         if use.kind == PER_ROW:

@@ -1,11 +1,11 @@
 """The dispatch of linears to kernels, which replaces ExecuTorch's own while an export is traced.
 
 ExecuTorch sends up to 4 rows to ``executorch_cuda::int*_plain_mm``, which exists only in its CUDA runtime, and
-dequantizes the matrix for more. Here a linear that is known to have more rows than ``limit`` (``Plan.few_rows``, 8 or
-16: below the shortest prefill) takes the large-M kernel, which decodes its weights while it multiplies. Every other
-linear takes the small-M op, which reads each weight once for 16 rows. Unquantized bfloat16 linears with more than
-``limit`` rows stay as they are. A quantized embedding dequantizes only the rows that it looks up (the one of K-quants
-does so by itself).
+dequantizes the whole matrix for more rows. Here, a linear whose rows are known to be more than ``limit`` takes the
+large-M kernel, which decodes weights while it multiplies. ``limit`` is ``Plan.few_rows``, 8 or 16, and less than the
+shortest prefill. Every other linear takes the small-M op, which reads each weight once for 16 rows. Unquantized
+bfloat16 linears with more than ``limit`` rows stay as they are. A quantized embedding dequantizes only the rows that it
+looks up; one of K-quants does so without this dispatch.
 """
 
 import math
@@ -41,11 +41,11 @@ FUNCTIONS, OPERATORS = (
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any, Any], Tensor]
-Product = Callable[[Tensor, Any], Tensor]  # of rows [M, K] and a weight
+Product = Callable[[Tensor, Any], Tensor]  # takes rows [M, K] and a weight
 
 _COUNTERS = {torch.device("cpu"): counters()}
-"""The counters of a device's matmuls and attention. Those of the host exist before a trace, which makes them a
-constant."""
+"""The counters that a device's matmuls and attention use. Those of the host are made before any trace, so that a trace
+takes them as a constant."""
 
 
 def shared_counters(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Moves the gate of an MLP, ``act(gate) * up``, into the launch of the matmul that computes gate and up.
 
 The pattern is found in a traced graph by its computation, whatever a family calls it: a small-M matmul, its two halves,
-an activation of the first half, and the product with the second. The graph stays unchanged if anything else reads one
-of them, such as a bias. It also stays unchanged for INT8 and K-quants, whose kernels spill registers on sm_90 and
-sm_120 with a gate.
+an activation of the first half, and the product with the second. The graph stays unchanged if another node, such as the
+addition of a bias, reads one of these values. It also stays unchanged for INT8 and K-quants, whose kernels spill
+registers on sm_90 and sm_120 with a gate.
 """
 
 import torch
@@ -33,8 +33,8 @@ def gate_in_products(program: ExportedProgram) -> None:
 
 
 def _gated(activated: Argument, up: Argument) -> Node | None:
-    """Return the reshaped matmul whose first half is activated to ``activated`` and whose second half is ``up``; None
-    if there is none, or if anything else reads it."""
+    """Return the reshaped matmul whose first half is activated to ``activated`` and whose second half is ``up``.
+    Returns None if there is none, or if any other node reads its halves."""
     if _activation(activated) is None or _half(activated.args[0]) != 0 or _half(up) != 1:
         return None
     gate, parent = activated.args[0], up.args[0]
@@ -55,7 +55,7 @@ def _gated(activated: Argument, up: Argument) -> Node | None:
 
 
 def _activation(node: Argument) -> str | None:
-    """Return the name of the activation that ``node`` computes, None if it is another operation."""
+    """Return the name of the activation that ``node`` computes; None if it is another operation."""
     if not isinstance(node, Node):
         return None
     if node.target is aten.gelu.default and node.kwargs.get("approximate") == "tanh":
@@ -64,7 +64,8 @@ def _activation(node: Argument) -> str | None:
 
 
 def _half(node: Argument) -> int | None:
-    """Return 0 or 1 if ``node`` is the first or second half of another node's last dimension, otherwise None."""
+    """Return 0 if ``node`` is the first half of another node's last dimension, 1 if it is the second half, otherwise
+    None."""
     found = part(node)
     if found is None or 2 * found.width != found.whole.meta["val"].shape[-1]:
         return None

@@ -20,8 +20,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding of the first ``dims`` dimensions. The two of a pair are ``pair_distance`` apart. Dimension d
-    uses column d // ``repeat`` of the tables ``cos`` and ``sin`` [1, T, columns], modulo the number of columns."""
+    """A rotary embedding of the first ``dims`` dimensions of each head. The two dimensions of a pair are
+    ``pair_distance`` apart. Dimension d uses column d // ``repeat`` of the tables ``cos`` and ``sin`` [1, T, columns],
+    modulo the number of columns."""
 
     cos: Node
     sin: Node
@@ -50,7 +51,7 @@ class Heads:
 
 
 def heads_of(node: Argument) -> Heads | None:
-    """Return ``node`` as heads of a matmul, None if it is anything else."""
+    """Return ``node`` as heads of a matmul; None if it is anything else."""
     node = uncast(node)
     if is_(node, aten.transpose.int):
         found = heads_of(node.args[0]) if set(node.args[1:]) == {1, 2} else None
@@ -63,7 +64,7 @@ def heads_of(node: Argument) -> Heads | None:
 
 
 def _with_rotary(node: Node) -> Heads | None:
-    """Return heads with rotary embeddings on all dimensions, or on the first ones: ``cat(rotary part, rest)``."""
+    """Return heads with a rotary embedding on all dimensions, or on the first ones only: ``cat(rotary part, rest)``."""
     ahead, rest = _pair(node)
     behind = part(rest)
     rotation = _rotation(uncast(ahead) if behind else node)
@@ -94,10 +95,10 @@ def _pair(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[Argument
 
 
 def _rotation(node: Argument) -> tuple[Node, Node, Node, int] | None:
-    """Return (x, cos, sin, pair distance) of a rotary embedding, None for anything else.
+    """Return (x, cos, sin, pair distance) of a rotary embedding; None for anything else.
 
-    It is ``x * cos + cat(-second half, first half) * sin``, the same with a stack of adjacent dimensions, or the form
-    of ``_rotation_of_halves``.
+    It recognizes ``x * cos + cat(-second half, first half) * sin``, the same with a stack of adjacent dimensions, and
+    the form of ``_rotation_of_halves``.
     """
     if is_(node, aten.cat.default):
         return _rotation_of_halves(*_pair(node))
@@ -137,7 +138,7 @@ def _rotation_of_halves(minus: Argument, plus: Argument) -> tuple[Node, Node, No
 def _table(node: Node, heads: Heads) -> tuple[Node, int] | None:
     """Return (table [1, T, columns], repeat) if ``node`` is a table broadcast over the heads, otherwise None.
 
-    The table is taken before it is rounded. ``repeat`` consecutive dimensions have the same column.
+    The table is the one before its rounding to another dtype. ``repeat`` consecutive dimensions use the same column.
     """
     node, repeat = uncast(node), 1
     if is_(node, aten.repeat_interleave.self_int) and node.args[1:] in ((2, -1), (2, 3)):
@@ -182,7 +183,7 @@ def _is_rsqrt(node: Argument) -> bool:
 
 
 def _weighted(node: Node) -> tuple[Node, Node | None, float]:
-    """Return (x, weight, plus) of ``x * weight`` or ``x * (weight + plus)``, (node, None, 0) of another product."""
+    """Return (x, weight, plus) of ``x * weight`` or ``x * (weight + plus)``, and (node, None, 0) of another product."""
     for weight, x in (node.args, node.args[::-1]):
         if isinstance(weight, Node) and weight.meta["val"].ndim == 1:
             weight = uncast(weight)

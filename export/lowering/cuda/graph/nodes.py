@@ -1,4 +1,4 @@
-"""Relations between nodes of a traced graph: a part of another's last dimension, the same numbers in another dtype."""
+"""Relations between nodes of a traced graph: a part of another node's last dimension, or a cast of another node."""
 
 import operator
 from collections.abc import Callable
@@ -27,13 +27,13 @@ def is_(node: Argument, *targets: Callable[..., Any]) -> bool:
 
 
 def width_of(node: Argument) -> int:
-    """Return the size of the last dimension, 0 if there is none."""
+    """Return the size of the last dimension; 0 if there is none."""
     shape = node.meta["val"].shape if isinstance(node, Node) else ()
     return shape[-1] if shape else 0
 
 
 def part(node: Argument) -> Part | None:
-    """Return ``node`` as a slice or a chunk along the last dimension of another node, None if it is neither."""
+    """Return ``node`` as a slice or a chunk along the last dimension of another node; None if it is neither."""
     if is_(node, aten.slice.Tensor) and len(node.args) >= 4:
         whole, dim, start, _, *step = node.args
     elif is_(node, operator.getitem) and is_(node.args[0], aten.chunk.default):
@@ -53,7 +53,7 @@ def concatenated(node: Argument, kind: OpOverload = aten.cat.default) -> tuple[N
 
 
 def uncast(node: Argument) -> Argument:
-    """Return ``node`` before its casts between floating dtypes."""
+    """Return the node of which ``node`` is a cast, through any number of casts between floating dtypes."""
     while is_(node, *CASTS) and all(each.meta["val"].is_floating_point() for each in (node, node.args[0])):
         node = node.args[0]
     return node

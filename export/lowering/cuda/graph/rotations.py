@@ -2,8 +2,8 @@
 
 The pattern is found in a traced graph by its computation, whatever a family calls it: heads of one matmul (see
 ``heads``), the same rotary embedding for queries and keys, and a cache that an attention over few rows reads. For a
-family that differs (a norm over all heads or after RoPE, queries scaled by their positions), Inductor makes a separate
-launch.
+family with another computation (a norm over all heads or after RoPE, queries scaled by position), the graph stays
+unchanged and Inductor makes a separate launch.
 """
 
 import operator
@@ -22,7 +22,7 @@ ATTENTION = "eagle3.attention.default"
 DIVIDED_ROWS = 8
 """The index of the argument ``divided_rows`` of the attention op."""
 SCALES = 11
-"""The index of the first of the attention op's scales, which a cache of codes has."""
+"""The index of the first of the attention operator's scales, which it has for an INT8 cache."""
 
 
 def rotate_in_attention(program: ExportedProgram) -> None:
@@ -75,7 +75,7 @@ def _replace(node: Node) -> None:
 
 
 def _coded(codes: Node, scales: Node) -> Node | None:
-    """Return the heads that ``int8_codes`` makes these codes and scales of, None for anything else."""
+    """Return the heads that ``int8_codes`` quantizes to these codes and scales; None for anything else."""
     steps = [codes]
     for kind in (aten.to.dtype, aten.floor.default, aten.add.Tensor, aten.div.Tensor):
         if not is_(steps[-1], kind):
@@ -87,7 +87,7 @@ def _coded(codes: Node, scales: Node) -> Node | None:
 
 
 def _at(written: Node, last: Node) -> bool:
-    """Return True if rows are written into a cache at the slots of the positions ``last``."""
+    """Return True if ``written`` writes rows into a cache at the slots of the positions ``last``."""
     cache, dim, at = written.args[:3]
     slots = cache.meta["val"].shape[2]
     in_ring = is_(at, aten.remainder.Scalar) and at.args == (last, slots)

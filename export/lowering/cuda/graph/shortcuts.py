@@ -1,9 +1,9 @@
-"""Saves work that Inductor does for Triton kernels while it lowers to CUDA.
+"""Saves work that Inductor repeats for every call of a Triton kernel while it lowers to CUDA.
 
 For each call of a Triton kernel, Inductor compiles the kernel to Triton's IR to see which tensors it writes. That takes
-a tenth of a second or more, twice per linear, although a model calls a few kernels with a few shapes. Inductor would
-also copy a tensor that a kernel writes and sets back, for each call. And it writes a program that reproduces the
-compilation, with the source of every kernel once per call, for a log that nobody keeps.
+a tenth of a second or more, twice per linear, although a model calls few kernels with few shapes. Inductor would also
+copy a tensor that a kernel writes and then restores, for each call. It would also write a program that reproduces the
+compilation, with every kernel's source once per call, into a log that nobody reads.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from eagle3.export.patches import original, replaced
 
 _NAMES = ("identify_accessed_tensors", "identify_mutated_tensors")
 ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if hasattr(triton_kernel_wrap, name))
-"""PyTorch's analysis of what a kernel reads and writes. In 2.11 it has another name and returns only what is
-written."""
+"""PyTorch's analysis of the tensors that a kernel reads and writes. In 2.11 it has another name and returns only the
+tensors that are written."""
 COUNTERS = "ARRIVED"
 Kernel: TypeAlias = JITFunction | Autotuner
 
 
 @contextmanager
 def analyzed_once() -> Iterator[None]:
-    """Analyze calls of a kernel that differ only in tensors of the same dtypes once."""
+    """Analyze a kernel only once for all calls that differ only in the tensors, not in their dtypes."""
     analyze = original(ANALYSIS)
     known: dict[Any, Any] = {}
 
@@ -49,8 +49,8 @@ def analyzed_once() -> Iterator[None]:
 
 @contextmanager
 def counters_unchanged() -> Iterator[None]:
-    """Make the analysis say that kernels do not write the counters (``kernels/sums.py``), because these are zero before
-    and after each call."""
+    """Make the analysis say that kernels do not write the counters (``kernels/sums.py``), because the counters are zero
+    before and after each call."""
     analyze = original(ANALYSIS)
 
     def analyze_without(*args: Any) -> object:
@@ -72,8 +72,8 @@ def no_repro() -> Iterator[None]:
 
 
 def _source(kernel: Kernel) -> object:
-    """Return the part of a kernel that the analysis depends on. Each call with a number of warps has an autotuner of
-    its own."""
+    """Return the part of a kernel that the analysis depends on. An autotuner is left out of it, since each number of
+    warps has its own."""
     if not isinstance(kernel, Autotuner):
         return kernel
     return kernel.fn, tuple(kernel.configs[0].kwargs.items()) if kernel.configs else ()

@@ -1,4 +1,4 @@
-"""An argmax of long rows over many blocks. Inductor's own uses one block per row, even for 262,144 logits."""
+"""An argmax of long rows that uses many blocks. Inductor's own uses one block per row, even for 262,144 logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ BLOCK = 2048
 
 def block_of(width: int) -> int:
     """Return the block size for rows of ``width``: their divisor nearest to ``BLOCK``, if there is one within a factor
-    of 2, otherwise ``BLOCK``. Padding the rows would be a launch of its own."""
+    of 2, otherwise ``BLOCK``. A divisor needs no padding of the rows, which would be a separate launch."""
     near = (size for size in range(BLOCK // 2, 2 * BLOCK) if width % size == 0)
     return min(near, key=lambda size: abs(size - BLOCK), default=BLOCK)
 
@@ -23,7 +23,8 @@ def block_of(width: int) -> int:
 def argmax_of_blocks(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Compute ``torch.argmax`` over the last dimension, with the first of equal values as the result.
 
-    Returns NotImplemented, which leaves it to Inductor, for another dimension and for rows of at most two blocks.
+    Returns NotImplemented, which makes Inductor use its own argmax, for another dimension and for rows of at most two
+    blocks.
     """
     if dim not in (-1, x.ndim - 1) or x.shape[-1] <= 2 * BLOCK:
         return NotImplemented

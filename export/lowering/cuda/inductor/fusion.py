@@ -1,9 +1,9 @@
 """Makes Inductor fuse more than it does by default, because a round has many hundreds of launches.
 
 Kernels that do not depend on each other are combined into one, such as the norms and rotary embeddings of queries and
-keys, or the norms of a draft head's two inputs. A program of the combined kernel does the work of one of them. The
-rotary tables are computed once per forward instead of in each kernel that applies them, where the exact sine of a large
-angle takes additional memory.
+keys, or the norms of a draft head's two inputs. A program of the combined kernel does the work of one program of one of
+them. The rotary tables are computed once per forward. Otherwise each kernel that applies them would compute them, and
+the exact sine of a large angle takes additional memory.
 """
 
 import math
@@ -25,17 +25,17 @@ COMBINED = {
     "combo_kernel_peak_memory_pct_threshold": None,  # see MOST
 }
 MOST = 1 << 18
-"""The most elements that a kernel to be combined covers, which suits a few rows. Weights that a chunk of prefill
-dequantizes do not depend on anything either, but they must stay beside their use."""
+"""The most elements of a kernel that is combined with others, chosen for few rows. The kernels that dequantize weights
+for a chunk of prefill do not depend on each other either, but each must stay next to the use of its weights."""
 KEPT = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
-"""Operations whose results are computed once and kept, however many kernels read them."""
+"""Operations whose results are computed once and stored, however many kernels read them."""
 
 
 @contextmanager
 def fused_further() -> Iterator[None]:
     """Make Inductor combine independent kernels, with and without reductions, and keep the results of ``KEPT``.
 
-    A torch without combined kernels whose parts have their own block sizes combines none.
+    With a torch that cannot give the parts of a combined kernel their own block sizes, nothing is combined.
     """
     partition = "torch._inductor.codegen.triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm"
     group = "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels"
@@ -50,7 +50,7 @@ def fused_further() -> Iterator[None]:
 
 
 def _independent(scheduler: Scheduler) -> list[list[BaseSchedulerNode]]:
-    """Return the small kernels of each level of the graph, which do not depend on each other.
+    """Return the small kernels of each level of the graph; kernels of one level do not depend on each other.
 
     Reductions over the rows of a chunk, such as counting rows by expert, are left out, because Inductor refuses some of
     them.

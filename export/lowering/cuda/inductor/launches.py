@@ -2,8 +2,8 @@
 
 A library (``.so``) holds the kernels' machine code. How often each kernel is launched, over which grid and with which
 weights, is in generated C++ that is compiled into the library, so it is recorded here while the C++ is written. With
-both, ``eagle3-inspect --cost`` computes lower bounds for the time of a call (``runner/cost/bound.py``). Kernels of
-other libraries (cuBLAS) would not be seen; ExecuTorch's backend does not use them.
+both, ``eagle3-inspect --cost`` computes lower bounds for the time of a call (``runner/inspect/cost/bound.py``). Kernels
+of other libraries, such as cuBLAS, would be missing; ExecuTorch's backend uses none.
 """
 
 import math
@@ -42,12 +42,13 @@ VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 
 @dataclass(frozen=True)
 class Products:
-    """The work of a matmul kernel: per iteration of its main loop, and the number of iterations over the whole grid."""
+    """The work of a matmul kernel: the work of one iteration of its main loop, and the number of iterations over the
+    whole grid."""
 
     weights: int
-    """Weights per iteration: outputs of the tile times the block size along K."""
+    """Weights per iteration: the outputs of a tile times the block size along K."""
     multiply_adds: int
-    """The least multiply-adds of an iteration on the tensor cores. An unrolled loop is recognized by them."""
+    """The least multiply-adds of an iteration on the tensor cores. They identify an unrolled loop."""
     iterations: int
 
 
@@ -59,14 +60,14 @@ class CacheReads:
     position_bytes: int
     """Bytes of a position's keys and values in all heads, with their scales."""
     chunk: int
-    """Positions of a program, where they are divided among programs."""
+    """The number of positions that a program reads, if positions are divided among programs."""
     equal: int
-    """The chunks of a whole context that have that size. Half as many follow of twice the size, and so on. 0: all have
-    it."""
+    """The number of chunks of a whole context that have this size. After them come half as many chunks of twice the
+    size, and so on. 0 means that all chunks have this size."""
     sum_bytes: int
-    """Bytes that a program leaves to be added, in all heads; 0: it leaves nothing."""
+    """The bytes of partial sums that a program writes, over all heads; 0 if it writes none."""
     sum_steps: int
-    """Steps in which the last program adds those of a chunk; 0: another launch does."""
+    """The steps in which the last program adds the partial sums of a chunk; 0 if another launch adds them."""
     block: int
     """Positions per iteration of its main loop."""
     multiply_adds: int
@@ -75,21 +76,21 @@ class CacheReads:
 
 @dataclass(frozen=True)
 class Sums:
-    """The work of a kernel that adds what the programs of attention to a whole context leave."""
+    """The work of a kernel that adds the partial sums of attention to a whole context."""
 
     chunk: int
     equal: int
     part_bytes: int
-    """Bytes that are left of a chunk, in all heads."""
+    """The bytes of a chunk's partial sums, over all heads."""
     ahead: int
-    """Chunks that are loaded together."""
+    """The number of chunks that are loaded together."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. ``weight_bytes``: bytes of weights that it reads. ``buffer_bytes``: bytes of each other tensor,
-    without caches and sums, which are read only as far as there are tokens: see ``cache`` and ``sums``.
-    ``shared_bytes``: dynamic shared memory of a block."""
+    """One launch. ``weight_bytes`` is the number of bytes of weights that it reads. ``buffer_bytes`` has the bytes of
+    each other tensor. Caches and partial sums are left out, since how much of them is read depends on the number of
+    tokens; see ``cache`` and ``sums``. ``shared_bytes`` is the dynamic shared memory of a block."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -128,7 +129,7 @@ def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> It
         call(self, kernel_name, call_args, **kwargs)
 
     def record(self: CppWrapperGpu) -> None:
-        finish(self)  # by now every kernel is compiled
+        finish(self)  # every kernel has been compiled by now
         (method,) = compiling
         recorded[method] = _method(calls, self._kernel_name_to_body, rows.get(method, 1))
         recorded[method][WORKSPACE] = workspace(self.lines, longest.get(method, 1))
@@ -154,7 +155,7 @@ def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows
     for kernel, arguments in calls:
         launch, weights = _launch(kernel, arguments, sources.get(kernel, ""), rows)
         if not all(launch.grid):
-            continue  # AOTInductor's code skips it: kernels for other numbers of rows
+            continue  # a kernel for another number of rows, which AOTInductor's code skips
         counted[launch] += 1
         for name, size in weights.items():
             read[name] = max(size, read.get(name, 0))
@@ -163,7 +164,7 @@ def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows
 
 
 def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[Launch, dict[str, int]]:
-    """Return the launch, and the bytes that it reads of each weight by name."""
+    """Return the launch, and by name the bytes that it reads of each weight."""
     known = CudaKernelParamCache.get(kernel)
     meta = known["inductor_meta"]
     values = {
@@ -180,9 +181,9 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         if name in V.graph.constants:
             constant = V.graph.constants[name]
             if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:
-                continue  # a cache; the draft step of an assistant writes none of those that it reads
+                continue  # a cache; the draft step of an assistant reads caches that it does not write
             weights[name] = _bytes(constant.shape, constant.dtype, elements)
-            if experts := constants.get("EXPERTS"):  # each choice is of another at most
+            if experts := constants.get("EXPERTS"):  # at most, every choice is of another expert
                 weights[name] = weights[name] * min(values["CHOICES"], experts) // experts
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
@@ -194,7 +195,8 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         known["num_warps"] * WARP,
         known["shared_mem"],
         sum(weights.values()),
-        tuple(left[1:] if added or reads and reads.sum_bytes else left),  # the largest holds the sums of all chunks
+        # the largest tensor holds the sums of all chunks
+        tuple(left[1:] if added or reads and reads.sum_bytes else left),
         products(known["mangled_name"], constants, x * y * z, values.get("M", rows)),
         reads,
         added,
@@ -203,8 +205,8 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
 
 
 def workspace(lines: Iterable[Any], rows: int) -> int:
-    """Return the peak GPU memory in bytes of a method's intermediate tensors for ``rows`` rows, following its code as
-    it allocates, reuses and frees them."""
+    """Return the peak GPU memory, in bytes, of a method's intermediate tensors for ``rows`` rows. It follows the
+    generated code's allocations, reuses and frees."""
     held: dict[str, int] = {}
     now = most = 0
     for line in lines:
@@ -226,7 +228,7 @@ def _hold(held: dict[str, int], node: Buffer, rows: int) -> int:
 
 
 def _number(argument: str | SymbolicCallArg | sympy.Expr | int, rows: int) -> int | None:
-    """Return an argument as a number, None for a tensor."""
+    """Return an argument as a number; None for a tensor."""
     if isinstance(argument, SymbolicCallArg):
         argument = argument.inner_expr
     return None if isinstance(argument, str) else _counted(argument, rows)
@@ -238,7 +240,7 @@ def _counted(expression: sympy.Expr | int, rows: int) -> int:
 
 
 def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
-    """Return the number of elements that a kernel covers, None if it is not known. For a combined kernel it is that of
+    """Return the number of elements that a kernel covers; None if it is not known. For a combined kernel it is that of
     the largest part, with loops rounded up to powers of 2."""
     combined = meta.get("combo_grid_meta")
     if combined is None:
@@ -254,14 +256,14 @@ def _elements(meta: Mapping[str, Any], values: Mapping[str, int]) -> int | None:
 
 
 def _bytes(shape: Iterable[int], dtype: torch.dtype, elements: int | None) -> int:
-    """Return the bytes that a kernel reads of a tensor: at most those of ``elements`` elements, as for a few rows of a
-    table."""
+    """Return the bytes that a kernel reads of a tensor: no more than ``elements`` elements, since it may read only a
+    few rows of a table."""
     size = math.prod(shape)
     return (size if elements is None else min(size, elements)) * dtype.itemsize
 
 
 def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
-    """Return a kernel's compile-time integers. Those of a template are only in its source."""
+    """Return a kernel's compile-time integers. The integers of a template's kernel are found in its source only."""
     found = re.findall(r"^\s*(\w+)(?: : tl\.constexpr)? = (\d+)$", source, re.MULTILINE)
     numbers = {name: int(value) for name, value in found}
     given = known["triton_meta"].get("constants", {}) | known["config"]
@@ -269,18 +271,20 @@ def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
 
 
 def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
-    """Return the work of a matmul kernel for quantized weights or of a template, None for any other kernel.
+    """Return the work of a kernel that multiplies by quantized weights, or of a template's kernel; None for any other
+    kernel.
 
     The sizes are found by the names of its constants: ``N`` (or ``N0`` and so on for several weights), ``K``,
-    ``BLOCK_N`` and ``BLOCK_K``. Choices of experts (``TOP_K`` of ``EXPERTS`` a row) differ as far as they can.
+    ``BLOCK_N`` and ``BLOCK_K``. Of experts (``TOP_K`` of ``EXPERTS`` a row), as many different ones are assumed to be
+    chosen as possible.
     """
-    if kernel.startswith("_fused_moe"):  # ExecuTorch's
+    if kernel.startswith("_fused_moe"):  # ExecuTorch's kernel
         constants = {**constants} | {f"BLOCK_{axis}": constants[f"BLOCK_SIZE_{axis}"] for axis in "MNK"}
-    outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # of each weight
+    outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # one for each weight
     k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
     if run_of_k is None or k is None or block_n is None or not outputs:
         return None
-    if experts := constants.get("EXPERTS"):  # a choice of an expert that an earlier one has ends at once
+    if experts := constants.get("EXPERTS"):  # a program ends at once if an earlier choice is of the same expert
         choices = rows * constants["TOP_K"]
         blocks = blocks * min(choices, experts) // choices
     tile = max(block_n, INT4_TILE) if "N0" in constants else block_n
@@ -288,16 +292,16 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
     division = Division(constants.get("WHOLE", 0), constants.get("SPLITS", 1))
     row_tiles = max(1, blocks // math.prod(division.programs(tiles)))
-    if "DIVIDED" in constants:  # by how much depends on the rows
+    if "DIVIDED" in constants:  # the number of parts depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k
     halves = "_int8_small_m", "_int8_experts_small_m"
-    dots = 2 if kernel.startswith(halves) else 1  # of a weight: its low and its high half
+    dots = 2 if kernel.startswith(halves) else 1  # two products for each weight, of its low and its high half
     return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
 
 
 def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
-    """Return the work of an attention kernel by the names of its constants, None for any other kernel."""
+    """Return the work of an attention kernel, from the names of its constants; None for any other kernel."""
     if not {"SLOTS", "KV_HEADS", "CODES", "CHUNK"} <= constants.keys():
         return None
     width, block = constants["BLOCK_D"], constants["BLOCK_N"]
@@ -315,7 +319,8 @@ def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
 
 
 def sums_read(constants: Mapping[str, int], rows: int) -> Sums | None:
-    """Return the work of a kernel that adds parts of attention by the names of its constants, None for any other."""
+    """Return the work of a kernel that adds partial sums of attention, from the names of its constants; None for any
+    other kernel."""
     if "BLOCK_PARTS" not in constants:
         return None
     part_bytes = torch.float32.itemsize * rows * constants["HEADS"] * constants["D"]

@@ -1,8 +1,8 @@
-"""A barrier between the loops of a kernel where one loads what another stored.
+"""Puts a barrier between two loops of a kernel if the second loads what the first stored.
 
-Inductor keeps a row that is too long for registers in memory and loads it again in the next loop, as for the norm of a
-sum. It relies on each thread loading what it has stored itself. Triton chooses which thread has which element for each
-load and store anew, and where it chooses differently, nothing orders the two.
+A row that is too long for registers, as for the norm of a sum, is stored to memory by one loop and loaded again by the
+next. Inductor relies on each thread loading only what the same thread stored. But Triton assigns elements to threads
+anew for each load and store. Where the assignments differ, nothing orders the store before the load.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Part 6: finds the tools that compile and link a CUDA program.
+"""Part 6 of lowering for a named GPU: finds the tools that compile and link a CUDA program.
 
-nvcc and CUDA's headers come from the pip packages of the extra ``cuda``, otherwise from the system's toolkit. The link
-needs libcuda, the driver's library. It is replaced by a stub with the same name and functions; at run time the driver
-has the real one. Without the functions, a linker with ``--as-needed`` (the default of Ubuntu's g++) would drop the
+nvcc and CUDA's headers come from the pip packages of the extra ``cuda``, or else from the system's toolkit. The link
+needs libcuda, the driver's library. A stub with the same name and functions takes its place; at run time the driver
+provides the real one. Without the functions, a linker with ``--as-needed`` (the default of Ubuntu's g++) would drop the
 library, and ExecuTorch's runtime, which does not load libcuda itself, would not find them.
 """
 
@@ -44,7 +44,7 @@ def _has_headers(toolkit: Path) -> bool:
 
 
 def _toolkit_of(nvcc: Path) -> Path:
-    """Ask an nvcc for the toolkit that it uses. It may be a script around the real nvcc."""
+    """Ask an nvcc for the toolkit that it uses. That nvcc may be a script around the real one."""
     said = subprocess.run([nvcc, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
     return Path(top[1]).resolve() if top else nvcc.parent.parent

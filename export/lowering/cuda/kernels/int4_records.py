@@ -1,6 +1,6 @@
 """Linear layers of few rows over INT4 weights in records: a second kernel beside that of ``int4.py``, with fewer
 instructions a weight and more programs on a multiprocessor. No export takes it, since it was never timed:
-``scripts/gpu_tournament.py`` times both.
+``scripts/gpu/gpu_tournament.py`` times both.
 
 A record holds all that 32 outputs need of a block of 256 of K, 4,736 bytes: words [group 8][r 8][c 4][mid 4] of 8 codes
 each, scales and zero points [group][output][2], steps [output][2]. Output 4 r + mid, word c of a group: a lane's 16

@@ -1,0 +1,85 @@
+"""The prompts of a file on replicas in a Ray cluster, by Ray Data. All that is not distributed is in ``batch.py``."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle3.runner.batch.batch import Batch, Outcome
+from eagle3.runner.text.prompts import Prompt
+
+AT_ONCE = 16
+"""Prompts of a task: their results come together, and are computed again if the run is interrupted before."""
+Said = Sequence[str | None]
+
+
+class Worker:
+    """A replica: a model of its own. Ray makes it on the node where it runs."""
+
+    def __init__(self, artifact: str, loading: dict[str, Any], chat: bool, system: str | None, options: dict[str, Any]):
+        from eagle3.runner import load
+
+        self._batch = Batch(load(artifact, **loading), chat, system, options)
+
+    def __call__(self, row: dict[str, bytes]) -> list[dict[str, bytes]]:
+        from ray import cloudpickle
+
+        prompt, replies = cloudpickle.loads(row["asked"])
+        outcomes = self._batch.run([prompt], {prompt.line: replies})
+        return [{"outcome": cloudpickle.dumps(outcome)} for outcome in outcomes]
+
+
+def over_ray(
+    artifact: Path, replicas: int, loading: dict[str, Any]
+) -> Callable[[Batch, Sequence[Prompt], Mapping[int, Said]], Iterator[Outcome]]:
+    """Return what ``run_batch`` computes with: ``replicas`` of an artifact that every node has at this path, each with
+    a GPU where it was made for one. The cluster is that of RAY_ADDRESS, or this machine."""
+    return functools.partial(_outcomes, artifact.absolute(), replicas, loading)
+
+
+def _outcomes(
+    artifact: Path,
+    replicas: int,
+    loading: dict[str, Any],
+    batch: Batch,
+    prompts: Sequence[Prompt],
+    replies: Mapping[int, Said],
+) -> Iterator[Outcome]:
+    """Yield the outcomes as they come, which is not the prompts' order."""
+    import ray
+    from ray import cloudpickle
+
+    if not ray.is_initialized():
+        ray.init(logging_level="warning", log_to_driver=False)
+    gpus = 1 if batch.model.metadata.manifest.get("backend") == "cuda" else 0
+    _check_room(ray.cluster_resources(), ray.available_resources(), replicas, "GPU" if gpus else "CPU")
+    ray.data.DataContext.get_current().enable_progress_bars = False  # ``run_batch`` has its own
+    asked = [{"asked": cloudpickle.dumps((prompt, replies.get(prompt.line, [])))} for prompt in prompts]
+    blocks = max(math.ceil(len(asked) / AT_ONCE), min(len(asked), replicas))
+    answered = ray.data.from_items(asked, override_num_blocks=blocks).flat_map(
+        Worker,
+        fn_constructor_args=(str(artifact), loading, batch.chat, batch.system, batch.options),
+        compute=ray.data.ActorPoolStrategy(size=replicas),
+        num_gpus=gpus,
+    )
+    for row in answered.iter_rows():
+        yield cloudpickle.loads(row["outcome"])
+
+
+def _check_room(cluster: Mapping[str, float], free: Mapping[str, float], replicas: int, of: str) -> None:
+    """Raise ValueError where a cluster has no CPU, or no GPU, for each replica, and warn where it has none free:
+    Ray would wait for it without a word."""
+    if cluster.get(of, 0) < replicas:
+        most = int(cluster.get(of, 0))
+        advice = f"type --ray {most}, or add nodes" if most else "add nodes that have one"
+        raise ValueError(
+            f"--ray {replicas} takes {replicas} {of}s, one for each replica, but the Ray cluster has "
+            f"{cluster.get(of, 0):g}: {advice}"
+        )
+    if free.get(of, 0) < replicas:
+        click.echo(
+            f"Ray has {free.get(of, 0):g} of {cluster[of]:g} {of}s free: replicas wait until others end", err=True
+        )

@@ -1,0 +1,21 @@
+"""Checks text, and shortens values for messages."""
+
+LONGEST_VALUE = 60  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """Format a value for a message: its ``repr`` in one line, cut if it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python prints
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def check_unicode(text: str, name: str) -> str:
+    """Return ``text``. Raises ValueError, which names it ``name``, for a lone surrogate, which no tokenizer accepts."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not Unicode text ({error}): leave that character out") from error
+    return text

@@ -1,0 +1,283 @@
+"""Measures an export of Gemma 4 31B, or of a model for the CPU, with any number of full-width layers: seconds per stage
+and peak memory.
+
+    python scripts/bench/bench_export.py --layers 12 --cuda-arch sm_90
+
+writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's quantize_and_save, a
+random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a process of its own
+and samples that process's memory. RssAnon is the memory that the process and its children hold, without files mapped
+into them. Weights are random, so only the artifact's size and speed are meaningful. With --cost it prints the bounds
+that ``eagle3-inspect --cost`` computes for a round. For two numbers of layers it extrapolates them to 60; if both are
+multiples of six, they have the same share of full-attention layers.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import click
+from cpu_models import CPU_MODELS, held_by, run_text, save_cpu_target
+from published_heads import HEADS
+from published_widths import gemma4_config, random_weight, save_target
+from transformers import PreTrainedConfig
+
+from eagle3.runner.artifact.opening import find_model, load_artifact
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
+from eagle3.runner.inspect.cost.bound import cost_of
+
+SAMPLE_SECONDS = 0.1
+FULL_LAYERS = 60
+TARGET, EAGLE3 = "target", "eagle3"
+"""Folders of checkpoints; a head's has the name of its kind."""
+
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
+
+
+def watched(command: list[str]) -> tuple[dict[str, float], float]:
+    """Run a command. Returns peak memory in GiB and the seconds that it took.
+
+    RssAnon includes the processes that it starts; memory that they share is counted in each. VmHWM is that of its own
+    process. Raises ClickException if the command fails.
+    """
+    peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
+    start = time.monotonic()
+    process = subprocess.Popen(command)
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            own = held_by(process.pid, *peaks)
+            with_others = sum(held_by(child, "RssAnon")["RssAnon"] for child in children(process.pid)) + own["RssAnon"]
+            peaks["RssAnon"] = max(peaks["RssAnon"], with_others)
+            peaks["VmHWM"] = max(peaks["VmHWM"], own["VmHWM"])
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    code = process.wait()
+    over.set()
+    watcher.join()
+    if code:
+        raise click.ClickException(f"the export failed with exit code {code}")
+    return peaks, time.monotonic() - start
+
+
+@click.command()
+@click.option("--backend", type=click.Choice(["cuda", "xnnpack"]), default="cuda", show_default=True)
+@click.option(
+    "--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True, help="For xnnpack."
+)
+@click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
+@click.option("--cuda-arch", help="As for eagle3-export.")
+@click.option(
+    "--draft", type=click.Choice(list(HEADS)), default=EAGLE3, help="Kind of head, for cuda.", show_default=True
+)
+@click.option("--chain-len", type=int, help="As for eagle3-export, for cuda.")
+@click.option("--verify-rows", type=int, help="As for eagle3-export, for cuda.")
+@click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
+@click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
+@click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
+@click.option("--unquantized", is_flag=True, help="Write a bfloat16 checkpoint, which the export quantizes, for cuda.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
+@click.option("--cost", "with_cost", is_flag=True, help="Compute lower bounds of a round on the architecture's GPUs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(
+    backend: str,
+    target: str,
+    layers: str | None,
+    cuda_arch: str | None,
+    draft: str,
+    chain_len: int | None,
+    verify_rows: int | None,
+    qlinear: str,
+    max_seq_len: int,
+    acceptance: float,
+    unquantized: bool,
+    folder: Path | None,
+    with_cost: bool,
+    as_json: bool,
+) -> None:
+    """Export synthetic checkpoints of a few full-width layers and report time and memory: Gemma 4 31B for a GPU,
+    smaller models for a CPU. The CPU artifacts are also run.
+
+    \b
+    Examples:
+      python scripts/bench/bench_export.py --layers 6,12 --cuda-arch sm_90
+      python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --cost --draft dflash
+      python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
+    """
+    if backend == "xnnpack" and (cuda_arch or draft != EAGLE3 or chain_len or verify_rows or unquantized or with_cost):
+        raise click.UsageError(
+            "--cuda-arch, --draft, --chain-len, --verify-rows, --unquantized and --cost are for cuda: leave them out"
+        )
+    results = []
+    counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
+    with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
+        place = folder or Path(temporary)
+        for count in counts:
+            if backend == "xnnpack":
+                own = place / f"{target}-{count or 'all'}"
+                results.append(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
+            else:
+                given = {"--cuda-arch": cuda_arch, "--chain-len": chain_len, "--verify-rows": verify_rows}
+                flags = [part for flag, value in given.items() if value for part in (flag, str(value))]
+                results.append(measure(count, flags, place / str(count), unquantized, draft))
+            if with_cost:
+                results[-1]["cost"] = cost_of_a_round(place / str(count) / "artifact")
+            if not as_json:
+                show(results[-1])
+    if with_cost and len(results) == 2:
+        results.append(at_full_depth(*results))
+        if not as_json:
+            show_cost(results[-1])
+    if as_json:
+        click.echo(json.dumps(results))
+
+
+def measure(layers: int, flags: list[str], place: Path, unquantized: bool, draft: str) -> dict:
+    """Export a target of ``layers`` layers with a head of the kind ``draft``, for a GPU."""
+    config, target = gemma4_config(layers), place / TARGET
+    if not (target / "config.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        save_target(target, config, unquantized)
+    save_head(place, draft, config)
+    return exported(place, layers, "gemma4-31B", flags, draft)
+
+
+def save_head(place: Path, kind: str, config: PreTrainedConfig) -> None:
+    """Write a head of the kind into a folder of its name in ``place``, unless it is already there."""
+    if not (place / kind / "config.json").is_file():
+        HEADS[kind](config).save(place / kind)
+
+
+def measure_on_cpu(
+    target: str, layers: int | None, qlinear: str, max_seq_len: int, acceptance: float, place: Path
+) -> dict:
+    """Export a model for the CPU, then measure a run of it in a process of its own."""
+    config = CPU_MODELS[target](*([layers] if layers else []))
+    save_for_cpu(place, target, config)
+    result = exported_for_cpu(place, target, config.num_hidden_layers, qlinear, max_seq_len)
+    return result | {"run": run_on_cpu(place / "artifact", "--acceptance", str(acceptance))}
+
+
+def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
+    """Write target and draft into ``place`` unless they are already there."""
+    if not (place / TARGET / "config.json").is_file():
+        (place / TARGET).mkdir(parents=True, exist_ok=True)
+        save_cpu_target(place / TARGET, target, config, random_weight)
+    save_head(place, EAGLE3, config)
+
+
+def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int, *more: str) -> dict:
+    flags = ["--backend", "xnnpack", "--qlinear", qlinear, "--draft-qlinear", qlinear, "--with-decode", "--no-check"]
+    return exported(place, layers, target, [*flags, "--max-seq-len", str(max_seq_len), "--max-prefill", "128", *more])
+
+
+def run_on_cpu(artifact: Path, *flags: str) -> dict[str, float]:
+    """Return the result of ``cpu_models.measure``, run in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("cpu_models.py")), str(artifact), *flags]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def exported(place: Path, layers: int, target: str, flags: list[str], draft: str = EAGLE3) -> dict:
+    """Export the target and the head in ``place`` and return sizes, seconds and peak memory."""
+    output = place / "artifact"
+    command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", target, "--overwrite"]
+    command += ["--checkpoint", str(place / TARGET), "--draft", str(place / draft), "--output-dir", str(output)]
+    peaks, seconds = watched([*command, *flags])
+    record = json.loads((output / "export.json").read_text())
+    weights = [sum(path.stat().st_size for path in (place / name).glob("*.safetensors")) for name in (TARGET, draft)]
+    return {
+        "layers": layers,
+        "target_gib": round(weights[0] / 2**30, 2),
+        "draft_gib": round(weights[1] / 2**30, 2),
+        "seconds": round(seconds),
+        "peak_anonymous_gib": round(peaks["RssAnon"], 2),
+        "peak_resident_gib": round(peaks["VmHWM"], 2),
+        "artifact_gib": round(sum(entry["bytes"] for entry in record["files"].values()) / 2**30, 2),
+        "stages": {stage["stage"]: stage["seconds"] for stage in record["stages"]},
+        "packages": record["manifest"]["packages"],
+    }
+
+
+def cost_of_a_round(artifact: Path) -> dict:
+    """Return the launches of a round, its memory limit and bounds in seconds by GPU, those of a verify and of a draft
+    call, the kernels that spill, and the most instructions per weight."""
+    model = find_model(artifact)
+    found = cost_of(model, load_artifact(model, True).metadata, ())
+    methods = {name: found["methods"][name] for name in found["round"]["calls"]}
+    kernels = [kernel for method in methods.values() for kernel in method["kernels"]]
+    weighing = [kernel for kernel in kernels if kernel["kind"] == "small_m" and kernel["instructions_per_weight"]]
+    return {
+        "launches": {name: method["launches"]["all"] for name, method in methods.items()},
+        "spilled": {kernel["kernel"]: kernel["spill_bytes"] for kernel in kernels if kernel["spill_bytes"]},
+        "instructions_per_weight": max((kernel["instructions_per_weight"] for kernel in weighing), default=None),
+        "bounds": {
+            gpu: {key: bound[key] for key in ("limit", "bound", "bound_with_launches")}
+            for gpu, bound in found["round"]["bounds"].items()
+        },
+        "calls": {
+            gpu: {name: found["methods"][name]["bounds"][gpu]["bound"] for name in (TARGET_VERIFY, DRAFT_DECODE)}
+            for gpu in found["round"]["bounds"]
+        },
+    }
+
+
+def at_full_depth(fewer: dict, more: dict) -> dict:
+    """Extrapolate launches and bounds to all layers, linearly in the number of layers."""
+
+    def extended(few: float, many: float) -> float:
+        return few + (many - few) * (FULL_LAYERS - fewer["layers"]) / (more["layers"] - fewer["layers"])
+
+    few, many = fewer["cost"], more["cost"]
+    launches = {name: round(extended(count, many["launches"][name])) for name, count in few["launches"].items()}
+    bounds = {
+        gpu: {key: extended(seconds, many["bounds"][gpu][key]) for key, seconds in bound.items()}
+        for gpu, bound in few["bounds"].items()
+    }
+    calls = {
+        gpu: {name: extended(seconds, many["calls"][gpu][name]) for name, seconds in call.items()}
+        for gpu, call in few["calls"].items()
+    }
+    return {"layers": FULL_LAYERS, "cost": many | {"launches": launches, "bounds": bounds, "calls": calls}}
+
+
+def show_cost(result: dict) -> None:
+    cost = result["cost"]
+    spilled = ", ".join(f"{kernel[:40]} {size:,}" for kernel, size in cost["spilled"].items()) or "none"
+    launches = ", ".join(f"{name} {count:,}" for name, count in cost["launches"].items())
+    click.echo(f"  {result['layers']} layers, launches: {launches}; bytes spilled: {spilled}")
+    click.echo(f"  instructions a weight in small-M kernels: {cost['instructions_per_weight'] or '-'}")
+    for gpu, bound in cost["bounds"].items():
+        limit, least, both = (bound[key] * 1e3 for key in ("limit", "bound", "bound_with_launches"))
+        click.echo(
+            f"  {gpu}: a round reads its weights in {limit:.3f} ms and takes {least:.3f} ms or more "
+            f"({limit / least:.2f}), with launches {both:.3f} ms ({limit / both:.2f})"
+        )
+        calls = (f"{name} {seconds * 1e3:.3f} ms" for name, seconds in cost["calls"][gpu].items())
+        click.echo(f"  {gpu}: of one call, without launches: {', '.join(calls)}")
+
+
+def show(result: dict) -> None:
+    click.echo(
+        f"{result['layers']} layers, weights {result['target_gib']} + {result['draft_gib']} GiB: {result['seconds']} s,"
+        f" peak anonymous {result['peak_anonymous_gib']} GiB, resident {result['peak_resident_gib']} GiB"
+    )
+    for stage, seconds in result["stages"].items():
+        click.echo(f"  {stage:<24} {seconds:>8.1f} s")
+    if "run" in result:
+        click.echo(run_text(result["run"]))
+    if "cost" in result:
+        show_cost(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Make the golden fixtures of Muse Glimmer's assistant, in tests/golden/dflash, with transformers' own class.
+
+The cases are folders as in make_zlab_golden.py, with the same tensors. transformers proposes from the row behind the
+anchor on (``DFlashTokenCandidateGenerator``). This needs transformers 5.24, not the versions of the other scripts:
+
+    ATEN_CPU_CAPABILITY=avx2 python scripts/golden/make_muse_glimmer_golden.py
+"""
+
+import torch
+import transformers
+from make_zlab_golden import BLOCK, MASK_TOKEN, SIZES, VOCAB, golden, random_weights, save_case
+from torch import Tensor, nn
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+CASES = {"dflash_muse_glimmer": (["sliding_attention", "full_attention"], 755)}
+"""Folder: kinds of layers, seed: the first from 704 on without a near-tie."""
+WINDOW = 6
+
+
+class Called(nn.Module):
+    """The model, called as the others are."""
+
+    def __init__(self, model: MuseGlimmerAssistantModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, position_ids: Tensor, noise_embedding: Tensor, target_hidden: Tensor) -> Tensor:
+        given = {"noise_embeds": noise_embedding, "context_hidden_states": target_hidden, "position_ids": position_ids}
+        kept, layers = target_hidden.shape[1], self.model.config.layer_types
+        at = torch.arange(kept, kept + noise_embedding.shape[1])[:, None] - torch.arange(position_ids.shape[1])
+        masks = {"full_attention": torch.ones_like(at).bool(), "sliding_attention": at.abs() <= WINDOW}
+        mask = {kind: masks[kind][None, None] for kind in layers}
+        return self.model(**given, attention_mask=mask).last_hidden_state
+
+
+def main() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    for name, (layers, seed) in CASES.items():
+        generator = torch.Generator().manual_seed(seed)
+        own = {"block_size": BLOCK, "mask_token_id": MASK_TOKEN, "target_layer_ids": [0, 2, 3]}
+        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config = MuseGlimmerAssistantConfig(**sizes, **own, **tokens, layer_types=layers, sliding_window=WINDOW)
+        config._attn_implementation = "sdpa"
+        model = random_weights(MuseGlimmerAssistantModel(config).eval(), generator)
+        tensors = golden(Called(model), generator)
+        model.config.vocab_size = VOCAB  # not in published ones, of which Muse Glimmer's own is known
+        save_case(name, model, tensors, f"torch {torch.__version__}, transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,103 @@
+"""Packs a CUDA artifact into a file small enough to carry to a machine with a GPU, to time it there.
+
+    python scripts/gpu/gpu_carry.py pack out out.tar.xz      # code, metadata, and the first bytes of each weight
+    python scripts/gpu/gpu_carry.py unpack out.tar.xz out    # there: fills each weight with its first bytes
+    python scripts/gpu/gpu_check.py --only round --wide out
+
+Gemma 4 31B is packed into 6 MB. A step takes as long as with the true weights, except with experts, of which a window
+reads those that its rows choose; the tokens mean nothing. An artifact of less than 200 MB is refused when it is opened,
+because its files are then compared with their checksums.
+"""
+
+import io
+import json
+import lzma
+import tarfile
+import tempfile
+from pathlib import Path
+
+import click
+
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, Extent, read_ptd_index
+from eagle3.runner.contract import EXPORT_RECORD
+
+SAMPLE = 4096
+"""Bytes kept of each weight: whole blocks of every format that the export writes."""
+WRITTEN = 1 << 22
+"""Bytes written at a time."""
+INDEX, SAMPLES = "weights.index", "weights.samples"
+
+
+@click.group(help=__doc__.replace("\n\n    ", "\n\n\b\n    "))
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("packed", type=click.Path(path_type=Path, dir_okay=False))
+def pack(artifact: Path, packed: Path) -> None:
+    """Pack ARTIFACT's files into the tar file PACKED; of its weights the index and a sample of each."""
+    weights = artifact / WEIGHTS_FILE
+    if not weights.is_file():
+        raise click.ClickException(f"{artifact} has no {WEIGHTS_FILE}: it is no CUDA artifact")
+    if not packed.parent.is_dir():
+        raise click.ClickException(f"there is no folder {packed.parent}")
+    places, samples = places_of(weights), []
+    with weights.open("rb") as file, tarfile.open(packed, "w:xz") as tar:
+        head = file.read(places[0].offset)
+        for place in places:
+            file.seek(place.offset)
+            samples.append(file.read(min(place.size, SAMPLE)))
+        for name, data in ((INDEX, head), (SAMPLES, b"".join(samples))):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+        for path in sorted(artifact.iterdir()):
+            if path.name != WEIGHTS_FILE and path.resolve() != packed.resolve():
+                tar.add(path, path.name)
+    click.echo(f"{packed}: {packed.stat().st_size:,} bytes; the weights are {weights.stat().st_size:,}")
+
+
+@main.command()
+@click.argument("packed", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("artifact", type=click.Path(path_type=Path))
+def unpack(packed: Path, artifact: Path) -> None:
+    """Write the folder ARTIFACT from PACKED, each weight filled with its sample."""
+    if artifact.exists():
+        raise click.ClickException(f"{artifact} is there already")
+    artifact.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=artifact.parent) as folder:
+        whole = Path(folder) / "artifact"
+        try:
+            with tarfile.open(packed) as tar:
+                tar.extractall(whole, filter="data")
+            fill(whole)
+        except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, KeyError, ValueError) as error:
+            raise click.ClickException(f"{packed} is not what pack wrote: {error}") from error
+        whole.rename(artifact)
+
+
+def fill(artifact: Path) -> None:
+    """Make the file of the weights from the index and the samples that were unpacked."""
+    weights, samples = artifact / WEIGHTS_FILE, artifact / SAMPLES
+    (artifact / INDEX).rename(weights)
+    size = json.loads((artifact / EXPORT_RECORD).read_text())["files"][WEIGHTS_FILE]["bytes"]
+    with weights.open("r+b") as file, samples.open("rb") as kept:
+        file.truncate(size)
+        for place in places_of(weights):
+            file.seek(place.offset)
+            sample = kept.read(min(place.size, SAMPLE))
+            several = sample * (WRITTEN // SAMPLE)
+            for start in range(0, place.size, len(several) or 1):
+                file.write(several[: place.size - start])
+    samples.unlink()
+
+
+def places_of(weights: Path) -> list[Extent]:
+    """Return the places of the weights in a ``.ptd``, in the order of the file."""
+    return sorted(set(read_ptd_index(weights).values()), key=lambda place: place.offset)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Puts each fault by hand into gemma4-tiny's heads, one at a time and in pairs, and prints what the measurement finds.
+
+    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N | --played]
+
+A fault is the opposite of a reading: the head's files are made to say something else, so that the reading that undoes
+it is right. ``--random N`` measures heads of random weights, none of which may be repaired. ``--played`` compares the
+expected tokens of a round with those of the runner's own loop on the same prompts, in float32, 8da8w and 8da4w.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from eagle3.export.backends import BACKENDS
+from eagle3.export.draft.common.field import HeadReading
+from eagle3.export.draft.kinds import KINDS
+from eagle3.export.fit.fitting import Fit, Measured, few_threads, read_plan
+from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR
+from eagle3.export.pipeline import load_speculator, make_metadata
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import Plan, make_plan
+from eagle3.runner.console.tables import show_tables, table
+from eagle3.runner.hosts.session import EagerSession
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.targets import TARGETS
+from eagle3.targets.attention import EagerAttention
+
+HEADS = {path.name: path for path in TARGETS["gemma4-tiny"].drafts}
+PAIRS = 10
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A head that is read wrongly: ``changes`` maps fields to the wrong values."""
+
+    changes: dict[str, Any]
+    plan: Plan
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.changes.items()) or "none"
+
+
+def plan_of(head: str, **flags: Any) -> Plan:
+    return make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", draft=HEADS[head], **flags))
+
+
+def faults(plan: Plan) -> Iterator[Fault]:
+    """Yield the head as it is, every single fault, and ``PAIRS`` pairs of two fields' faults."""
+    fields = KINDS[plan.draft.kind].load().FIELDS
+    right = HeadReading(plan.draft, plan.taps, plan.target_config)
+    yield Fault({}, plan)
+    single = [(field, value) for field in fields if field.value(right) is not None for value in field.others(right)]
+    undoable = [each for each in single if each[0].name not in ("last_norm", "fc_norm", "norm_before_fc")]
+    for field, value in undoable:
+        yield Fault({field.name: value}, read_plan(plan, field.applied(right, value)))
+    both = [pair for pair in itertools.combinations(undoable, 2) if not _same_taps(pair)]
+    step = max(1, len(both) // PAIRS)
+    for (first, value), (second, other) in both[::step][:PAIRS]:
+        reading = second.applied(first.applied(right, value), other)
+        yield Fault({first.name: value, second.name: other}, read_plan(plan, reading))
+
+
+def _same_taps(pair: tuple[Any, Any]) -> bool:
+    names = {field.name for field, _ in pair}
+    return len(names) == 1 or names == {"aux_layers", "aux_convention"}
+
+
+def judged(fit: Fit, fault: Fault, right: HeadReading) -> str:
+    """Return "found", "no pair", "in the noise" (the head as it is read is accepted as often as the right reading), or
+    "WRONG"."""
+    best = fit.best.reading
+    if not fault.changes:
+        return "left alone" if fit.verdict == FITS else "WRONG"
+    if fit.verdict == ANOTHER:
+        fields = fit.fields
+        same = all(field.value(best) == field.value(right) for field in fields)
+        return "found" if same else "another, as good" if _as_good(fit, right) else "WRONG"
+    if fit.verdict == NO_PAIR:
+        return "no pair"
+    return "in the noise" if _as_good(fit, right) else "WRONG"
+
+
+def _as_good(fit: Fit, right: HeadReading) -> bool:
+    """Return whether the reading that was chosen is accepted as the right one is, within the interval."""
+    found = [each for each in fit.tried if all(f.value(each.reading) == f.value(right) for f in fit.fields)]
+    return bool(found) and fit.of(found[0]).length <= fit.of(fit.best).interval[1]
+
+
+def randomized(plan: Plan, seed: int) -> Plan:
+    """Return the plan with a head of random weights of the same shapes and magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    class Random(type(plan.draft.source)):  # type: ignore[misc]
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().tensors():
+                if tensor.is_floating_point() and tensor.ndim > 1:
+                    noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+                    yield name, noise.to(tensor.dtype)
+                else:
+                    yield name, tensor
+
+    return replace(plan, draft=replace(plan.draft, source=Random(plan.draft.source.path)))
+
+
+def played(plan: Plan, measured: Measured) -> float:
+    """Return the acceptance length of the runner's loop over the eager module that an export of ``plan`` lowers, on
+    the prompts and for as many tokens as were measured."""
+    backend = BACKENDS[plan.config.backend].load()
+    speculator = load_speculator(plan, EagerAttention, torch.float32, backend.conversion(plan))
+    backend.prepare(speculator, plan)
+    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    stats = GenerationStats()
+    with few_threads(True):
+        for seen in measured.seen:
+            prompt = seen.tokens[: seen.begin].tolist()
+            stats.add(complete(session, prompt, max_new_tokens=len(seen.tokens) - seen.begin).stats)
+    return stats.counts()["mean_acceptance_length"]
+
+
+def print_played(heads: list[str], seed: int) -> None:
+    """Print expected and played acceptance lengths of each head and recipe."""
+    measured, rows = None, []
+    for head in heads:
+        fit = None
+        for recipe in ("none", "8da8w", "8da4w"):
+            flags = {"qlinear": recipe, "draft_qlinear": recipe if recipe == "none" else "8da8w"}
+            plan = plan_of(head, **flags)
+            measured = measured or Measured(plan, seed=seed)
+            fit = fit or measured.fit(plan)
+            (low, high), length = fit.of(fit.file).interval, played(plan, measured)
+            expected = f"{fit.of(fit.file).length:.2f} ({low:.2f} to {high:.2f})"
+            rows.append((head, recipe, expected, f"{length:.2f}", "within" if low <= length <= high else "OUTSIDE"))
+            print(*rows[-1], sep=" | ", flush=True)
+    columns = ("head", "recipe", "expected", "played", "")
+    show_tables(f"gemma4-tiny, seed {seed}", [table("Acceptance length", columns, rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--head", choices=list(HEADS), action="append")
+    parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--played", action="store_true")
+    given = parser.parse_args()
+    if given.played:
+        print_played(given.head or list(HEADS), given.seed)
+        return
+    heads, rows, measured = given.head or list(HEADS), [], None
+    for head in heads:
+        plan = plan_of(head)
+        measured = measured or Measured(plan, seed=given.seed)
+        right = HeadReading(plan.draft, plan.taps, plan.target_config)
+        for number in range(given.random):
+            fit = measured.fit(randomized(plan, number))
+            rows.append((head, f"random {number}", fit.verdict, fit.typed(fit.best), "", "", ""))
+        for fault in () if given.random else faults(plan):
+            fit = measured.fit(fault.plan)
+            lengths = (f"{fit.of(each).length:.2f}" for each in (fit.file, fit.best))
+            rows.append((head, str(fault), fit.verdict, fit.typed(fit.best), *lengths, judged(fit, fault, right)))
+            print(*rows[-1], sep=" | ", flush=True)
+    columns = ("head", "fault", "verdict", "to type", "as read", "best", "judged")
+    show_tables(f"gemma4-tiny, seed {given.seed}", [table("Faults", columns, rows)])
+
+
+if __name__ == "__main__":
+    main()

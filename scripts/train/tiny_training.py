@@ -1,0 +1,106 @@
+"""Shared by the trainings of gemma4-tiny's draft heads: the pieces, the loop, the folder's tensors, and the measured
+acceptance."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tiny_target import crops, optimizers, schedule
+from transformers import Gemma4ForCausalLM
+
+from eagle3.export.pipeline import load_speculator, make_metadata
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.hosts.session import EagerSession
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.targets.attention import EagerAttention
+
+PEAK_RATE, STEP_WEIGHT = 3e-3, 0.8
+MEASURED_CHAIN = 3
+
+
+def greedy_continuations(
+    target_folder: Path, stream: np.ndarray, count: int, seed: int, log: Callable[[str], None]
+) -> torch.Tensor:
+    """Return ``count`` pieces of 64 tokens of text followed by the target's own 193 tokens: int64 [count, 257]."""
+    target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+    generator, pieces = torch.Generator().manual_seed(seed), []
+    start = time.monotonic()
+    while sum(map(len, pieces)) < count:
+        prompts = crops(stream, 64, 64, generator)[:, :64]
+        written = target.generate(prompts, max_new_tokens=193, min_new_tokens=193, do_sample=False, pad_token_id=0)
+        pieces.append(written)
+        log(f"draft data: {sum(map(len, pieces))}/{count} continuations, {time.monotonic() - start:.0f} s")
+    return torch.cat(pieces)[:count]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The batches of a training: 12 of the target's own completions and 4 crops of text."""
+
+    stream: np.ndarray
+    written: torch.Tensor
+    generator: torch.Generator
+
+    def batch(self) -> torch.Tensor:
+        own = self.written[torch.randint(0, len(self.written), (12,), generator=self.generator)]
+        return torch.cat((crops(self.stream, 256, 4, self.generator), own))
+
+
+def train(
+    name: str,
+    module: torch.nn.Module,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    pieces: Pieces,
+    steps: int,
+    save: Callable[[], None],
+    log: Callable[[str], None],
+) -> dict:
+    """Train a draft module, saving it at intervals. Returns the figures that ``training.json`` keeps."""
+    steppers = optimizers(module, PEAK_RATE)
+    start, average = time.monotonic(), 0.0
+    for step in range(steps):
+        piece = pieces.batch()
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = PEAK_RATE * schedule(step / steps)
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
+            loss = loss_of(piece)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        if step % 25 == 24:
+            pace = (time.monotonic() - start) / (step + 1)
+            log(f"{name} step {step + 1}/{steps}, loss {average:.3f}, {pace:.2f} s a step")
+        if step % 100 == 99 or step == steps - 1:
+            save()
+    minutes = round((time.monotonic() - start) / 60, 1)
+    return {"steps": steps, "minutes": minutes, "loss": round(average, 3), "continuations": len(pieces.written)}
+
+
+def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the tensors in bfloat16, as heads are published. With one metadata key the file is reproducible."""
+    stored = {n: t.detach().to(torch.bfloat16).contiguous() if t.is_floating_point() else t for n, t in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[list[int]], new_tokens: int) -> dict:
+    """Return the statistics of the product's own loop over the eager speculator, in float32, at chain length 3."""
+    config = ExportConfig(
+        "gemma4-tiny", checkpoint=target_folder, draft=draft_folder, backend="xnnpack", chain_len=MEASURED_CHAIN
+    )
+    plan = make_plan(config)
+    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
+    stats = GenerationStats()
+    for prompt in prompts:
+        stats.add(complete(session, prompt, max_new_tokens=new_tokens).stats)
+    return stats.counts()

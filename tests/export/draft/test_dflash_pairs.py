@@ -1,0 +1,180 @@
+"""A target with a DFlash head: every block of a generation is its formulas, whatever runs the rounds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from dflash_heads import GOLDEN, KINDS, SLIDING, plan_of, save_pair
+from eager import eager_session
+from generations import assert_the_same_windows, same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
+from random_checkpoints import random_model, save_random_dflash, save_random_domino, save_random_xpress
+from safetensors.torch import load_file
+from scripted import ThreeMethods
+
+from eagle3.export.draft.kinds.dflash.formulas import Drafter
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.pipeline import load_speculator, trace
+from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.sampling.options import Sampling
+from eagle3.runner.sampling.sampler import Sampler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("dflash"))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def session(request, folder):
+    session = eager_session(plan_of(folder, request.param))
+    session.folder = folder / request.param
+    return session
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+class ByFormulas(ThreeMethods):
+    """Compares every block with the formulas, over the features that were written last at each position."""
+
+    def __init__(self, session):
+        super().__init__(session)
+        draft, weights = read_draft(session.folder), session._speculator.target
+        config, tensors = (
+            json.loads((session.folder / "config.json").read_text()),
+            load_file(session.folder / "model.safetensors"),
+        )
+        self.drafter = Drafter(config, draft.layer, tensors, weights.embed_tokens.weight, weights.lm_head.weight)
+        self.d2t, self.features, self.blocks = tensors.get("d2t"), torch.zeros(0, 64), 0
+        self.text = {}  # tokens by position, without the first
+
+    def draft_decode(self, tokens, feature, input_pos):
+        step = self._session.draft_decode(tokens, feature, input_pos)
+        self.features = torch.cat([self.features[: int(input_pos[0])], feature[0]])
+        self.text |= zip((input_pos + 1).tolist(), tokens[0].tolist(), strict=True)
+        logits, _ = self.drafter(self.features, int(tokens[0, -1]), self.text.get(int(input_pos[-1])))
+        torch.testing.assert_close(step.logits[0], logits, atol=1e-4, rtol=1e-4)
+        ids = logits.argmax(-1)
+        assert step.ids[0].tolist() == (ids if self.d2t is None else ids + self.d2t[ids]).tolist()
+        self.blocks += 1
+        return step
+
+
+@pytest.mark.parametrize("length", [3, 12, 40])  # within the windows, and past them
+def test_every_block_of_a_generation_is_its_formulas(length, session):
+    """Seeded in chunks, chained, and rolled back by accepted windows of several lengths: a bias leaves the target four
+    tokens, so that many are accepted."""
+    checked, prompt = ByFormulas(session), prompt_of(length)
+    plain = complete(checked, prompt, chain=0, max_new_tokens=20, stop_ids=[]).token_ids
+    assert complete(checked, prompt, max_new_tokens=20, stop_ids=[]).token_ids == plain
+    sampling = Sampling(temperature=1.0, seed=2, logit_bias={token: 50.0 for token in (10, 12, 13, 14)})
+    biased = [
+        complete(
+            checked,
+            prompt,
+            chain=chain,
+            max_new_tokens=40,
+            stop_ids=[],
+            choice=Sampler(sampling, session.metadata, prompt),
+        )
+        for chain in (0, None)
+    ]
+    assert biased[0].token_ids == biased[1].token_ids and biased[1].stats.num_accepted_tokens > 5
+    assert checked.blocks > 30
+
+
+def test_it_drafts_a_round_in_one_call_and_keeps_a_cache(session):
+    metadata = session.metadata
+    assert metadata.has_draft_cache and metadata.proposals == metadata.chain_len == read_draft(session.folder).chain_len
+    run = complete(ThreeMethods(session), prompt_of(12), max_new_tokens=20, stop_ids=[])
+    assert run.stats.method_calls[DRAFT_DECODE] == run.stats.num_drafts + 1  # the last round drafts for the next
+
+
+def test_every_way_to_generate_says_the_same(session):
+    prompt = prompt_of(30)
+    plain = same_tokens_by_every_path(session, prompt)
+    same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
+
+
+VARIANTS = ["dflash2", "dspark", "dspark_rnn", "xpress", "xpress_anchor"]
+VARIANTS += ["domino", "domino_unshifted", "domino_speculators"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(name, tmp_path):
+    """Seeded, chained and rolled back, by three methods and by fused rounds."""
+    random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(tmp_path / "target")
+    longest = read_draft(GOLDEN / name).longest_chain
+    session = eager_session(plan_of(tmp_path, "", draft=GOLDEN / name, chain_len=longest))
+    session.folder = GOLDEN / name
+    checked, prompt, options = ByFormulas(session), prompt_of(20), {"max_new_tokens": 16, "stop_ids": []}
+    plain = complete(checked, prompt, chain=0, **options).token_ids
+    three, fused = complete(checked, prompt, **options), complete(session, prompt, **options)
+    assert plain == three.token_ids == fused.token_ids and three.stats.counts() == fused.stats.counts()
+    assert checked.blocks > 8
+    assert_the_same_windows(session, prompt)
+
+
+def test_a_generation_goes_on_to_the_last_position(folder):
+    """The block behind it has no place in the context, but one in the caches."""
+    session = eager_session(plan_of(folder, "full", max_seq_len=24))
+    tokens = complete(session, prompt_of(9), max_new_tokens=99, stop_ids=[]).token_ids
+    assert len(tokens) == 24 - 9
+
+
+def test_on_the_way_to_cuda_a_block_of_16_rows_takes_the_small_m_kernels(tmp_path):
+    """Also where fewer of its tokens are verified: the block's rows, not the window's, decide."""
+    save_random_dflash(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), block=16, layer=SLIDING_20)
+    for chain_len, methods in ((3, (DRAFT_DECODE,)), (15, (DRAFT_DECODE, SPECULATE))):
+        for name, counted in linears_on_cuda(tmp_path, chain_len, methods).items():
+            assert not counted["large_m"] and not counted["dequantize"]
+            assert name == SPECULATE or counted["small_m"] == 2 * 7 + 1
+
+
+def test_on_the_way_to_cuda_every_linear_of_an_xpress_takes_the_small_m_kernels(tmp_path):
+    """Its table of tokens is looked up in 8 bits."""
+    save_random_xpress(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), rank=256, block=16, layer=SLIDING_20)
+    for chain_len in (3, 15):
+        counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert counted["small_m"] == 2 * 7 + 1 + 7
+
+
+def test_on_the_way_to_cuda_every_linear_of_a_domino_takes_the_small_m_kernels(tmp_path):
+    """Those of its GRU and of its bias take it for each row anew."""
+    keys = {"gru": 64, "rank": 32, "block": 16, "layer": SLIDING_20, "sample_from_anchor": True}
+    save_random_domino(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), **keys)
+    for chain_len in (3, 15):
+        counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert counted["small_m"] == 2 * 7 + 1 + 4
+
+
+SLIDING_20 = SLIDING | {"sliding_window": 20}
+
+
+def wide_target(folder: Path):
+    """Write a target whose linears are wide enough for the kernels; return its configuration."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    model = random_model("llama3.1-8B", num_hidden_layers=3, **wide)
+    model.to(torch.bfloat16).save_pretrained(folder / "target")
+    return model.config
+
+
+def linears_on_cuda(folder: Path, chain_len: int, methods: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """Return by method what the quantized linears of the target and the head in ``folder`` take."""
+    flags = {"draft_qlinear": "default", "speculate": True, "chain_len": chain_len, "max_prefill": None}
+    plan = plan_of(folder, "head", **flags)
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
+    cuda.prepare(speculator, plan)
+    counted = {}
+    for name in methods:
+        with cuda.tracing(speculator, plan):
+            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
+        counted[name] = check_linears(name, program)
+    return counted

@@ -1,0 +1,556 @@
+"""A draft head says the same in every dialect, and each variant of one is computed by its formulas."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dialect_files import (
+    CONFIGS,
+    FC_NORMS,
+    HIDDEN,
+    IDS,
+    LLAMA3,
+    SPOKEN,
+    VOCAB,
+    YARN,
+    biases,
+    norms,
+    random_eagle,
+    random_head,
+    without,
+    write,
+)
+from places import TESTS
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig
+
+from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.checks.pairing import check_pair, check_trained_for
+from eagle3.export.checks.tensors import check_draft as check_tensors
+from eagle3.export.draft.common.layer_config import layer_config
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3
+from eagle3.export.draft.kinds.eagle.which import head_kind
+from eagle3.export.draft.loading import load_draft
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
+from eagle3.export.planning.taps import choose_taps
+from eagle3.targets.attention import EagerAttention
+
+GOLDEN = TESTS / "golden" / "eagle3"
+OF_TARGETS = ("mistral", "mixtral", "phi3", "gpt_oss", "cohere2")
+
+TARGET = LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=12)
+
+
+def target():
+    torch.manual_seed(3)
+    embedding = nn.Embedding(VOCAB, HIDDEN)
+    embedding.weight = nn.Parameter(random_head()["embed_tokens.weight"])
+    return SimpleNamespace(embed_tokens=embedding, lm_head=nn.Linear(HIDDEN, VOCAB, bias=False))
+
+
+def run(folder, **flags):
+    """Taps of a target of twelve layers, and what the head says of twelve slots: logits and the next feature."""
+    draft = read_draft(folder, **flags)
+    taps = choose_taps(draft, TARGET, None, None)
+    check_pair(draft, TARGET, taps.layers)
+    head = load_draft(draft, 32, torch.float32, EagerAttention, target())
+    generator = torch.Generator().manual_seed(9)
+    states = [torch.randn(1, 12, HIDDEN, generator=generator) for _ in taps.layers or (0,)]
+    tokens = torch.randint(0, VOCAB, (1, 12), generator=generator)
+    with torch.no_grad():
+        logits, following = head(tokens, head.fuse(tuple(states)), torch.arange(12))
+    return taps.layers, head.target_ids(logits), logits, following
+
+
+@pytest.mark.parametrize("dialect", list(CONFIGS))
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_head_is_the_same_in_every_dialect(dialect, pickled, tmp_path):
+    tensors = random_head()
+    expected = run(write(tmp_path / "speculators", "speculators", tensors))
+    if dialect == "safeailab":
+        del tensors["embed_tokens.weight"]  # as SafeAILab does: the target's is the same
+    folder = write(tmp_path / "head", dialect, tensors, pickled)
+    draft = read_draft(folder)
+    assert draft.dialect == dialect
+    taps, *given = run(folder)
+    assert taps == ((2, 6, 9) if dialect == "safeailab" else (1, 3, 4))  # SafeAILab's files name none
+    for value, wanted in zip(given, expected[1:], strict=True):
+        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    assert check_draft(draft, 3)["logits"] < 1e-4
+
+
+def renamed(tensors, **names):
+    """Parts of names, with ``__`` for a dot."""
+    changed = {}
+    for name, tensor in tensors.items():
+        for part, other in names.items():
+            name = name.replace(part.replace("__", "."), other.replace("__", "."))
+        changed[name] = tensor
+    return changed
+
+
+def more_heads(heads):
+    generator = torch.Generator().manual_seed(10)
+    shapes = {"q_proj": (16 * heads, 2 * HIDDEN), "o_proj": (HIDDEN, 16 * heads)}
+    return {
+        f"layers.0.self_attn.{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
+VARIANTS = {
+    "older names of the aux norms": (
+        "sglang",
+        random_head() | norms("aux_norm_low", "aux_norm_mid", "aux_norm_high"),
+        {"use_aux_norm": True},
+    ),
+    "fc_norm": ("specforge", random_head() | FC_NORMS, {"fc_norm": True}),
+    "norm_before_fc in eagle_config": (
+        "modelopt",
+        random_head() | norms("input_norm", size=3 * HIDDEN),
+        {"eagle_config": {"norm_before_fc": True}},
+    ),
+    "a bias of fc": ("sglang", random_head() | biases("fc", size=HIDDEN), {"bias": True}),
+    "biases of attention and MLP": (
+        "angelslim",
+        random_head()
+        | biases("layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj", size=HIDDEN)
+        | biases("layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj", size=HIDDEN // 2)
+        | biases("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj", size=2 * HIDDEN),
+        {"attention_bias": True},
+    ),
+    "norms of queries and keys": (
+        "angelslim",
+        random_head() | norms("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", size=16),
+        {},
+    ),
+    "three layers": ("modelopt", random_head(layers=3), {"num_hidden_layers": 3}),
+    "SGLang's older names of later layers": (
+        "sglang",
+        renamed(
+            random_head(layers=2), layers__1__input_layernorm="layers.1.hidden_norm", layers__1="additional_layers.0"
+        ),
+        {"num_hidden_layers": 2},
+    ),
+    "Megatron's names of several layers": (
+        "modelopt",
+        renamed(
+            random_head(layers=2),
+            layers__1__input_layernorm="midlayer.1.hidden_norm",
+            layers__1="midlayer.1",
+            layers__0="midlayer.0",
+        ),
+        {"num_hidden_layers": 2},
+    ),
+    "a later layer with both norms, by hidden_norm": (
+        "sglang",
+        random_head(layers=2) | norms("layers.1.hidden_norm"),
+        {"num_hidden_layers": 2},
+    ),
+    "a later layer with both norms, by input_layernorm": (
+        "nemo",
+        random_head(layers=2) | norms("layers.1.hidden_norm"),
+        {"num_hidden_layers": 2},
+    ),
+    "its own embedding for lm_head": (
+        "sglang",
+        without(random_head(), "lm_head.weight", "d2t", "t2d"),
+        {"tie_word_embeddings": True, "draft_vocab_size": None},
+    ),
+    "the target's lm_head": (
+        "sglang",
+        without(random_head(), "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"),
+        {"draft_vocab_size": None},
+    ),
+    "heads wider than hidden_size": ("specforge", random_head(head_dim=32), {"head_dim": 32}),
+    "a head_dim that SafeAILab ignores": ("safeailab", random_head(), {"head_dim": 32}),
+    "a number of heads that does not divide hidden_size": (
+        "sglang",
+        random_head() | more_heads(6),
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "one tap": ("angelslim", random_head(taps=1), {IDS: [9]}),
+    "five taps, the last layer's output among them": (
+        "nemo",
+        random_head(taps=5),
+        {"eagle_config": {IDS: [1, 3, 4, 8, 12]}},
+    ),
+    "llama3 rope": ("specforge", random_head(), {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "SpecForge's yarn": ("specforge", random_head(), {"rope_scaling": YARN}),
+    "linear rope of old": ("safeailab", random_head(), {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "mrope, for text": ("angelslim", random_head(), {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
+    "partial rotary": ("sglang", random_head(), {"partial_rotary_factor": 0.5}),
+    "partial rotary and norms": (
+        "speculators",
+        random_head() | norms("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", size=16),
+        {
+            "transformer_layer_config": {
+                "model_type": "qwen3",
+                "head_dim": 16,
+                "rope_theta": None,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            }
+        },
+    ),
+    "no taps but the final state": (
+        "modelopt",
+        without(random_head(), "fc.weight", "layers.0.hidden_norm.weight"),
+        {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
+    ),
+    "the final state, normed": (
+        "modelopt",
+        without(random_head(), "fc.weight"),
+        {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
+    ),
+    "norm_output, which feeds the normed state": ("sglang", random_head(), {"norm_output": True}),
+    "return_hidden_post_norm": ("modelopt", random_head(), {"eagle_config": {"return_hidden_post_norm": True}}),
+    "no last norm": (
+        "modelopt",
+        without(random_head(), "norm.weight"),
+        {"eagle_config": {"use_last_layernorm": False}},
+    ),
+    "no norm of the embedding": (
+        "modelopt",
+        without(random_head(), "layers.0.input_layernorm.weight"),
+        {"eagle_config": {"use_input_layernorm_in_first_layer": False}},
+    ),
+    "a window": ("sglang", random_head(), {"layer_types": ["sliding_attention"], "sliding_window": 6}),
+    "windows of some layers": (
+        "sglang",
+        random_head(layers=2),
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+    ),
+    "Llama 4's dense width": (
+        "sglang",
+        random_head(),
+        {"model_type": "llama4_text", "intermediate_size": 32, "intermediate_size_mlp": 2 * HIDDEN},
+    ),
+    "Mistral's name on a Llama layer": ("sglang", random_head(), {"model_type": "mistral", "sliding_window": 4096}),
+    "norm_before_residual": ("sglang", random_head(), {"norm_before_residual": True}),
+    "old rotary tables in the file": (
+        "safeailab",
+        random_head() | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_each_variant_is_computed_by_its_formulas(name, tmp_path):
+    dialect, tensors, keys = VARIANTS[name]
+    folder = write(tmp_path / "head", dialect, tensors, **keys)
+    draft = read_draft(folder)
+    taps = choose_taps(draft, TARGET, None, None)
+    check_pair(draft, TARGET, taps.layers)
+    compared = check_draft(draft, len(taps.layers))
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+    *_, logits, _ = run(folder)  # its own weights load and give numbers
+    assert logits.isfinite().all()
+
+
+def test_specforge_never_feeds_the_normed_state_and_may_leave_lm_head_without_norm(tmp_path):
+    folders = {said: write(tmp_path / str(said), "sglang", norm_output=said) for said in (True, False)}
+    plain = run(write(tmp_path / "plain", "specforge"))
+    for said, folder in folders.items():
+        assert check_draft(read_draft(folder, "specforge"), 3)["logits"] < 1e-4
+        (warning,) = read_draft(folder, "specforge").warnings
+        assert "norm_output" in warning and "--draft-dialect sglang" in warning
+        assert torch.equal(run(folder, dialect="specforge")[3], plain[3])
+        assert torch.equal(run(folder, dialect="specforge")[2], plain[2]) == said
+    assert not torch.equal(run(folders[True])[3], plain[3])  # as SGLang reads it
+
+
+def test_the_residual_flag_overrides_the_checkpoint(tmp_path):
+    folder = write(tmp_path / "head", "nemo")
+    draft = read_draft(folder, norm_before_residual=True)
+    assert draft.norm_before_residual and check_draft(draft, 3, True)["logits"] < 1e-4
+    assert not torch.equal(run(folder, norm_before_residual=True)[2], run(folder)[2])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "ids", "taps", "doubt"),
+    [
+        ("specforge", [0, 2, 3], (1, 3, 4), True),
+        ("specforge", [1, 5, 8], (2, 6, 9), False),  # every output convention's default
+        ("specforge", [2, 6, 9], (2, 6, 9), False),  # every input convention's
+        ("modelopt", [4, 8, 12], (4, 8, 12), False),  # no layer 12 to have an output
+        ("nemo", [1, 5, 8], (2, 6, 9), False),
+        ("nemo", [2, 5, 8], (3, 6, 9), True),
+        ("angelslim", [2, 5, 8], (2, 5, 8), True),
+        ("speculators", [1, 5, 8], (1, 5, 8), False),
+    ],
+)
+def test_what_a_layer_id_means_is_the_dialects_unless_the_ids_tell(dialect, ids, taps, doubt, tmp_path):
+    keys = {IDS: ids} if dialect in ("speculators", "angelslim") else {"eagle_config": {IDS: ids}}
+    chosen = choose_taps(read_draft(write(tmp_path / "head", dialect, **keys)), TARGET, None, None)
+    assert chosen.layers == taps and bool(chosen.doubt) == doubt
+    if doubt:
+        assert "--aux-convention" in chosen.doubt
+
+
+def test_a_deepspec_head_is_read_with_its_steps_and_target(tmp_path):
+    draft = read_draft(write(tmp_path / "head", "deepspec", target_layer_ids=[4, 8, 11]))
+    assert (draft.chain_len, draft.verifier) == (7, "Qwen/Qwen3-8B")
+    assert choose_taps(draft, TARGET, None, None).layers == (5, 9, 12)  # outputs, whatever they look like
+
+
+def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
+    two = write(tmp_path / "two", "deepspec", num_hidden_layers=2)
+    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes heads of one layer" in refusal(read_draft, two)
+    named = write(tmp_path / "named", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
+    assert "lacks layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads with Gemma 4's" in refusal(read_draft, named)
+    more = {"layers.0.pre_feedforward_layernorm.weight": torch.ones(HIDDEN)}
+    unnamed = write(tmp_path / "unnamed", "deepspec", random_head() | more)
+    assert "has layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads" in refusal(read_draft, unnamed)
+    experts = shutil.copytree(GOLDEN / "gemma4_deepspec", tmp_path / "experts")
+    config = json.loads((experts / "config.json").read_text())
+    (experts / "config.json").write_text(json.dumps(config | {"enable_moe_block": True}))
+    assert "layers with experts or with inputs of their own" in refusal(read_draft, experts)
+
+
+@pytest.mark.parametrize("case", ["gemma4_deepspec", "gemma4_deepspec_values"])
+def test_deepspec_heads_with_gemma4_layers_are_their_formulas(case):
+    draft = read_draft(GOLDEN / case)
+    assert draft.gemma4 and (draft.embedding_scale, draft.softcap) == (8.0, 4.0)
+    check_draft(draft, taps=3)
+
+
+@pytest.mark.parametrize("dialect", ["safeailab", "angelslim"])
+def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json_is(dialect, tmp_path):
+    """EAGLE3-Vicuna1.3-13B and AngelSlim's CosyVoice head have their targets' depth."""
+    one, deep = (run(write(tmp_path / str(depth), dialect, num_hidden_layers=depth)) for depth in (1, 40))
+    assert torch.equal(one[2], deep[2])
+    draft = read_draft(tmp_path / "40")
+    assert draft.layers == 1 and check_draft(draft, 3)["logits"] < 1e-4
+    numbered = write(tmp_path / "numbered", "sglang", num_hidden_layers=40)
+    assert "there are tensors of 1 layers: is a shard missing" in refusal(read_draft, numbered, dialect)
+    (tmp_path / "40" / "model.safetensors").rename(tmp_path / "40" / "first.safetensors")
+    shards = {"weight_map": {"fc.weight": "first.safetensors", "midlayer.mlp.up_proj.weight": "second.safetensors"}}
+    (tmp_path / "40" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert "second.safetensors is missing" in refusal(read_draft, tmp_path / "40")
+
+
+@pytest.mark.parametrize("dialect", ["safeailab", "sglang", "specforge", "nemo", "modelopt", "angelslim"])
+def test_a_targets_model_type_over_llamas_tensors_is_a_llama_layer(dialect, tmp_path):
+    llama, *others = (run(write(tmp_path / name, dialect, model_type=name)) for name in ("llama", *OF_TARGETS))
+    for name, other in zip(OF_TARGETS, others, strict=True):
+        draft = read_draft(tmp_path / name)
+        assert torch.equal(llama[2], other[2]) and draft.window == 0
+        (warning,) = [line for line in draft.warnings if "model_type is" in line] or [""]
+        assert (f"model_type is {name}; the layer is read as Llama's" in warning) == (name != "mistral")
+    sliding = {"model_type": "mistral", "layer_types": ["sliding_attention"]}
+    assert "sliding_window None" in refusal(read_draft, write(tmp_path / "sliding", "sglang", **sliding))
+
+
+def test_a_type_whose_defaults_or_factors_may_be_another_layers_is_asked_about(tmp_path):
+    for key in ("rms_norm_eps", "num_attention_heads"):
+        folder = write(tmp_path / key, "specforge", model_type="phi3", **{key: None})
+        assert f"has no {key}, and its model_type is phi3" in refusal(read_draft, folder)
+    scaled = write(tmp_path / "scaled", "safeailab", model_type="minicpm", scale_emb=12)
+    assert "scale_emb is 12 and model_type minicpm, but the layer is read as Llama's" in refusal(read_draft, scaled)
+
+
+def test_speculators_and_deepspec_choose_their_layer_by_its_type(tmp_path):
+    nested = write(tmp_path / "nested", "speculators", transformer_layer_config={"model_type": "gemma2"})
+    assert "of type 'gemma2', but llama, qwen2, qwen3 are" in refusal(read_draft, nested)
+    assert "of type 'phi3'" in refusal(read_draft, write(tmp_path / "deepspec", "deepspec", model_type="phi3"))
+
+
+def test_a_targets_model_type_names_an_eagles_layer_too(tmp_path):
+    draft = read_draft(
+        write(tmp_path / "eagle", "safeailab", random_eagle(), model_type="mixtral", draft_vocab_size=None)
+    )
+    assert draft.kind == EAGLE and check_draft(draft, 0)["logits"] < 1e-4
+
+
+def test_angelslims_own_ids_are_outputs(tmp_path):
+    own = "aux_hidden_states_layer_ids"
+    alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))
+    assert choose_taps(alone, TARGET, None, None).layers == (1, 5, 8)
+    both = read_draft(write(tmp_path / "both", "angelslim", **{IDS: [1, 5, 8], own: [0, 4, 7]}))
+    assert both.aux_layers == (1, 5, 8)
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+        call(*args)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tensors", "keys", "says"),
+    [
+        ("sglang", without(random_head(), "fc.weight"), {}, "no tensor fc.weight"),
+        ("sglang", without(random_head(), "norm.weight"), {}, "lacks norm.weight"),
+        ("sglang", without(random_head(), "lm_head.weight"), {}, "no lm_head.weight, and draft_vocab_size 48"),
+        ("sglang", without(random_head(), "layers.0.hidden_norm.weight"), {}, "lacks layers.0.hidden_norm.weight"),
+        ("sglang", random_head(layers=2), {}, "num_hidden_layers is 1 in config.json, but there are tensors of 2"),
+        ("sglang", random_head(), {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ("sglang", random_head(), {"attention_bias": True}, "q_proj.bias"),
+        ("sglang", random_head(), {"fc_norm": True}, "fc_norm is True"),
+        ("sglang", random_head() | FC_NORMS, {"fc_norm": False}, "fc_norm is False"),
+        ("sglang", random_head(), {"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+        ("modelopt", random_head(), {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
+        ("modelopt", random_head(), {"eagle_config": {"eh_proj_before_attn": True}}, "eh_proj_before_attn"),
+        ("modelopt", random_head(), {"eagle_config": {"parallel_draft_step": 4}}, "Medusa"),
+        ("sglang", random_head(), {"norm_before_fc": True}, "lacks input_norm.weight"),
+        ("sglang", without(random_head(), "layers.0.post_attention_layernorm.weight"), {}, "lacks layers.0.post_att"),
+        ("sglang", random_head() | norms("fc_norm.0"), {}, "of 64 features together, but fc takes 192"),
+        ("sglang", random_head() | {"fc.weight": torch.tensor(1.0)}, {}, "fc.weight is []"),
+        ("sglang", random_head() | {"lm_head.weight": torch.ones(0, HIDDEN)}, {}, "lm_head.weight is [0, 64]"),
+        ("sglang", random_head(), {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        ("sglang", random_head(), {"rope_theta": float("inf")}, "rope_theta is Infinity"),
+        ("sglang", random_head(), {"partial_rotary_factor": 0}, "partial_rotary_factor is 0"),
+        ("sglang", random_head(), {"partial_rotary_factor": 1.5}, "of 1 at most"),
+        (
+            "safeailab",
+            random_head(),
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5},
+            "rope_theta beside a linear rope_scaling is 500000.0, which SafeAILab's code takes no notice of",
+        ),
+        ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code takes no notice of"),
+        ("specforge", random_head(), {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
+        ("angelslim", random_head(), {"logit_scale": 0}, "logit_scale is 0"),
+        ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(dialect, tensors, keys, says, tmp_path):
+    folder = write(tmp_path / "head", dialect, tensors, **keys)
+    assert says in refusal(read_draft, folder)
+
+
+def test_a_weight_that_is_no_number_is_refused(tmp_path):
+    for index, value in enumerate((float("nan"), float("inf"))):
+        tensors = random_head()
+        tensors["layers.0.mlp.up_proj.weight"][3, 5] = value
+        draft = read_draft(write(tmp_path / str(index), "sglang", tensors))
+        line = refusal(check_finite, draft.source, draft.tensor_names.__contains__)
+        assert "up_proj.weight holds 1 values of 8,192 that are NaN or infinite" in line
+
+
+META = torch.ones(2, 2, device="meta")
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):
+    folder = write(tmp_path / "head", "safeailab", pickled=True)
+
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}))
+    assert "may run code" in refusal(read_draft, folder)
+    assert not (tmp_path / "ran").exists()
+    (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut short")
+    assert "truncated or no PyTorch file" in refusal(read_draft, folder)
+    for state in ({"epoch": 3}, {1: torch.ones(2)}, {"fc.weight": torch.eye(2).to_sparse()}, {"fc.weight": META}):
+        torch.save(state, folder / "pytorch_model.bin")
+        assert "no state dictionary" in refusal(read_draft, folder)
+    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    assert "git lfs pull" in refusal(read_draft, folder)
+
+
+def test_pickled_shards_are_one_checkpoint_and_a_missing_one_is_named(tmp_path):
+    whole = run(write(tmp_path / "whole", "safeailab", pickled=True))
+    folder = write(tmp_path / "head", "safeailab", pickled=True)
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    (folder / "pytorch_model.bin").unlink()
+    parts = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    index = {name: f"pytorch_model-{number}.bin" for number, part in enumerate(parts) for name in part}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    for number, part in enumerate(parts):
+        torch.save(part, folder / f"pytorch_model-{number}.bin")
+    assert torch.equal(run(folder)[2], whole[2])
+    again = {"fc.weight": tensors["fc.weight"]}
+    for number, part in enumerate(parts):
+        torch.save(part | again, folder / f"pytorch_model-{number}.bin")
+    assert "has fc.weight twice" in refusal(read_draft, folder)
+    torch.save(parts[0], folder / "pytorch_model-0.bin")
+    torch.save(without(parts[1], "fc.weight", "norm.weight"), folder / "pytorch_model-1.bin")
+    assert "but no file has it" in refusal(read_draft, folder)
+    (folder / "pytorch_model-1.bin").unlink()
+    assert "pytorch_model-1.bin is missing" in refusal(read_draft, folder)
+
+
+def test_a_head_for_another_family_or_tokenizer_is_refused(tmp_path):
+    verifier = {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]}
+    folder = write(tmp_path / "head", "speculators", speculators_config={"verifier": verifier})
+    other = Path(tmp_path / "target")
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    line = refusal(check_trained_for, read_draft(folder), other)
+    assert "Qwen/Qwen3-8B" in line and "Llama" in line
+    (other / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForConditionalGeneration"]}))
+    check_trained_for(read_draft(folder), other)
+    for where, words in ((folder, ["a", "b"]), (other, ["b", "a", "c"])):
+        vocabulary = {word: id for id, word in enumerate(words)}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+        (where / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    line = refusal(check_trained_for, read_draft(folder), other)
+    assert "differ in 2 ids" in line and "'a'" in line and "'b'" in line
+    (folder / "tokenizer.json").write_text("{}")
+    assert "no tokenizer" in refusal(check_trained_for, read_draft(folder), other)
+
+
+def test_a_head_whose_taps_are_not_named_and_not_three_asks_for_them(tmp_path):
+    draft = read_draft(write(tmp_path / "head", "safeailab", random_head(taps=2)))
+    assert "2 taps of 64" in refusal(choose_taps, draft, TARGET, None, None)
+    assert choose_taps(draft, TARGET, (3, 9), None).layers == (3, 9)
+
+
+def test_a_wider_target_needs_an_embedding_of_the_heads_own(tmp_path):
+    wide = LlamaConfig(hidden_size=2 * HIDDEN, vocab_size=VOCAB, num_hidden_layers=12)
+    tensors = random_head(width=2 * HIDDEN)
+    draft = read_draft(write(tmp_path / "own", "safeailab", tensors, target_hidden_size=2 * HIDDEN))
+    taps = choose_taps(draft, wide, None, None).layers
+    check_pair(draft, wide, taps)
+    assert check_draft(draft, 3)["logits"] < 1e-4
+    sharing = read_draft(write(tmp_path / "none", "safeailab", without(tensors, "embed_tokens.weight")))
+    assert "cannot share the target's" in refusal(check_pair, sharing, wide, taps)
+
+
+def test_a_tensor_that_no_head_has_is_refused(tmp_path):
+    draft = read_draft(write(tmp_path / "head", "nemo", random_head() | norms("layers.0.extra_norm")))
+    assert "layers.0.extra_norm.weight" in refusal(check_tensors, draft)
+
+
+def test_shards_of_safetensors_are_one_head(tmp_path):
+    tensors = random_head()
+    whole = run(write(tmp_path / "whole", "nemo", tensors))
+    folder = write(tmp_path / "head", "nemo", tensors)
+    (folder / "model.safetensors").unlink()
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    parts = [dict(list(named.items())[::2]), dict(list(named.items())[1::2])]
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"part-{number}.safetensors")
+    index = {name: f"part-{number}.safetensors" for number, part in enumerate(parts) for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(run(folder)[2], whole[2])
+    assert read_draft(folder).draft_vocab_size == SPOKEN
+
+
+def test_sizes_that_speculators_left_out_are_transformers_defaults(tmp_path):
+    """The files of speculators hold what differs from the class: the head of an 8B Llama has no hidden_size."""
+    small = {"hidden_size": None, "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": 8}
+    folder = write(tmp_path / "head", "speculators", transformer_layer_config=small | {"num_hidden_layers": 1})
+    config = json.loads((folder / "config.json").read_text())
+    left = {key: value for key, value in config["transformer_layer_config"].items() if value is not None}
+    headers = {"layers.0.self_attn.q_proj.weight": TensorHeader((4096, 8192), "BF16", 0)}
+    headers["fc.weight"] = TensorHeader((4096, 12288), "BF16", 0)
+    layer = layer_config(folder / "config.json", left, headers)
+    assert (layer.hidden_size, layer.num_attention_heads, layer.head_dim) == (4096, 32, 128)
+    assert head_kind(folder / "config.json", config, layer.hidden_size, headers) == EAGLE3
+
+
+def test_a_dialect_that_does_not_fit_the_file_is_named(tmp_path):
+    nested, flat = write(tmp_path / "nested", "speculators"), write(tmp_path / "flat", "nemo")
+    assert "--draft-dialect speculators" in refusal(read_draft, nested, "sglang")
+    assert "no transformer_layer_config" in refusal(read_draft, flat, "speculators")

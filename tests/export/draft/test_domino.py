@@ -1,0 +1,147 @@
+"""Domino heads: how their trainers write them, and what is refused. test_dflash.py compares them with the trainers' own
+numbers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from commands import run_command
+from dflash_cases import Case
+from dflash_heads import GOLDEN, TARGET, changed, refusal
+from safetensors.torch import load_file, save_file
+
+from eagle3.export.checks.pairing import check_pair
+from eagle3.export.cli import main as export_main
+from eagle3.export.draft.kinds.dflash import DOMINO
+from eagle3.export.draft.reading import read_draft
+
+OWN = json.loads((GOLDEN / "domino" / "config.json").read_text())["dflash_config"]
+
+
+def read_whole(folder):
+    draft = read_draft(folder)
+    check_pair(draft, TARGET, (1, 3, 4))
+    return draft
+
+
+def renamed(name: str, folder, prefix: str):
+    """A copy of a golden head whose GRU and bias have names behind ``prefix``."""
+    shutil.copytree(GOLDEN / name, folder)
+    tensors = load_file(folder / "model.safetensors")
+    ends = {each: each[each.index(part) :] for each in tensors for part in ("prefix_gru", "embed_proj") if part in each}
+    assert len(ends) == 4
+    tensors = {prefix + ends[each] if each in ends else each: tensor for each, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["", "logit_head.", "model.", "model.logit_head."])
+@pytest.mark.parametrize("named", ["DominoDraftModel", "DFlashDraftModel"])
+def test_a_domino_is_read_by_its_projector_type_whatever_its_class_and_prefix(named, prefix, tmp_path):
+    """SpecForge names the class Domino, the authors and ModelOpt DFlash. Early checkpoints had a ``logit_head``."""
+    head = changed(renamed("domino", tmp_path / "named", prefix), tmp_path / "head", {"architectures": [named]})
+    case = Case(head)
+    assert read_whole(head).kind == DOMINO
+    case.check(2, *case.draft_behind(0, 6))
+
+
+def test_the_class_alone_says_domino_as_in_specforge(tmp_path):
+    own = {key: value for key, value in OWN.items() if key != "projector_type"}
+    assert read_whole(changed(GOLDEN / "domino", tmp_path / "head", {"dflash_config": own})).kind == DOMINO
+
+
+def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(tmp_path):
+    keys = dict.fromkeys(("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"))
+    draft = read_draft(changed(GOLDEN / "domino_speculators", tmp_path / "head", keys))
+    assert (draft.first_row, draft.variant.first, draft.variant.size, draft.variant.rank) == (0, 1, 1024, 256)
+
+
+def test_the_anchors_row_proposes_with_a_shifted_label_alone():
+    shifted, other = read_draft(GOLDEN / "domino"), read_draft(GOLDEN / "domino_unshifted")
+    assert (shifted.first_row, shifted.longest_chain, shifted.variant.first) == (0, 5, 1)
+    assert (other.first_row, other.longest_chain, other.variant.first) == (1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "keys", "says"),
+    [
+        ({"projector_type": "dspark"}, {}, "projector_type is 'dspark', which is not read in a Domino head"),
+        ({"projector_type": "dflash"}, {}, "projector_type is 'dflash', which is not read in a Domino head"),
+        (
+            {"projector_type": "causal_v5"},
+            {"architectures": ["DFlashDraftModel"]},
+            "projector_type is 'causal_v5', a head of the DFlash family that is not read",
+        ),
+        (
+            {},
+            {"architectures": ["DFlash2DraftModel"]},
+            "projector_type is 'domino', which is not read in a DFlash2 head",
+        ),
+        ({"projector_type": None}, {"architectures": ["DFlashDraftModel"]}, "shift_label is true in a DFlash head"),
+        ({"shift_label": None}, {}, "has no shift_label"),
+        ({"shift_label": "yes"}, {}, 'shift_label is "yes", but must be true or false'),
+        ({"pure_draft_prefix_len": None}, {}, "has no pure_draft_prefix_len"),
+        ({"emb_dim": None}, {"emb_dim": None}, "has no emb_dim"),
+        ({"pure_draft_prefix_len": 5}, {}, "pure_draft_prefix_len is 5, but a block proposes 5 tokens"),
+        ({"pure_draft_prefix_len": 4, "shift_label": False}, {}, "is 4, but a block proposes 4 tokens"),
+        ({"pure_draft_prefix_len": -1}, {}, "pure_draft_prefix_len is -1, but must be a whole number from 0 on"),
+        ({"gru_hidden_dim": 0}, {}, "gru_hidden_dim is 0, but must be a whole number from 1 on"),
+        ({"gru_hidden_dim": 16}, {}, "weight_ih_l0.weight is [72, 64], but config.json implies [48, 64]"),
+        ({"emb_dim": 9}, {}, "emb_dim is 8, but 9 in dflash_config"),
+        ({"emb_dim": 9}, {"emb_dim": 9}, "embed_proj.0.weight is [8, 88], but config.json implies [9, 88]"),
+        ({"output_multiplier": 0.5}, {}, "output_multiplier is 0.5, which no code of a Domino knows"),
+        ({}, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which no code of a Domino knows"),
+        ({}, {"input_embedding_scale": 8.0}, "input_embedding_scale is 8.0, which no code of a Domino knows"),
+        ({"selector_rank": 8}, {}, "dflash_config has selector_rank"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_or_the_tensors_is_refused(own, keys, says, tmp_path):
+    head = changed(GOLDEN / "domino", tmp_path / "head", {"dflash_config": OWN | own} | keys)
+    assert says in refusal(read_whole, head)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("domino_speculators", {"shift_label": False}, "speculators' Domino would see the tokens that it proposes"),
+        ("domino_speculators", {"sample_from_anchor": False}, "shift_label is True, but sample_from_anchor is not"),
+        (
+            "domino_speculators",
+            {"projector_type": "x"},
+            "projector_type is 'x', a head of the DFlash family that is not read",
+        ),
+        ("domino_speculators", {"projector_type": None, "shift_label": None}, "a DFlash with its config.json has no"),
+        ("domino_speculators", {"projector_type": "dflash"}, "shift_label is true in a DFlash head"),
+        (
+            "dflash_full",
+            {"projector_type": "domino", "sample_from_anchor": None},
+            "lacks domino_head.prefix_gru.weight_ih_l0",
+        ),
+        ("dspark", {"projector_type": "domino"}, "projector_type is 'domino', which is not read in a DSpark head"),
+    ],
+)
+def test_a_domino_of_speculators_that_contradicts_itself_is_refused(name, keys, says, tmp_path):
+    assert says in refusal(read_whole, changed(GOLDEN / name, tmp_path / "head", keys))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"prefix_gru.weight_hh_l0": None}, "lacks domino_head.prefix_gru.weight_hh_l0"),
+        ({"embed_proj.2.weight": None}, "lacks domino_head.embed_proj.2.weight"),
+        ({"embed_proj.2.weight": torch.zeros(48, 8)}, "is [48, 8], but config.json implies [96, 8]"),
+        ({"prefix_gru.bias_ih_l0": torch.ones(72)}, "has prefix_gru.bias_ih_l0, which a Domino"),
+        ({"prefix_gru.weight_ih_l1": torch.ones(72, 24)}, "has prefix_gru.weight_ih_l1, which a Domino"),
+        ({"embed_proj.0.bias": torch.ones(8)}, "has embed_proj.0.bias, which a Domino"),
+        ({"logit_head.embed_proj.2.weight": torch.ones(96, 8)}, "has domino_head.embed_proj.2.weight twice"),
+        ({"markov_head.markov_w1.weight": torch.ones(96, 8)}, "has no place for"),
+    ],
+)
+def test_tensors_that_a_domino_does_not_have_are_refused(tensors, says, tmp_path):
+    assert says in refusal(read_whole, changed(GOLDEN / "domino", tmp_path / "head", tensors=tensors))
+
+
+def test_it_is_listed():
+    listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
+    assert "Huang2020/Qwen3-8B-Domino-b16" in listed[DOMINO]["heads"]

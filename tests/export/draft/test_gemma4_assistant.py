@@ -1,0 +1,296 @@
+"""Gemma 4 assistants: transformers' own class and its assisted generation say what a head computes and proposes."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from assisted_generation import proposed
+from commands import fail_command, run_command
+from eager import eager_session
+from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
+from random_checkpoints import SIZE, random_assistant, random_model, save_random_assistant, save_random_draft
+from safetensors.torch import load_file, save_file
+from scripted import ThreeMethods
+from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
+
+from eagle3.export.checks.pairing import check_pair
+from eagle3.export.cli import main as export_main
+from eagle3.export.draft.kinds.gemma4_assistant import GEMMA4_ASSISTANT
+from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.export.twin.randomize import randomize
+from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
+from eagle3.runner.hosts.session import EagerSession
+from eagle3.runner.rounds.loop import complete
+from eagle3.targets.attention import EagerAttention
+
+SIZES = ("31B", "E2B", "E4B", "26B-A4B")
+KINDS = {"tied": False, "ordered": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    """transformers' target, which hands the keys of its last layers to an assistant."""
+    with states_are_shared(Gemma4TextConfig):
+        return random_model("gemma4-31B")
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    """The target and a head of each kind, as transformers saves them."""
+    folder = tmp_path_factory.mktemp("assistants")
+    target.save_pretrained(folder / "target")
+    for name, ordered in KINDS.items():
+        save_random_assistant(folder / name, target.config, ordered)
+    return folder
+
+
+def plan_of(folder: Path, kind: str, target_model: str = "gemma4-31B", **flags):
+    given = {"checkpoint": folder / "target", "draft": folder / kind, "max_seq_len": 128, "chain_len": 3}
+    arch = None if torch.cuda.is_available() else "sm_90"
+    return make_plan(ExportConfig(target_model, output_dir=None, cuda_arch=arch, **given, **flags))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def session(request, folder):
+    plan = plan_of(folder, request.param)
+    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    session = EagerSession(speculator, make_metadata(plan, make_manifest(plan)))
+    session.kind = request.param
+    return session
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+class Recorded(ThreeMethods):
+    """Keeps the proposals of each round, by the position of its first token."""
+
+    def __init__(self, session):
+        super().__init__(session)
+        self.rounds = {}
+
+    def target_verify(self, tokens, input_pos):
+        self.rounds[int(input_pos[0])] = tokens[0, 1:].tolist()
+        return self._session.target_verify(tokens, input_pos)
+
+
+def assert_same_rounds(ours: Recorded, rounds: list[list[int]], length: int) -> None:
+    found = [each for position, each in ours.rounds.items() if position >= length]
+    wanted = [each for each in rounds if len(each) == 3]  # fewer where the budget ends
+    assert found[: len(wanted)] == wanted and len(wanted) > 15
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_twin_is_transformers_own_class(kind, folder):
+    """Seeded, chained, rolled back and past the sliding window, in float32."""
+    draft = read_draft(folder / kind)
+    assert (draft.kind, draft.dialect, draft.has_cache, draft.chain_len) == (GEMMA4_ASSISTANT, "transformers", False, 3)
+    compared = check_draft(draft, 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 2 * 16
+
+
+@pytest.fixture(scope="module")
+def pair_sharing_keys(tmp_path_factory):
+    """A target whose last layers share keys, and its head; and the folder of both."""
+    folder = tmp_path_factory.mktemp("sharing")
+    model = random_model("gemma4-E2B")
+    model.save_pretrained(folder / "target")
+    save_random_assistant(folder / "tied", model.config)
+    return model, random_assistant(model.config), folder
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_it_attends_to_the_last_layers_that_keep_keys(length, pair_sharing_keys):
+    model, assistant, folder = pair_sharing_keys
+    compared = check_draft(read_draft(folder / "tied"), 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+    plan = plan_of(folder, "tied", target_model="gemma4-E2B")
+    session = eager_session(plan)
+    tokens, rounds = proposed(model, assistant, prompt_of(length), 24, 3)
+    ours = Recorded(session)
+    assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
+    assert_same_rounds(ours, rounds, length)
+
+
+def test_a_unified_assistant_proposes_what_transformers_generation_does(target, tmp_path):
+    """Its target is read without an entry of its own."""
+    keys = {key: value for key, value in target.config.to_dict().items() if key not in ("model_type", "architectures")}
+    config = Gemma4UnifiedTextConfig.from_dict(keys)
+    with states_are_shared(type(config)):
+        model = Gemma4UnifiedForCausalLM(config).eval().requires_grad_(False)
+    randomize(model, seed=3)
+    model.save_pretrained(tmp_path / "target")
+    save_random_assistant(tmp_path / "tied", config)
+    compared = check_draft(read_draft(tmp_path / "tied"), 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+    plan = plan_of(tmp_path, "tied", target_model="auto")
+    tokens, rounds = proposed(model, random_assistant(config), prompt_of(40), 24, 3)
+    ours = Recorded(eager_session(plan))
+    assert complete(ours, prompt_of(40), max_new_tokens=24, stop_ids=[]).token_ids == tokens
+    assert_same_rounds(ours, rounds, 40)
+
+
+@pytest.mark.parametrize("length", [3, 12, 40])  # within the window of 16, and past it
+def test_its_proposals_are_those_of_transformers_assisted_generation(length, session, target, folder):
+    assistant = random_assistant(target.config, KINDS[session.kind])
+    assistant.load_state_dict(load_file(folder / session.kind / "model.safetensors"), strict=False)
+    assistant.tie_weights()
+    tokens, rounds = proposed(target, assistant, prompt_of(length), 24, 3)
+    ours = Recorded(session)
+    assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
+    assert_same_rounds(ours, rounds, length)
+
+
+def test_it_costs_no_cache_no_seeding_and_one_row(session):
+    metadata = session.metadata
+    assert not metadata.has_draft_cache and metadata.draft_sliding_window == 0
+    assert metadata.manifest["format_version"] == 5 and metadata.manifest["draft_kind"] == GEMMA4_ASSISTANT
+    calls = complete(ThreeMethods(session), prompt_of(60), max_new_tokens=2, stop_ids=[]).stats.method_calls
+    assert calls[DRAFT_DECODE] <= 6  # no call for the four chunks of the prompt
+
+
+def test_every_way_to_generate_says_the_same(session):
+    prompt = prompt_of(30)
+    plain = same_tokens_by_every_path(session, prompt)
+    same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels_and_no_cache_is_written(kind, tmp_path):
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    model = random_model("gemma4-31B", **wide)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    save_random_assistant(tmp_path / kind, model.config, KINDS[kind], hidden_size=64, intermediate_size=128)
+    plan = plan_of(tmp_path, kind, draft_qlinear="default", speculate=True)
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
+    cuda.prepare(speculator, plan)
+    for name in (DRAFT_DECODE, SPECULATE):
+        with cuda.tracing(speculator, plan):
+            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
+        written = [node for node in program.graph.nodes if "index_copy" in str(node.target)]
+        assert len(written) == (0 if name == DRAFT_DECODE else 2 * 6)  # the target's own keys and values
+        counted = check_linears(name, program)
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert name == SPECULATE or counted["small_m"] == 3 * 5 + 3  # both projections; the vocabulary or centroids
+
+
+# --- what is refused
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises(ValueError) as refused:
+        call(*args)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def changed(folder: Path, into: Path, keys=None, tensors=None) -> Path:
+    """A copy of a head with other keys in its text configuration, and other tensors (None to leave one out)."""
+    shutil.copytree(folder, into)
+    config = json.loads((into / "config.json").read_text())
+    config["text_config"] |= keys or {}
+    (into / "config.json").write_text(json.dumps(config))
+    held = load_file(into / "model.safetensors") | (tensors or {})
+    save_file({name: value for name, value in held.items() if value is not None}, into / "model.safetensors")
+    return into
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 96}, "states of 64 (backbone_hidden_size), but the target's hidden size is 96"),
+        ({"head_dim": 32}, "sliding_attention with head_dim 16, but the target's have 32"),
+        ({"num_key_value_heads": 4}, "sliding_attention with num_key_value_heads 2, but the target's have 4"),
+        ({"sliding_window": 24}, "sliding_attention with sliding_window 16, but the target's have 24"),
+        ({"global_head_dim": 16}, "full_attention with head_dim 32, but the target's have 16"),
+        ({"layer_types": ["full_attention"] * 6}, "the target keeps no keys of that kind"),
+        ({"vocab_size": 128}, "vocabulary of 96, the target has 128"),
+    ],
+)
+def test_a_head_of_another_target_is_refused_with_both_values(changes, says, folder):
+    common = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 16}
+    config = Gemma4TextConfig(**SIZE | common | {"hidden_size_per_layer_input": 0} | changes)
+    assert says in refusal(check_pair, read_draft(folder / "tied"), config, ())
+
+
+def test_a_head_trained_on_other_positions_or_for_another_family_is_refused(folder, target, tmp_path):
+    ropes = target.config.to_dict()["rope_parameters"]
+    ropes["full_attention"] = ropes["full_attention"] | {"rope_theta": 5e5}
+    other = read_draft(changed(folder / "tied", tmp_path / "other", {"rope_parameters": ropes}))
+    assert "rope_theta in rope_parameters 500000.0, but the target's have 1000000.0" in refusal(
+        check_pair, other, target.config, ()
+    )
+    llama = random_model("llama3.1-8B").config
+    assert "is a Gemma 4 assistant, but the target is a llama" in refusal(
+        check_pair, read_draft(folder / "tied"), llama, ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "says"),
+    [
+        ("tied", {"pre_projection.weight": None}, "lacks pre_projection.weight"),
+        ("tied", {"model.layers.0.self_attn.k_proj.weight": torch.zeros(2, 2)}, "has no place for"),
+        ("tied", {"post_projection.weight": torch.zeros(8, 48)}, "is [8, 48], but config.json implies [64, 48]"),
+        ("ordered", {"masked_embedding.centroids.weight": None}, "lacks centroids.weight"),
+        ("ordered", {"masked_embedding.token_ordering": torch.zeros(96).long()}, "1 different ids from 0 to 0"),
+    ],
+)
+def test_tensors_that_a_head_does_not_have_are_refused(kind, tensors, says, folder, target, tmp_path):
+    draft = read_draft(changed(folder / kind, tmp_path / "head", tensors=tensors))
+    assert says in refusal(check_pair, draft, target.config, ())
+
+
+def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, tmp_path):
+    eagle = save_random_draft(tmp_path / "eagle", target.config)
+    for source, other, says in ((folder / "tied", eagle, "Gemma 4 assistant"), (eagle, folder / "tied", "lacks")):
+        mixed = Path(shutil.copytree(source, tmp_path / f"mixed {says}"))
+        shutil.copy(other / "config.json", mixed)
+        try:
+            line = refusal(check_pair, read_draft(mixed), target.config, ())
+        except Exception:
+            line = refusal(read_draft, mixed)
+        assert says in line
+    assert "--draft-dialect is for EAGLE heads" in refusal(read_draft, folder / "tied", "sglang")
+
+
+def test_an_epsilon_that_is_no_number_is_refused(folder, tmp_path):
+    head = Path(shutil.copytree(folder / "tied", tmp_path / "head"))
+    config = json.loads((head / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] = float("inf")
+    (head / "config.json").write_text(json.dumps(config))
+    assert "rms_norm_eps is Infinity, but must be a number above 0" in refusal(read_draft, head)
+
+
+def test_a_config_that_transformers_does_not_read_is_one_line(folder, tmp_path):
+    head = changed(folder / "tied", tmp_path / "head", {"hidden_size_per_layer_input": 32})
+    assert "transformers reads no assistant of it" in refusal(read_draft, head)
+
+
+def test_kinds_are_listed_with_published_heads():
+    listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
+    assert listed[GEMMA4_ASSISTANT]["heads"] == [f"google/gemma-4-{each}-it-assistant" for each in SIZES]
+    assert "RedHatAI/gemma-4-31B-it-speculator.eagle3" in listed["EAGLE-3"]["heads"]
+    assert not set(listed["EAGLE-3"]["heads"]) & {*listed["P-EAGLE"]["heads"], "google/gemma-4-31B-it-assistant"}
+    assert not [head for head in listed["EAGLE-3"]["heads"] if re.search("dflash|dspark|peagle|assistant", head, re.I)]
+    assert "no cache" in run_command(export_main, "--list-drafts").stdout
+
+
+def test_the_dry_run_says_what_it_takes_and_keeps(folder):
+    flags = ("--target-model", "gemma4-31B", "--checkpoint", folder / "target", "--max-seq-len", 64, "--dry-run")
+    said = run_command(export_main, *flags, "--backend", "xnnpack", "--draft", folder / "tied").stdout
+    assert "Gemma 4 assistant head of transformers" in said and "the target's embedding (a copy would take" in said
+    assert "it takes" not in said and "taps     the target's final state after its norm" in said
+    code, line = fail_command(export_main, *flags, "--draft", folder / "tied", "--aux-layers", "1,2")
+    assert code == 1 and "leave --aux-layers" in line

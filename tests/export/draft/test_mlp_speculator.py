@@ -1,0 +1,195 @@
+"""MLP speculators: fms-extras, by which the published ones were trained, says what a head computes and proposes.
+scripts/golden/make_mlp_golden.py ran it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
+from places import TESTS
+from random_checkpoints import random_model, save_random_mlp
+from safetensors.torch import load_file, save_file
+from scripted import ThreeMethods
+from transformers import LlamaConfig
+
+from eagle3.export.checks.pairing import check_pair
+from eagle3.export.draft.kinds.mlp_speculator import MLP_SPECULATOR
+from eagle3.export.draft.loading import load_draft
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
+from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.graph.check import check_linears
+from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.contract import DRAFT_DECODE
+from eagle3.runner.hosts.session import EagerSession
+from eagle3.runner.rounds.loop import complete
+from eagle3.targets.attention import EagerAttention
+
+GOLDEN = TESTS / "golden" / "mlp"
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+TARGET = LlamaConfig(hidden_size=64, vocab_size=96)
+
+
+def head_of(folder: Path, proposals: int):
+    return load_draft(read_draft(folder), 32, torch.float32, EagerAttention, None, proposals)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_proposes_fms_extras_tokens(case):
+    golden = load_file(GOLDEN / case / "golden.safetensors")
+    stages = golden["proposals"].shape[1]
+    for length in range(1, stages + 1):
+        head = head_of(GOLDEN / case, length)
+        for position in range(12):
+            row = slice(position, position + 1)
+            logits, _ = head(golden["tokens"][:, row], golden["states"][:, row], torch.tensor([position]), last=True)
+            torch.testing.assert_close(logits[0], golden["logits"][position, :length], atol=1e-4, rtol=1e-4)
+            assert head.target_ids(logits)[0].tolist() == golden["proposals"][position, :length].tolist()
+        for accepted in (0, 7):  # as a fused round calls it
+            picked, _ = head(golden["tokens"], golden["states"], torch.arange(12), accepted=torch.tensor([accepted]))
+            torch.testing.assert_close(picked[0], golden["logits"][accepted, :length], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_its_twin_holds_to_the_papers_formulas(case):
+    draft = read_draft(GOLDEN / case)
+    assert (draft.kind, draft.dialect, draft.has_cache, draft.chain_len) == (
+        MLP_SPECULATOR,
+        "fms-extras",
+        False,
+        draft.stages,
+    )
+    check_pair(draft, TARGET, ())
+    compared = check_draft(draft, 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
+
+
+def changed(case: str, into: Path, keys=None, tensors=None) -> Path:
+    """A copy of a head with other keys in its configuration, and other tensors (None to leave one out)."""
+    shutil.copytree(GOLDEN / case, into)
+    config = json.loads((into / "config.json").read_text()) | (keys or {})
+    (into / "config.json").write_text(json.dumps(config))
+    held = load_file(into / "model.safetensors") | (tensors or {})
+    save_file({name: value for name, value in held.items() if value is not None}, into / "model.safetensors")
+    return into
+
+
+def test_copies_of_tied_weights_and_names_without_a_prefix_are_read(tmp_path):
+    """As fms writes its own checkpoints, and as a tied one saved tensor by tensor."""
+    folder = changed("tied", tmp_path / "head")
+    held = load_file(folder / "model.safetensors")
+    copies = {name.replace(".0.", f".{stage}."): value.clone() for name, value in held.items() for stage in (1, 2, 3)}
+    copies |= {f"speculator.proj.{stage}.weight": held["speculator.proj.1.weight"].clone() for stage in (1, 2, 3)}
+    named = {name.removeprefix("speculator."): value for name, value in (copies | held).items()}
+    assert len(named) > 15
+    save_file(named, folder / "model.safetensors")
+    check_pair(read_draft(folder), TARGET, ())
+    given, golden = head_of(folder, 4), load_file(GOLDEN / "tied" / "golden.safetensors")
+    logits, _ = given(golden["tokens"][:, :1], golden["states"][:, :1], torch.tensor([0]), last=True)
+    torch.testing.assert_close(logits[0], golden["logits"][0], atol=1e-4, rtol=1e-4)
+
+
+# --- with a target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mlp")
+    model = random_model("llama3.1-8B")
+    model.save_pretrained(folder / "target")
+    save_random_mlp(folder / "draft", model.config)
+    return folder
+
+
+def plan_of(folder: Path, **flags):
+    given = {"checkpoint": folder / "target", "draft": folder / "draft", "max_seq_len": 128}
+    arch = None if torch.cuda.is_available() else "sm_90"
+    return make_plan(ExportConfig("llama3.1-8B", output_dir=None, cuda_arch=arch, **(given | flags)))
+
+
+@pytest.fixture(scope="module")
+def session(folder):
+    plan = plan_of(folder)
+    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    return EagerSession(speculator, make_metadata(plan, make_manifest(plan)))
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def test_it_takes_one_call_a_round_no_cache_and_no_seeding(session):
+    metadata = session.metadata
+    assert not metadata.has_draft_cache and metadata.proposals == metadata.chain_len == 4
+    assert metadata.manifest["draft_kind"] == MLP_SPECULATOR and metadata.manifest["format_version"] == 5
+    stats = complete(ThreeMethods(session), prompt_of(60), max_new_tokens=40, stop_ids=[]).stats
+    assert stats.method_calls[DRAFT_DECODE] <= stats.method_calls["target_verify"] + 1
+
+
+def test_every_way_to_generate_says_the_same(session):
+    prompt = prompt_of(30)
+    plain = same_tokens_by_every_path(session, prompt)
+    same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
+
+
+def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels(tmp_path):
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    model = random_model("llama3.1-8B", **wide)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    save_random_mlp(tmp_path / "draft", model.config, inner_dim=512)
+    plan = plan_of(tmp_path, draft_qlinear="default", speculate=True)
+    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
+    cuda.prepare(speculator, plan)
+    with cuda.tracing(speculator, plan):
+        program = trace(speculator, plan.method(DRAFT_DECODE), plan.draft.hidden_size, cuda.dtype)
+    counted = check_linears(DRAFT_DECODE, program)
+    assert not counted["large_m"] and not counted["dequantize"] and counted["small_m"] == 3  # proj, lm_head
+
+
+# --- what is refused
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises(ValueError) as refused:
+        call(*args)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"n_predict": 0}, "n_predict is 0, but must be a whole number from 1 on"),
+        ({"n_predict": 1, "tie_weights": True}, "n_predict is 1, but must be a whole number from 2 on"),
+        ({"inner_dim": "40.40"}, 'inner_dim is "40.40", but must be a whole number'),
+        ({"tie_weights": "yes"}, "tie_weights"),
+        ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "is of ArcticMLPSpeculatorPreTrainedModel, but"),
+    ],
+)
+def test_a_configuration_of_another_kind_is_refused(keys, says, tmp_path):
+    assert says in refusal(read_draft, changed("untied", tmp_path / "head", keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "says"),
+    [
+        ({}, {"speculator.ln.1.bias": None}, "lacks stages.1.shift"),
+        ({}, {"speculator.emb.3.weight": torch.zeros(96, 40)}, "has stages.3.embed_tokens.weight, which"),
+        ({"tie_weights": True}, {}, "tie_weights is true, but speculator.ln.1"),
+        ({"n_predict": 4}, {}, "lacks stages.3."),
+        ({"inner_dim": 48}, {}, "stages.0.shift is [40], but config.json implies [48]"),
+        ({"emb_dim": 32}, {}, "states of 32 (emb_dim), but the target's hidden size is 64"),
+        ({"vocab_size": 90}, {}, "vocabulary of 90, the target has 96"),
+    ],
+)
+def test_tensors_of_another_head_are_refused(keys, tensors, says, tmp_path):
+    assert says in refusal(check_pair, read_draft(changed("untied", tmp_path / "head", keys, tensors)), TARGET, ())
+
+
+def test_a_chain_longer_than_its_stages_is_refused(folder):
+    assert "can propose 4 tokens a round: type --chain-len 4 or less" in refusal(lambda: plan_of(folder, chain_len=5))
+    assert plan_of(folder, chain_len=2).proposals == 2

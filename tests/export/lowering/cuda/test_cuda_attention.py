@@ -1,0 +1,343 @@
+"""CUDA's attention: the numbers of its kernels, by the interpreter, are the eager ones; what they compile to."""
+
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton_interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional as F
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.backend import ranges
+from eagle3.export.lowering.cuda.graph.attention import CudaAttention
+from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.kernels.sums import counters
+from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.configurations import usage
+from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.inspect.cost.bound import chunks
+from eagle3.runner.inspect.machine_code.barriers import faults
+from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
+
+SLOTS, WINDOW, DIM = 300, 100, 16
+
+
+def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
+    """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales."""
+    given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest[:10])]
+    given += rest[10:]
+    with interpreted(kernels):
+        found = kernels.launch((kernels._attention_kernel, kernels._attention_sum_kernel), *given, BLOCK_N=keys)
+    return found.to(query.dtype)
+
+
+class Attend(nn.Module):
+    """``heads`` of queries to 2 of keys and values."""
+
+    def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS, int8=False):
+        super().__init__()
+        self.softcap, self.sinks = softcap, sinks
+        shape = KVCacheShape(2, width, slots, window, sinks=sinks is not None, chunked=chunked, int8=int8)
+        self.attention = kind(shape)
+
+    def forward(self, query, key, value, input_pos):
+        rows = self.attention.rows(input_pos)
+        return self.attention(query, key, value, rows, 0.25, softcap=self.softcap, sinks=self.sinks)
+
+
+def inputs(first: int, rows: int, heads: int = 4, width: int = DIM):
+    torch.manual_seed(first + rows)
+    shapes = (1, rows, heads, width), (1, rows, 2, width), (1, rows, 2, width)
+    return *(torch.randn(shape).bfloat16().float() for shape in shapes), torch.arange(first, first + rows)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1.5e-2, rtol=1e-2)  # softmax's weights and the output in bfloat16
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=some.sampled_from([1, 2, 3, 8]),
+    width=some.sampled_from([8, 16, 24, 64]),
+    window=some.sampled_from([0, 5, 16, WINDOW]),
+    chunked=some.booleans(),
+    softcap=some.sampled_from([None, 2.0]),
+    with_sinks=some.booleans(),
+    keys=some.sampled_from([16, 32, 64]),
+    calls=some.lists(some.tuples(some.integers(1, 18), some.integers(0, 5)), min_size=1, max_size=4),
+    start=some.integers(0, 240),
+    int8=some.booleans(),
+)
+def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with_sinks, keys, calls, start, int8):
+    """The heads are any, rings are at any phase, positions were written again, and a cache may hold codes."""
+    sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
+    eager, ours = (
+        Attend(kind, window, chunked and window > 0, softcap, sinks, width, int8=int8 and not window)
+        for kind in (EagerAttention, CudaAttention)
+    )
+    with patch(
+        "eagle3.export.lowering.cuda.graph.attention.attention", lambda *given: by_interpreter(*given, keys=keys)
+    ):
+        for begin in range(0, start, window or start or 1):  # what the cache holds
+            filled = inputs(begin, min(window or start, start - begin), 2 * groups, width)
+            for each in (eager, ours):
+                each.attention.kv_cache.update(filled[3], filled[1].transpose(1, 2), filled[2].transpose(1, 2))
+        first = start
+        for rows, again in calls:
+            rows = min(rows, window or rows, SLOTS - first)
+            if rows < 1:
+                break
+            given_now = inputs(first, rows, 2 * groups, width)
+            assert_equal(ours(*given_now), eager(*given_now))
+            first = max(first + rows - again, 0) if not window else first + rows - min(again, rows)
+
+
+class Drafting(Attend):
+    """Writes rows, and lets a block behind them attend to what is written and to itself."""
+
+    def __init__(self, kind, window, block):
+        super().__init__(kind, window)
+        self.block = block
+
+    def forward(self, key, value, input_pos, query, block_key, block_value):
+        self.attention.write(key, value, self.attention.rows(input_pos))
+        positions = input_pos[-1:] + torch.arange(1, query.shape[1] + 1)
+        return self.attention(query, block_key, block_value, self.attention.rows(positions, self.block), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("window", "block"),
+    [
+        (0, Block()),
+        (60, Block(30, from_first_row=True)),
+        (60, Block(30, from_first_row=True, causal=True)),
+        (60, Block(30)),
+        (60, Block(30, causal=True)),
+    ],
+)
+def test_a_block_attends_as_the_eager_reference_does(window, block):
+    eager, ours = (Drafting(kind, window, block) for kind in (EagerAttention, CudaAttention))
+    with patch("eagle3.export.lowering.cuda.graph.attention.attention", by_interpreter):
+        for start, length in ((0, 20), (20, 60), (80, 1), (81, 16), (90, 5)):  # the last over the block before
+            _, key, value, positions = inputs(start, length)
+            given_now = key, value, positions, *inputs(start + length, 16)[:3]
+            assert_equal(ours(*given_now), eager(*given_now))
+
+
+@pytest.mark.parametrize(("window", "int8"), [(0, False), (WINDOW, False), (0, True)])
+def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int8):
+    eager, ours = (Attend(kind, window, int8=int8) for kind in (EagerAttention, CudaAttention))
+    for first, rows in ((0, 60), (60, 50)):
+        given_now = inputs(first, rows)
+        expected = eager(*given_now)
+        torch.testing.assert_close(ours(*given_now), expected)  # the op on the host
+        last = given_now[3]
+        begins = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+        keys, values, *scales = ours.attention.written(last, None, None)
+        rest = keys, values, begins, last, counters(), 0.25, window or SLOTS
+        for divided in (0, 16):
+            assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None, *scales), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20])
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 30.0]])
+def test_rows_may_begin_behind_the_first_chunk_of_a_whole_context(rows, sinks):
+    """Nothing is added of the chunks before it, of which no program wrote anything."""
+    query, *_, last = inputs(280 - rows, rows)
+    cache, first = torch.randn(2, 1, 2, SLOTS, DIM).bfloat16().float(), last - 130
+    rest = *cache, first, last, counters(), 0.25, SLOTS, 16, 0.0, None if sinks is None else torch.tensor(sinks)
+    assert_equal(by_interpreter(query, *rest), kernels.attention_reference(query, *rest))
+
+
+def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the parts leave of the last ``rows`` rows in float32, by the row and the part, and the output."""
+    kept = {}
+
+    class Kept:
+        def __getitem__(self, grid):
+            def run(*given, **options) -> None:
+                kernels._attention_kernel[grid](*given, **options)
+                kept["arrived"], kept["parts"], kept["stats"] = given[6], given[7], given[8]
+
+            return run
+
+    first, last = (each[-rows:] for each in rest[2:4])
+    keys = 128 if rest[6] > 10000 else 16
+    with interpreted(kernels):
+        both = Kept(), kernels._attention_sum_kernel
+        out = kernels.launch(both, query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=keys)
+    assert not kept["arrived"].any()
+    chunk, doublings, count = kernels.division(rest[6], rest[0].shape[2], 2)
+    if doublings >= 0:  # the others wrote nothing
+        count = chunks(int(last[-1]) + 1, chunk, kernels.MOST_PARTS)
+    parts, stats = (kept[name][: count * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
+    return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
+
+
+def exact_dot(_self, a, b, d, *_) -> TensorHandle:
+    wide = (triton_interpreter._widen(each).astype(np.float64) for each in (a, b))
+    return TensorHandle(np.matmul(*wide).astype(np.float32) + d.data, d.dtype.scalar)
+
+
+@pytest.mark.parametrize(
+    ("slots", "window", "last"),
+    [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260), (16900, 0, 16390)],
+)
+def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last, monkeypatch):
+    """Scores are of eighths, exact in float32, and weighted values are added in float64, so that numpy's order, which
+    depends on the processor, says nothing. The longest contexts are behind the positions at which chunks double."""
+    monkeypatch.setattr(triton_interpreter, "_dot", exact_dot)
+    torch.manual_seed(last)
+    query = (torch.randint(-8, 9, (1, 16, 4, DIM)) / 8).bfloat16()
+    keys, values = ((torch.randint(-8, 9, (1, 2, slots, DIM)) / 8).bfloat16() for _ in range(2))
+    keys[:, :, 8190:8194] *= 8  # what is behind an end of equal chunks is what decides
+    keys[:, :, 16380:] *= 8
+    at = torch.arange(last - 15, last + 1)
+    first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
+    rest = keys, values, first, at, counters(), 0.25, window or slots, 16, 0.0, None
+    parts, stats, out = split(16, query, *rest)
+    assert_equal(out.float(), kernels.attention_reference(query, *rest).float())
+    for rows in (1, 15) if slots > 10000 else (1, 8, 15):
+        for found, expected in zip(split(rows, query, *rest), (parts, stats, out), strict=True):
+            assert torch.equal(found, expected[..., -rows:, :, :]), f"{rows} rows"
+
+
+@pytest.mark.races(("forward",))  # loads are counted
+@pytest.mark.parametrize(("window", "rows"), [(0, 8), (WINDOW, 8), (WINDOW, 1)])
+def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch, window, rows):
+    read = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(self, ptrs, mask, other, *options):
+        if ptrs.data.shape == (32, DIM):
+            read.append(32)
+        return load(self, ptrs, mask, other, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    query, *_, last = inputs(250, rows)
+    slots = 2 * window or SLOTS
+    cache = torch.randn(2, 1, 2, slots, DIM)
+    first = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+    by_interpreter(query, *cache, first, last, counters(), 0.25, window or slots, rows, 0.0, None, keys=32)
+    positions = sum(read) // 4  # keys and values of two heads
+    attended = int(last[-1] - first[0]) + 1
+    assert attended <= positions <= attended + 2 * 32  # blocks at both ends
+
+
+@pytest.mark.races(("forward",))  # stores are counted
+@pytest.mark.parametrize(("last", "chunks_with_tokens"), [(90, 1), (200, 2), (290, 3)])
+def test_a_program_without_tokens_ends_before_it_writes(monkeypatch, last, chunks_with_tokens):
+    written, store = [], InterpreterBuilder.create_masked_store
+
+    def counted(self, ptrs, value, mask, *options):
+        written.extend([1] * (ptrs.data.shape == (16,) and value.dtype.scalar == tl.float32))
+        return store(self, ptrs, value, mask, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted)
+    query, *_, at = inputs(last, 4)
+    cache = torch.randn(2, 1, 2, SLOTS, DIM)
+    by_interpreter(query, *cache, torch.zeros_like(at), at, counters(), 0.25, SLOTS, 4, 0.0, None)
+    assert len(written) == 2 * 2 * chunks_with_tokens  # maximum and sum, in two heads of keys
+
+
+class WithMaskRows(nn.Module):
+    """Attention of ``masks`` more rows, as a P-EAGLE's."""
+
+    def __init__(self, masks: int):
+        super().__init__()
+        self.attend, self.masks = Attend(CudaAttention), masks
+
+    def forward(self, query, key, value, input_pos):
+        query, key, value = (F.pad(x, (0, 0, 0, 0, 0, self.masks)) for x in (query, key, value))
+        behind = input_pos[-1:] + torch.arange(1, self.masks + 1)
+        return self.attend(query, key, value, torch.cat((input_pos, behind)))
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "masks", "divided"),
+    [(1, 1, 0, 1), (2, 8, 0, 8), (2, 10, 0, 10), (9, 64, 0, 0), (1, 64, 0, 16), (1, 64, 8, 16), (9, 64, 2, 0)],
+)
+def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, masks, divided):
+    rows = Dim("rows", min=shortest, max=longest) if shortest < longest else None
+    dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
+    module, seen = WithMaskRows(masks).to(torch.bfloat16), []
+    given_now = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs(0, longest - 1 | 1)]
+
+    def launched(*given: Any) -> Tensor:
+        seen.append(given[8])
+        return kernels.launch((MagicMock(), MagicMock()), *given)
+
+    def exported() -> dict[str, str]:
+        return ranges(torch.export.export(module, tuple(given_now), dynamic_shapes=dynamic, strict=False))
+
+    before = exported()
+    with patch("eagle3.export.lowering.cuda.graph.attention.attention", launched):
+        assert list(exported().values()) == list(before.values())
+    assert seen == [divided]
+
+
+def compiled(
+    arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
+) -> triton.compiler.CompiledKernel:
+    """Compile the kernel with norms and rotation; ``more``: constants of what else is computed."""
+    chunk, doublings, _ = kernels.division(4096, 4096, groups)
+    heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
+    rows = kernels.rows_of_tile(groups, divided, width)
+    constants = dict(
+        KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, MOST=64, DOUBLINGS=doublings, SCALE=0.1,
+        SOFTCAP=0.0, HAS_SINKS=False, DIRECT=not divided, CODES=False, BLOCK_D=width, COLUMNS=min(width, 8192 // rows),
+        BLOCK_M=rows, WIDTH=heads + 16 * width, Q_WEIGHTED=True,
+        K_WEIGHTED=True, BIASED=False, PLUS=0.0, ROTARY=width, APART=width // 2, REPEATED=1, ANGLES=width,
+        **config.kwargs,
+    )  # fmt: skip
+    constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
+    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6) | more
+    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
+    types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16", "*fp32", "*fp32"]
+    if constants["CODES"]:
+        types[1:3] = ["*i8", "*i8"]
+    kernel = kernels._attention_kernel
+    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
+    source = triton.compiler.ASTSource(
+        kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, aligned
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    with compiling(BY_ARCH[arch]):
+        return triton.compile(source, target=driver.active.get_current_target(), options=options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: configurations are timed on it")
+@pytest.mark.parametrize(
+    ("arch", "width", "groups", "divided", "keys", "warps", "stages", "more"),
+    [
+        ("sm_90", 512, 8, 8, 32, 8, 2, {}),
+        ("sm_89", 512, 8, 8, 32, 8, 2, {}),
+        ("sm_120", 256, 2, 8, 32, 4, 2, {}),
+        ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
+        ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
+        ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "ROTARY": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
+        ("sm_90", 512, 8, 8, 32, 8, 2, {"CODES": True}),
+        ("sm_89", 128, 4, 4, 64, 4, 3, {"CODES": True}),
+    ],
+    ids=["sm_90", "sm_89", "sm_120", "one more", "half a table", "neighbours of a half", "int8", "int8 in sm_89"],
+)
+def test_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
+    arch, width, groups, divided, keys, warps, stages, more
+):
+    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages), **more)
+    assert kernel.metadata.shared <= BY_ARCH[arch].shared_memory_per_block
+    assert usage(kernel.asm["cubin"])[1] == 0
+    ptx = kernel.asm["ptx"]
+    assert "mma.sync" in ptx and "cp.async.cg.shared.global" in ptx
+    assert faults(ptx, dict(enumerate(kernels._attention_kernel.arg_names))) == []  # barriers before what others wrote

@@ -1,0 +1,121 @@
+"""Inductor fuses independent kernels into one, whose numbers in the interpreter are the eager ones."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+import triton.language as tl
+from cuda_lowered import lowered
+from torch import nn
+from triton.runtime.interpreter import InterpretedFunction
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
+
+ROWS, WIDTH = 4, 16
+HEADER = """import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_helpers import math as tl_math
+
+"""
+
+
+def normed(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Step(nn.Module):
+    """A norm of queries, one of keys that go to a cache, and a table of angles, which two read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(32, 2 * WIDTH))
+        self.register_buffer("frequencies", torch.linspace(1, 2, WIDTH))
+
+    def forward(self, query, key, at):
+        self.cache.index_copy_(0, at, normed(key) + 1)
+        cos = (at[:, None] * self.frequencies).cos()
+        return normed(query), self.cache[:8] * 2, query[:, 1] * cos, key[:, :WIDTH] * cos
+
+
+class Norms(nn.Module):
+    """Norms of sums, whose rows of ``LONG`` a kernel keeps in memory from loop to loop."""
+
+    def forward(self, x, y):
+        total = x + normed(y)
+        again = total + normed(normed(total))
+        return total, again, normed(again)
+
+
+LONG = 3000
+
+
+class OverRows(nn.Module):
+    """Two independent counts over the rows of a chunk, as of the tokens of experts."""
+
+    def forward(self, ones, others):
+        return ones.sum(0), others.cumsum(0)
+
+
+def function(name, source, folder):
+    """A kernel of generated code, without what would compile it."""
+    path = folder / f"{name}.py"
+    path.write_text(HEADER + source[source.index(f"def {name}(") :].split("'''")[0])
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.libdevice = tl.math
+    return InterpretedFunction(getattr(module, name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_independent_kernels_are_one_launch_and_compute_what_they_did(tmp_path):
+    torch.manual_seed(0)
+    given = torch.randn(ROWS, 8, WIDTH), torch.randn(ROWS, 2 * WIDTH), torch.tensor([3, 4, 5, 9])
+    called, graph = lowered(Step(), given)
+    assert len(called) == 2 and "cache" in called[0][1], called
+    assert sum(source.count("tl_math.cos(") for source in graph.sources.values()) == 1
+
+    by_shape, eager = {tuple(x.shape): x for x in given}, Step()
+    values = {name: torch.empty(*map(int, shape)) for name, shape in graph.buffers.items()}
+    values |= {name: by_shape[shape] for name, shape in graph.inputs.items()}
+    values |= {name: buffer.clone() for name, buffer in eager.named_buffers()}
+    with interpreted():
+        for name, places in called:
+            arguments = [values[place] if isinstance(place, str) else int(place) for place in places]
+            run = function(name, graph.sources[name], tmp_path)
+            run[tuple(graph.grids[name])](*arguments, **graph.blocks[name])
+    for found, expected in zip((values[name] for name in graph.outputs), eager(*given), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_what_reduces_over_the_rows_of_a_chunk_is_a_launch_of_its_own():
+    """Inductor refuses some of it among combined kernels: no target with fused experts could be lowered."""
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    called, _ = lowered(OverRows(), (torch.ones(9, 8), torch.ones(9, 8)), dynamic_shapes=(rows, rows))
+    assert len(called) == 2
+
+
+def met(source: str) -> int:
+    """Return how many loads find what a store before has left, without a barrier between them."""
+    stored, count = set(), 0
+    for line in source.splitlines():
+        if "tl.debug_barrier()" in line:
+            stored.clear()
+        count += any(pointer in stored for pointer in re.findall(r"tl\.load\((\w+)", line))
+        stored.update(re.findall(r"tl\.store\((\w+)", line))
+    return count
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_a_barrier_is_between_a_loop_that_stores_and_one_that_loads_the_same():
+    given = torch.randn(ROWS, LONG), torch.randn(ROWS, LONG)
+    _, plain = lowered(Norms(), given)
+    assert sum(map(met, plain.sources.values())) > 0, "Inductor does without: so can this package"
+    with barriers_between_loops():
+        _, ours = lowered(Norms(), given)
+    assert sum(map(met, ours.sources.values())) == 0
+    assert plain.sources.keys() == ours.sources.keys()

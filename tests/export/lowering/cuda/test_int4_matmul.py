@@ -1,0 +1,188 @@
+"""The product of many rows with INT4 weights, run by Triton's interpreter; what it compiles to, with no GPU."""
+
+import pytest
+import torch
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from kernel_usage import SHARED, usage
+from matmul_parts import assert_product, parts
+from small_m_weights import activations, int4_weight
+from torch import Tensor
+from torch._inductor import config as inductor
+from torch.export import Dim, export
+from triton_interpreter import interpreted
+
+from eagle3.export.lowering.cuda.backend import OPTIONS
+from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
+from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
+
+
+def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = None, count: int | None = None):
+    arrived = sums.counters() if arrived is None else arrived
+    with interpreted(sums, small_m, int4, large_m, int4_matmul):
+        return int4_matmul._launch_matmul(
+            int4_matmul._int4_matmul_kernel, int4_matmul.int4_small_m_kernel, x, *weight, arrived, count
+        )
+
+
+def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
+    assert_product(found, x, torch.cat(int4.dequantized(*weight)).bfloat16())
+
+
+@pytest.mark.parametrize("m", [33, 63, 64, 65, 130])
+def test_any_number_of_rows_is_right(m):
+    x, weight = activations(m, 256), parts(int4_weight(33, 256))
+    assert_right(product(x, *weight), x, weight)
+
+
+@pytest.mark.parametrize("m", [1, 9, 16, 17, 32])
+def test_few_rows_take_the_small_m_kernel_in_tiles_of_16(m):
+    x, weight = activations(m, 512), parts(int4_weight(33, 512))
+    with interpreted(sums, small_m, int4):
+        expected = int4._launch_int4(int4.int4_small_m_kernel, x, *weight, sums.counters())
+    assert torch.equal(product(x, *weight), expected)
+
+
+def test_where_the_rows_are_known_when_it_runs_one_of_the_two_kernels_has_no_programs(monkeypatch):
+    monkeypatch.setattr(large_m, "statically_known_true", lambda condition: False)
+    for m in (1, 9, 16, 17, 32, 33, 64, 65, 1000):
+        grids = []
+
+        def run_few(grid, rows, *_, grids=grids):
+            grids.append(grid)
+
+        def run(grid, *_, grids=grids):
+            grids.append(grid)
+
+        large_m.launch(activations(m, 256), 512, 4, 1, sums.counters(), run, 1, (sums.Division(0, 2), run_few))
+        short, long = (-(-m // 16), 0) if m <= 32 else (0, -(-m // 64))
+        assert grids == [(short, 4, 2), (long, 4, 1)]
+
+
+@pytest.mark.parametrize(("n", "group"), [(1, 32), (127, 64), (128, 128), (129, 256)])
+def test_any_number_of_outputs_and_group_is_right(n, group):
+    x, weight = activations(37, 512), parts(int4_weight(n, 512, group))
+    assert_right(product(x, *weight), x, weight)
+
+
+def test_every_weight_is_the_one_that_is_dequantized():
+    """A row of x takes one weight of each output: it is the same to the bit."""
+    weight = parts(int4_weight(40, 256))
+    found = torch.cat([product(rows, *weight, count=1) for rows in torch.eye(256).bfloat16().split(64)])
+    assert torch.equal(found.T, int4.dequantized(*weight)[0].bfloat16())
+
+
+def test_several_weights_of_one_input_are_side_by_side():
+    weights = [int4_weight(n, 512) for n in (128, 40, 130)]
+    x = activations(70, 512)
+    alone = [product(x, *parts(weight), count=1) for weight in weights]
+    assert torch.equal(product(x, *parts(*weights), count=1), torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
+    x, weight, arrived = activations(70, 1280), parts(int4_weight(130, 1280)), sums.counters()
+    for _ in range(2):  # the second call finds what the first one left
+        assert_right(product(x, *weight, arrived=arrived, count=count), x, weight)
+        assert not arrived.any()
+
+
+def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
+    for tiles in (1, 2, 42, 131, 132, 133, 2048):
+        for rows in range(1, 40):
+            count = large_m.parts_of_k(rows, tiles, 84)
+            assert count == 1 or count * rows * tiles <= large_m.SLOTS
+    assert large_m.parts_of_k(1, 42, 84) == 6 and large_m.parts_of_k(1, 8, 3) == 3
+
+
+def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
+    """The kernel is compiled for a dynamic number of rows, of which many leave nothing to divide."""
+    kept = torch.full((1,), 7.0)
+
+    class Dividing:
+        def __getitem__(self, programs):
+            def run(*args, **options) -> None:
+                args = (*args[:-3], kept, *args[-2:])  # before OUT and M
+                int4_matmul._int4_matmul_kernel[programs](*args, **options | {"DIVIDED": True})
+
+            return run
+
+    x, weight, arrived = activations(130, 512), parts(int4_weight(33, 512)), sums.counters()
+    with interpreted(sums, large_m, int4_matmul):
+        found = int4_matmul._launch_matmul(Dividing(), None, x, *weight, arrived, count=1)
+    assert_right(found, x, weight)
+    assert kept.item() == 7 and not arrived.any()
+
+
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        (qdata,), codes, steps = parts(int4_weight(48, 512))
+        for name, value in (("qdata", qdata), ("codes", codes), ("steps", steps), ("arrived", sums.counters())):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
+
+
+def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
+    model = Linear()
+    program = export(model, (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=64)},))
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == ["eagle3.int4_matmul.default"]
+    x = activations(12, 512)
+    assert torch.equal(program.module()(x), model(x))
+    assert_right(model(x), x, ([model.qdata], model.codes, model.steps))
+
+
+def test_bad_arguments_are_named():
+    weight = parts(int4_weight(8, 256))
+    with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
+        int4_matmul.int4_matmul(activations(20, 128), *weight, sums.counters())
+    with pytest.raises(ValueError, match="torch.float32: the kernel takes torch.bfloat16"):
+        product(torch.zeros(20, 256), *weight)
+
+
+TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "divided"), [(80, True), (86, False), (89, True), (90, True), (90, False), (100, True), (120, True)]
+)
+def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_path):
+    constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": large_m.ROWS}
+    constants |= {"BLOCK_N": large_m.TILE, "BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES}
+    constants["DIVIDED"] = divided
+    found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, large_m.WARPS)
+    assert found.stack == 0 and found.registers <= 255
+    assert 2 * (found.shared + 1024) <= SHARED
+    assert found.ptx.count("cp.async.cg.shared.global") > 0
+    whole = {load.parameter: load.sectors * SECTOR == load.bytes * WARP for load in loads(found.ptx, (1, 1, 1), 64)}
+    assert all(whole.values()) and (arch == 100 or len(whole) == 4)  # of tcgen05's PTX nothing is worked out
+    # Each of a lane's 64 weights is decoded, the two of a byte by powers of their own: 2^124 and 2^120.
+    assert all(str((127 + power) << 23) in found.ptx for power in (124, 120))
+    if arch not in (90, 100):  # whose products are wgmma's and tcgen05's where the GPU is at hand
+        assert found.loop.count("FFMA") >= 64 and "HMMA" in found.loop
+        assert found.a_weight(large_m.TILE * large_m.BLOCK_K, large_m.WARPS) <= 7.1
+
+
+class Scaled(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_both_kernels_of_a_dynamic_number_of_rows_take_one_x():
+    program = export(Scaled(), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))
+    specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), recorded_launches({"prefill": 20}, {"prefill": 1024}) as found:
+        to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+    (recorded,) = found.values()
+    (launch,) = (entry for entry in recorded["launches"] if entry["products"])
+    assert "small_m" in launch["kernel"] and launch["grid"][0] == 2
+    sums_of_parts = 4 * (1024 // large_m.ROWS * large_m.MOST_PARTS) * large_m.ROWS * large_m.TILE
+    assert recorded["workspace_bytes"] == sums_of_parts + 1024 * (512 + 48) * 2

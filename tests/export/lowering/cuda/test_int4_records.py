@@ -1,0 +1,279 @@
+"""The INT4 kernel over records against plain PyTorch, run by Triton's interpreter; what it compiles to, with no GPU."""
+
+import re
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from kernel_usage import usage
+from small_m_weights import activations, int4_weight
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+from triton_interpreter import interpreted, words_read
+
+from eagle3.export.lowering.cuda.kernels import int4, int4_records, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4_records import records, shares, unpacked
+from eagle3.runner.hardware.gpus import BY_ARCH
+
+TYPES = ["*bf16", "*u8", "*u8", "*i32", "*fp32", "*bf16", "i32"]
+LINEARS = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "o": (5376, 8192)}
+"""Linears of Gemma 4 31B, N x K."""
+
+
+def run(x: Tensor, packed: Tensor, activation: str = "", multiprocessors: int = 1, arrived=None, **asked) -> Tensor:
+    arrived = sums.counters() if arrived is None else arrived
+    with interpreted(sums, small_m, int4_records):
+        return int4_records._launch_records(
+            int4_records.int4_records_kernel, x, packed, arrived, activation, 8 if len(x) <= 8 else 16,
+            multiprocessors, **asked,
+        )  # fmt: skip
+
+
+def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
+    """Assert the product within a rounding to bf16 and the errors of float32, by the weights' own dequantization."""
+    (w,) = int4.dequantized([weight[0]], *int4.tiled(*weight[1:]))
+    expected = x.double() @ w.double().T
+    span = 15 * (weight[1].float().amax(1) * weight[2].float().amax(1)).double()  # [N]
+    room = 1e-6 * x.double().abs().sum(1)[:, None] * span + 2**-8 * expected.abs()
+    assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+    assert ((found.double() - expected).abs() <= room).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (64, 1024), (192, 512), (320, 768)])
+def test_records_hold_every_byte_of_a_weight_and_give_it_back(n, k):
+    weight = int4_weight(n, k)
+    packed = records(*weight)
+    assert packed.shape == (n // 32, k // 256, 4736)
+    assert packed.numel() == sum(part.nbytes for part in weight)
+    for found, expected in zip(unpacked(packed), weight, strict=True):
+        assert found.is_contiguous() and found.dtype == expected.dtype
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))  # steps bit by bit
+
+
+def test_each_code_has_a_place_of_its_own_in_a_record():
+    """The words of a code, a scale and a step are those that the kernel's docstring gives."""
+    zeros = [torch.zeros_like(part) for part in int4_weight(64, 512)]
+    for n, k in ((0, 0), (37, 300), (63, 511), (5, 257)):
+        weight = [part.clone() for part in zeros]
+        weight[0][n, k // 2] = 9 << 4 * (k % 2)
+        weight[1][n, k // 32], weight[3][n, k // 32] = 7, 5
+        weight[2][n, k // 256] = 2.0
+        record = records(*weight)[n // 32, k // 256]
+        words, codes, steps = record.split((4096, 512, 128))
+        group, r, c, mid = k % 256 // 32, n % 32 // 4, k % 32 // 8, n % 4
+        word = words.view(torch.int32).view(8, 8, 4, 4)[group, r, c, mid].item()
+        assert word & 0xFFFFFFFF == 9 << (0, 16, 4, 20, 8, 24, 12, 28)[k % 8]
+        assert codes.view(8, 32, 2)[group, n % 32].tolist() == [7, 5]
+        assert steps.view(torch.float16).view(32, 2)[n % 32].tolist() == [2.0, 0.0]
+        assert int((record != 0).sum()) == 4  # of the word one byte, two codes, and one byte of 2.0
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(32, 256, 32), (96, 256, 32), (64, 256, 64), (64, 512, 256)])
+def test_a_weight_that_no_records_hold_is_refused(n, k, group):
+    assert not int4_records.fits(n, k, group)
+    with pytest.raises(ValueError, match=rf"{n} x {k} in groups of {group}: records are of multiples of 64 x 256"):
+        records(*int4_weight(n, k, group))
+
+
+@pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 21])
+@pytest.mark.parametrize(("n", "k", "multiprocessors"), [(128, 1024, 1), (64, 768, 2), (192, 256, 132)])
+def test_any_number_of_rows_and_share_of_blocks_is_right(m, n, k, multiprocessors):
+    """Tiles of one program, of several, and programs of several tiles; counters are zero again at the end."""
+    x, weight, arrived = activations(m, k), int4_weight(n, k), sums.counters()
+    for _ in range(2):  # the second call finds what the first one left
+        assert_right(run(x, records(*weight), multiprocessors=multiprocessors, arrived=arrived), x, weight)
+        assert not arrived.any()
+
+
+@pytest.mark.parametrize("activation", [sums.SILU, sums.GELU_TANH])
+def test_a_gate_and_its_up_are_one_tile(activation):
+    x, weight = activations(5, 512), int4_weight(256, 512)
+    found, plain = run(x, records(*weight), activation), run(x, records(*weight))
+    expected = sums.gated(plain, activation)
+    assert found.shape == (5, 128)
+    torch.testing.assert_close(found, expected, atol=0, rtol=2**-7)
+
+
+def test_a_row_has_the_same_bits_whatever_rows_are_with_it():
+    for most, sizes in ((8, range(1, 9)), (16, (1, 7, 8, 9, 15, 16, 17))):
+        x, packed = activations(17, 1024), records(*int4_weight(128, 1024))
+        with interpreted(sums, small_m, int4_records):
+            found = [
+                int4_records._launch_records(
+                    int4_records.int4_records_kernel, x[:m], packed, sums.counters(), "", most, 1
+                )
+                for m in sizes
+            ]
+        for rows in found:
+            assert torch.equal(rows, found[-1][: len(rows)])
+
+
+@pytest.mark.parametrize("q", [0x00, 0xFF, 0x0F, 0xF0])
+@pytest.mark.parametrize("zero", [0, 255])
+def test_codes_at_their_ends_are_right(q, zero):
+    x, weight = activations(3, 256), int4_weight(64, 256)
+    weight[0].fill_(q)
+    weight[3].fill_(zero)
+    assert_right(run(x, records(*weight)), x, weight)
+
+
+def test_rows_of_zeros_give_zeros_and_those_that_are_too_large_give_no_number():
+    """The powers of two that x is multiplied by are exact, or make infinities: nothing wraps around to a number."""
+    weight = int4_weight(64, 256)
+    x = activations(3, 256)
+    x[0] = 0
+    x[1, 8] = 2.0**28
+    x[2, 9] = float("nan")
+    found = run(x, records(*weight))
+    assert not found[0].any()
+    assert not found[1:].isfinite().any()
+    small = activations(1, 256) * 2.0**-60
+    assert_right(run(small, records(*weight)), small, weight)
+
+
+def test_each_program_has_an_even_share_and_no_tile_has_more_parts_than_there_is_room_for():
+    for n, k in (*LINEARS.values(), (64, 256), (128, 768)):
+        for programs in (1, 5, 264, 396):
+            found, blocks = shares(n, k, programs), k // 256
+            total = n // 64 * blocks
+            assert found.programs == min(programs, total)
+            begins = [each * total // found.programs for each in range(found.programs + 1)]
+            sizes = {after - before for before, after in zip(begins, begins[1:], strict=False)}
+            assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+            parts = max(
+                sum(a < (tile + 1) * blocks and b > tile * blocks for a, b in zip(begins, begins[1:], strict=False))
+                for tile in range(min(n // 64, 97))
+            )
+            assert parts <= found.parts <= blocks
+
+
+@pytest.mark.parametrize(
+    ("asked", "any_asked"),
+    [
+        ({"AHEAD": 4}, True), ({"FIRST": 1}, True), ({"OF_NEXT": 128}, True), ({"AHEAD": 4, "FIRST": 2}, True),
+        ({"FIRST": 12}, False),  # more than any program's share
+    ],
+)  # fmt: skip
+def test_what_l2_is_asked_for_is_of_the_weights(asked, any_asked):
+    """It is asked for the program's own records and the next matmul's weights, and for nothing behind their ends."""
+    x, packed, following = activations(2, 4096), records(*int4_weight(128, 4096)), records(*int4_weight(64, 512))
+    ranges = []
+
+    def ask(pointer, size):
+        begin = int(pointer.handle.data.ravel()[0])
+        ranges.append((begin, begin + int(getattr(size, "value", size))))
+
+    with interpreted(sums, small_m, int4_records), patch.object(int4_records, "ask_l2", ask):
+        int4_records._launch_records(
+            int4_records.int4_records_kernel, x, packed, sums.counters(), "", 8, 1, following, **asked
+        )
+    homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (packed, following)]
+    of_next = "OF_NEXT" in asked
+    first, last = homes[of_next]
+    assert bool(ranges) == any_asked and all(first <= begin and end <= last for begin, end in ranges)
+    assert all(begin % 16 == 0 and end % 16 == 0 for begin, end in ranges)
+
+
+def within(addresses: list, *tensors: Tensor) -> bool:
+    """Return True if words of 32 bits at all ``addresses`` lie in one of the tensors."""
+    places = np.concatenate([each.ravel() for each in addresses])
+    homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
+    return bool(np.any([(places >= first) & (places + 4 <= last) for first, last in homes], 0).all())
+
+
+def test_nothing_is_read_behind_the_records():
+    """They lie in the middle of a tensor: what is before and behind them is not touched."""
+    weight = records(*int4_weight(128, 768))
+    room = torch.zeros(3, weight.numel(), dtype=torch.uint8)
+    room[1] = weight.flatten()
+    packed = room[1].view(weight.shape)
+    with words_read() as read:
+        run(activations(3, 768), packed)
+    assert read and within(read, packed)
+
+
+def test_only_weights_are_read_before_the_wait_and_nothing_is_written():
+    """Every program touches what another launch may still write behind the wait alone."""
+    x, packed, before = activations(3, 768), records(*int4_weight(128, 768)), [True]
+    touched, place = [], InterpreterBuilder.set_grid_idx
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def placed(self, *at):
+        before[0] = True
+        place(self, *at)
+
+    def loaded(self, ptrs, mask, *rest):
+        if before[0]:
+            touched.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
+        return load(self, ptrs, mask, *rest)
+
+    def stored(self, *rest):
+        assert not before[0]
+        return store(self, *rest)
+
+    waits = {"gdc_wait": lambda: before.__setitem__(0, False), "gdc_launch_dependents": lambda: None}
+    builder = {"set_grid_idx": placed, "create_masked_load": loaded, "create_masked_store": stored}
+    with (
+        interpreted(sums, small_m, int4_records),
+        patch.multiple(int4_records, **waits),
+        patch.multiple(InterpreterBuilder, **builder),
+    ):
+        found = int4_records._launch_records(
+            int4_records.int4_records_kernel, x, packed, sums.counters(), "", 8, 1, EARLY=True
+        )
+    assert not before[0] and within(touched, packed)
+    assert torch.equal(found, run(x, packed))
+
+
+@pytest.mark.parametrize(("dtype", "k", "expected"), [
+    (torch.float32, 512, "x is torch.float32"), (torch.bfloat16, 256, "x has K = 256, the records 512"),
+])  # fmt: skip
+def test_an_x_that_does_not_fit_is_refused(dtype, k, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        run(torch.zeros(2, k, dtype=dtype), records(*int4_weight(64, 512)))
+
+
+def test_more_rows_than_there_are_counters_for_are_refused():
+    x, packed = torch.zeros(8 * sums.COUNTERS // 2 + 1, 256).bfloat16(), records(*int4_weight(128, 256))
+    with pytest.raises(ValueError, match="the kernel takes"):
+        int4_records._launch_records(None, x, packed, sums.counters())
+
+
+def constants_of(n: int, k: int, rows: int, activation: str = "", early: bool = False) -> dict:
+    found = shares(n, k, 132 * int4_records.TOGETHER[rows])
+    asked = {"AHEAD": 0, "FIRST": 3 if early else 0, "OF_NEXT": 4096 if early else 0, "EARLY": early}
+    return {"N": n, "K": k, "PROGRAMS": found.programs, "BLOCK_M": rows, "ACTIVATION": activation, **asked}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_three_programs_of_8_rows_fit_and_their_loop_is_short_and_has_one_barrier(arch, tmp_path):
+    kernel = int4_records.int4_records_kernel
+    found = usage(kernel, TYPES, constants_of(5376, 21504, 8), arch, tmp_path, 8, registers=80)
+    assert found.registers <= 80 and found.stack <= 16 and not {"LDL", "STL"} & set(found.loop)
+    assert found.shared <= 100 * 1024 // 3 - 1024
+    assert found.a_weight(64 * 256, 8) <= 2.4
+    assert found.loop.count("BAR") == 1
+    assert "LDGSTS" not in found.loop
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_16_rows_and_gates_spill_nothing_in_their_loop(early, tmp_path):
+    kernel = int4_records.int4_records_kernel
+    for rows, activation in ((8, sums.GELU_TANH), (16, sums.GELU_TANH), (16, "")):
+        constants = constants_of(43008, 5376, rows, activation, early and rows == 8)
+        found = usage(kernel, TYPES, constants, 90, tmp_path, 8, registers=int4_records.REGISTERS[rows])
+        assert found.registers <= int4_records.REGISTERS[rows]
+        assert not {"LDL", "STL"} & set(found.loop)
+        resident = BY_ARCH["sm_90"].resident(found.registers, found.shared, 256)
+        assert resident >= int4_records.TOGETHER[rows]
+
+
+def test_an_early_launch_waits_before_it_loads_an_input_and_not_before_its_weights(tmp_path):
+    """Weights alone are loaded and asked for before the wait: what another launch writes is not."""
+    kernel = int4_records.int4_records_kernel
+    ptx = usage(kernel, TYPES, constants_of(5376, 8192, 8, early=True), 90, tmp_path, 8, registers=80).ptx
+    before, after = re.split(r"griddepcontrol\.wait;", ptx)
+    assert "griddepcontrol.launch_dependents" in before
+    assert before.count("cp.async.bulk.prefetch.L2") == 2 and "ld.global" in before
+    assert "st.global" not in before and "atom" not in before and "atom" in after

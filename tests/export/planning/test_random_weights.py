@@ -1,0 +1,165 @@
+"""Exports without weights: shapes of published checkpoints, random values, fewer layers."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail_command, run_command
+from hub_commands import HEAD, TARGET
+from huggingface_hub import constants
+from mxfp4_checkpoints import mxfp4_checkpoint
+from published_checkpoints import GOLDEN, packed
+from published_widths import gemma4_config, save_target
+from random_checkpoints import random_model
+from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
+from transformers import Gemma4TextConfig, Qwen3MoeConfig
+
+from eagle3.export.checkpoints import open_source
+from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.checkpoints.random_folder import random_folder
+from eagle3.export.checkpoints.random_values import DTYPES, random_tensor
+from eagle3.export.cli import main as export_main
+from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.taps import spread_taps
+from eagle3.export.twin.layers import fewer_layers
+from eagle3.export.twin.shrink import common_fields, from_common_fields
+from eagle3.runner import load
+from eagle3.targets import TARGETS
+
+TINY = TARGETS["gemma4-tiny"]
+
+
+def test_an_export_of_names_on_the_hub_makes_an_artifact_that_runs_and_fetches_no_weights(hub_pair, tmp_path):
+    given = "--checkpoint", TARGET, "--draft", HEAD, "--random-weights", "--layers", 4
+    lengths = "--max-seq-len", 64, "--max-prefill", 16, "--draft-qlinear", "none", "--with-decode"
+    done = run_command(
+        export_main, *given, *lengths, "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--json"
+    )
+    record = json.loads(done.stdout)
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+    assert record["manifest"]["random_weights"] and record["manifest"]["draft"] == HEAD
+    assert record["check"]["compared_with_eager"] and "hardly any" not in done.stderr
+    with load(tmp_path / "out") as model:
+        assert model.metadata.n_layers == 4
+        said = [model.generate([2, 40, 700], chain_len=length, max_new_tokens=24).token_ids for length in (None, 0)]
+    assert said[0] == said[1] and len(set(said[0])) > 2
+
+
+def test_gemma4_31b_with_six_layers_is_planned_from_2_mb(published):  # noqa: F811 (the fixture)
+    given = "--target-model", "gemma4-31B", "--random-weights", "--layers", 6, "--cuda-arch", "sm_90", "--dry-run"
+    facts = json.loads(run_command(export_main, *given, "--json").stdout)
+    assert published.bytes < 2_000_000
+    assert facts["taps"] == [2, 3, 4]
+    assert 4.3e9 < facts["target_parameters"] < 4.4e9  # of 30.7e9; the embedding has 1.4e9
+    assert facts["twin"]["target"]["layers"] == 6
+
+
+def headers_and_values(folder: Path, random: Path, layers=None):
+    source = open_source(random_folder(folder, random, layers))
+    check_finite(source, lambda name: True)
+    return source.headers(), dict(source.tensors())
+
+
+@pytest.mark.parametrize("name", packed("compressed_tensors") + packed("awq") + packed("gptq"))
+def test_packed_checkpoints_keep_their_format(name, tmp_path):
+    expected = open_source(GOLDEN / name).headers()
+    headers, values = headers_and_values(GOLDEN / name, tmp_path / "random")
+    assert headers == expected
+    assert {name: tuple(value.shape) for name, value in values.items() if name in headers} == {
+        name: header.shape for name, header in headers.items()
+    }
+
+
+def test_experts_in_mxfp4_keep_their_format(tmp_path):
+    mxfp4_checkpoint(tmp_path / "target")
+    headers, values = headers_and_values(tmp_path / "target", tmp_path / "random")
+    assert headers == open_source(tmp_path / "target").headers()
+    assert {name: tuple(value.shape) for name, value in values.items()} == {
+        name: header.shape for name, header in headers.items()
+    }
+
+
+def test_weights_that_torchao_quantized_keep_their_codes_and_lose_layers(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "vocab_size_per_layer_input": 256}
+    config = Gemma4TextConfig(**gemma4_config(12).to_dict() | sizes)
+    (tmp_path / "target").mkdir()
+    save_target(tmp_path / "target", config)
+    _, values = headers_and_values(tmp_path / "target", tmp_path / "random", layers=[0, 1, 5])
+    queries = {name: value for name, value in values.items() if name.endswith("q_proj.weight")}
+    assert sorted(queries) == [f"layers.{index}.self_attn.q_proj.weight" for index in range(3)]
+    assert all(type(value) is Int4Tensor for value in queries.values())
+    rows = [queries[f"layers.{index}.self_attn.q_proj.weight"].shape[0] for index in range(3)]
+    assert rows == [32 * 256, 32 * 256, 32 * 512]  # the sixth has full attention
+
+
+def test_random_values_are_the_names_own_and_every_row_differs():
+    first, again, other = (random_tensor(name, (64, 96), "BF16") for name in ("a.weight", "a.weight", "b.weight"))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len(first.float().unique(dim=0)) == 64
+    large = random_tensor("embed.weight", (3000, 1024), "F32")
+    assert len(large.unique(dim=0)) == 3000 and 0.019 < large.std() < 0.021
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_has_random_values(dtype):
+    value = random_tensor("layers.0.weight", (8, 16), dtype)
+    assert value.dtype == DTYPES[dtype] and value.shape == (8, 16)
+    assert len(value.view(torch.uint8 if value.dtype.itemsize == 1 else value.dtype).unique()) > 1
+
+
+def test_a_norm_is_around_one_and_a_bias_around_zero():
+    assert random_tensor("norm.weight", (512,), "F32").mean() == pytest.approx(1, abs=0.01)
+    assert random_tensor("q_proj.bias", (512,), "F32").mean() == pytest.approx(0, abs=0.01)
+
+
+def fewer(config, count: int):
+    return fewer_layers(common_fields(config), partial(from_common_fields, config), count)
+
+
+def test_layers_are_the_first_ones_where_they_have_every_kind():
+    config, layers = fewer(gemma4_config(60), 6)
+    assert layers == list(range(6)) and config.num_hidden_layers == 6
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+
+
+def test_a_kind_that_comes_late_takes_the_place_of_a_later_layer_of_another():
+    config, layers = fewer(gemma4_config(60), 4)
+    assert layers == [0, 1, 2, 5] and config.layer_types[-1] == "full_attention"
+
+
+def test_experts_that_begin_late_are_kept():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8}
+    config = Qwen3MoeConfig(**sizes, **heads, vocab_size=128, mlp_only_layers=[0, 1, 2])
+    kept, layers = fewer(config, 2)
+    assert layers == [0, 3] and kept.mlp_only_layers == [0]
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [
+        (1, "--layers 1 leaves out some of the target's 2 kinds of layers: type --layers 2"),
+        (60, "--layers 60: the target has 60 layers: type a smaller number"),
+    ],
+)
+def test_a_number_of_layers_that_does_not_do_is_refused(count, line):
+    with pytest.raises(ValueError, match=line):
+        fewer(gemma4_config(60), count)
+
+
+def test_taps_are_spread_and_a_head_that_takes_the_final_state_has_none():
+    draft = read_draft(TINY.draft)
+    assert [spread_taps(draft, layers) for layers in (3, 6, 12)] == [(1, 2, 2), (2, 3, 4), (3, 6, 9)]
+
+
+def test_what_has_no_shapes_to_take_is_refused_in_one_line(tmp_path):
+    model = random_model("llama3.1-8B")
+    model.config.save_pretrained(tmp_path / "target")
+    torch.save(model.state_dict(), tmp_path / "target" / "pytorch_model.bin")
+    given = "--checkpoint", tmp_path / "target", "--draft", TINY.draft, "--backend", "xnnpack", "--dry-run"
+    _, line = fail_command(export_main, *given, "--random-weights")
+    assert "--random-weights takes the shapes of weights in safetensors" in line and "/target has no" in line
+    _, line = fail_command(export_main, *given, "--layers", 2)
+    assert "--layers 2 is for --random-weights: type both" in line

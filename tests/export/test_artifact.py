@@ -1,0 +1,164 @@
+"""The exported gemma4-tiny is its target: same tokens as transformers, same numbers as the eager module."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from commands import run_command
+from eager import eager_speculator
+
+from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.plan import make_plan
+from eagle3.runner.artifact.pte import read_constants, read_pte
+from eagle3.runner.contract import DECODE, METHODS, MODEL_FILE
+from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.runner.hosts.session import EagerSession
+from eagle3.runner.rounds.loop import complete
+from eagle3.runner.run.cli import main as run_main
+
+TEXT = 'class Reader:\n    """Reads."""\n\n    def __init__(self, stream):\n        self.stream = stream\n'
+
+
+@pytest.fixture(scope="module")
+def speculator():
+    plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack"))
+    return eager_speculator(plan)
+
+
+def some_tokens(length, seed=0):
+    return torch.randint(4, 2048, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def transformers_greedy(reference, prompt, count):
+    given = torch.tensor([prompt])
+    out = reference.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 10, 63, 64, 65, 73, 150, 400])
+def test_tokens_are_transformers_greedy_ones(length, session, reference):
+    prompt = some_tokens(length, seed=length)
+    result = complete(session, prompt, max_new_tokens=80)
+    assert result.token_ids == transformers_greedy(reference, prompt, 80)
+
+
+def test_generation_ends_with_the_context(session, reference):
+    prompt = some_tokens(990, seed=3)
+    result = complete(session, prompt, max_new_tokens=200)
+    assert result.token_ids == transformers_greedy(reference, prompt, 34)[: len(result.token_ids)]
+    assert len(prompt) + len(result.token_ids) == 1024 or result.finish_reason == "stop"
+
+
+def test_without_speculation_and_with_every_chain_length_the_tokens_are_the_same(session):
+    prompt = some_tokens(20, seed=5)
+    plain = complete(session, prompt, max_new_tokens=60, chain=0).token_ids
+    for chain_len in (1, 2, 3):
+        assert complete(session, prompt, max_new_tokens=60, chain=chain_len).token_ids == plain
+
+
+def test_the_same_loop_over_the_eager_module_accepts_the_same_proposals(session, speculator):
+    prompt = some_tokens(40, seed=9)
+    ours = complete(session, prompt, max_new_tokens=60)
+    eager = complete(EagerSession(speculator, session.metadata), prompt, max_new_tokens=60)
+    assert ours.token_ids == eager.token_ids
+    assert ours.stats.counts() == eager.stats.counts()
+
+
+def test_every_method_gives_the_eager_modules_numbers_for_every_window(session, speculator):
+    eager = EagerSession(speculator, session.metadata)
+    prompt, position = torch.tensor([some_tokens(64, seed=1)]), torch.arange(64)
+    for rows in (9, 33, 64):
+        ids, feature, logits = session.prefill(prompt[:, :rows], position[:rows])
+        expected_ids, expected, expected_logits = eager.prefill(prompt[:, :rows], position[:rows])
+        assert ids.tolist() == expected_ids.tolist()
+        torch.testing.assert_close((feature, logits), (expected, expected_logits), atol=1e-4, rtol=1e-4)
+        for slots in (rows, 1, 4):
+            tokens = torch.tensor([some_tokens(slots, seed=2)])
+            id_, state, draft_logits = session.draft_decode(tokens, feature[:, :slots], position[:slots])
+            expected_id, expected_state, expected_draft_logits = eager.draft_decode(
+                tokens, feature[:, :slots], position[:slots]
+            )
+            assert id_.tolist() == expected_id.tolist()
+            torch.testing.assert_close(state, expected_state, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(draft_logits, expected_draft_logits, atol=1e-4, rtol=1e-4)
+    for rows in (2, 3, 4):
+        window, input_pos = torch.tensor([some_tokens(rows, seed=rows)]), torch.arange(64, 64 + rows)
+        ids, feature, logits = session.target_verify(window, input_pos)
+        expected_ids, expected, expected_logits = eager.target_verify(window, input_pos)
+        assert ids.tolist() == expected_ids.tolist()
+        torch.testing.assert_close((feature, logits), (expected, expected_logits), atol=1e-4, rtol=1e-4)
+
+
+def test_a_rejected_window_written_again_leaves_no_trace(session):
+    prompt = torch.tensor([some_tokens(64, seed=11)])
+    window, wrong = torch.tensor([some_tokens(4, seed=12)]), torch.tensor([some_tokens(4, seed=13)])
+    at = torch.arange(64, 68)
+    session.prefill(prompt, torch.arange(64))
+    ids, feature, logits = session.target_verify(window, at)
+    session.target_verify(wrong, at)
+    again_ids, again, _ = session.target_verify(window, at)
+    assert ids.tolist() == again_ids.tolist()
+    assert torch.equal(feature, again)
+
+
+def test_json_has_tokens_text_and_statistics(artifact, session):
+    out = run_command(run_main, artifact, "--prompt", TEXT, "--max-new-tokens", 40, "--json")
+    record = json.loads(out.stdout)
+    assert set(record) == {"token_ids", "text", "finish_reason", "stats"}
+    assert record["finish_reason"] in ("stop", "length")
+    assert record["text"]
+    by_file = run_command(run_main, artifact / "model.pte", "--prompt", TEXT, "--max-new-tokens", 40, "--json")
+    again = json.loads(by_file.stdout)
+    assert (again["token_ids"], again["text"]) == (record["token_ids"], record["text"])
+
+
+def test_text_on_stdout_is_the_text_of_the_json_and_statistics_go_to_stderr(artifact):
+    args = (artifact, "--prompt", TEXT, "--max-new-tokens", 30)
+    plain = run_command(run_main, *args)
+    record = json.loads(run_command(run_main, *args, "--json").stdout)
+    assert plain.stdout.rstrip("\n") == record["text"].rstrip("\n")
+    assert "mean acceptance length" in plain.stderr
+
+
+def test_the_draft_head_is_worth_its_while(session, reference):
+    """A wrong tap or a wrong map accepts about 1%; this one was trained to more than two tokens a round."""
+    stats = complete(session, transformers_greedy(reference, some_tokens(9), 100), max_new_tokens=300).stats
+    assert stats.mean_acceptance_length > 2
+
+
+def test_constants_are_those_that_the_runtime_gives(artifact):
+    """The program itself is read: the runtime's bindings give no tensor to a PyTorch of another version."""
+    program = load_runtime().load_program(artifact / MODEL_FILE)
+    found, methods = read_constants(artifact / MODEL_FILE)
+    assert methods == {*METHODS, DECODE} and set(found) == program.method_names - methods
+    for name, values in found.items():
+        given = program.load_method(name).execute(())
+        assert len(given) == len(values)
+        for one, other in zip(values, given, strict=True):
+            assert type(one) is type(other)
+            assert torch.equal(one, other) and one.dtype == other.dtype if torch.is_tensor(one) else one == other
+
+
+def test_opening_an_artifact_executes_nothing_and_imports_no_compiler(artifact):
+    code = (
+        "import sys; from pathlib import Path; from executorch.runtime import Program\n"
+        "Program.load_method = None\n"
+        "from eagle3.runner.artifact.opening import open_artifact; from eagle3.runner.artifact.pte import read_pte\n"
+        "metadata = open_artifact(Path(sys.argv[1])).metadata; read_pte(Path(sys.argv[1]) / 'model.pte')\n"
+        "print(metadata.draft_ids.shape, [name for name in sys.modules if name.startswith('executorch.exir.')])"
+    )
+    head = "from eagle3.runner.hosts.executorch_host import load_runtime; load_runtime()\n"
+    done = subprocess.run([sys.executable, "-c", head + code, artifact], capture_output=True, text=True)
+    assert done.stdout == "torch.Size([1024]) []\n", done.stderr
+
+
+def test_a_damaged_program_is_said(artifact, tmp_path):
+    whole = (artifact / MODEL_FILE).read_bytes()
+    damaged = tmp_path / MODEL_FILE
+    root = int.from_bytes(whole[:4], "little")
+    damaged.write_bytes(whole[:root] + b"\xff" * 64 + whole[root + 64 :])
+    for read in (read_constants, read_pte):
+        with pytest.raises(ValueError, match="is damaged"):
+            read(damaged)

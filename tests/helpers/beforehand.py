@@ -1,0 +1,73 @@
+"""Artifacts that take minutes of one core to make: begun with the first test, one after the other, beside the tests.
+
+With pytest-xdist its workers say what they need, and the process that they belong to makes it for all: none waits in
+vain for a worker that died. Each artifact is a folder in a place that all know, with a file beside it that says it is
+finished.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+HELPERS = Path(__file__).parent
+CPU_FLAGS = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--draft-qlinear", "none")
+CPU_FLAGS += ("--with-decode", "--no-speculate")
+COMMANDS = {
+    "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),
+    "cuda_artifact": (HELPERS / "cuda_artifact.py",),
+    "host_artifact": (HELPERS / "host_artifact.py",),
+    "family_exports": (HELPERS / "family_exports.py",),
+}
+"""The name of a fixture to the arguments of Python that make its folder, which is the last argument."""
+
+
+class Beforehand:
+    """The folders of ``COMMANDS`` below ``folder``: one process calls ``make``, those that run tests wait for them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.running: subprocess.Popen | None = None
+        self.pool = ThreadPoolExecutor(1)
+        self.making: list[Future] = []
+        self.asked = folder / "asked"
+
+    def ask(self, names: Collection[str]) -> None:
+        """Says what the tests need: every process that runs tests has collected the same."""
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
+            file.write(" ".join(name for name in COMMANDS if name in names))
+        Path(file.name).rename(self.asked)
+
+    def make(self) -> None:
+        """Begins what was asked for, once, however often this is called."""
+        if not self.making:
+            self.making = [self.pool.submit(self._make, name) for name in self.asked.read_text().split()]
+
+    def _make(self, name: str) -> None:
+        command = [sys.executable, *COMMANDS[name], self.folder / name]
+        self.running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        printed, _ = self.running.communicate()
+        unfinished = self.folder / f"{name}.unfinished"
+        unfinished.write_text("" if self.running.returncode == 0 else f"{printed}\nexit {self.running.returncode}")
+        unfinished.rename(self.folder / f"{name}.finished")
+
+    def __getitem__(self, name: str) -> Path:
+        """The folder of an artifact, once it is there."""
+        asked = self.asked.read_text().split()
+        assert name in asked, f"collection saw no test with the fixture {name}: mark it with usefixtures"
+        finished = self.folder / f"{name}.finished"
+        while not finished.exists():
+            time.sleep(0.1)
+        error = finished.read_text()
+        assert not error, error
+        return self.folder / name
+
+    def stop(self) -> None:
+        """Ends the making."""
+        self.pool.shutdown(wait=False, cancel_futures=True)  # first: nothing else begins once the child is gone
+        if self.running is not None:
+            self.running.kill()
+        self.pool.shutdown()

@@ -1,0 +1,71 @@
+"""Exports gemma4-tiny, or what the flags say, to CUDA by the command itself, and keeps the Triton source of each kernel
+that it compiles in a folder beside the artifact's: what ``interpreted_artifact.py`` runs.
+
+    python tests/helpers/cuda_artifact.py FOLDER [FLAGS OF eagle3-export]
+"""
+
+import ast
+import hashlib
+import pickle
+import re
+import sys
+import uuid
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch._inductor.codecache import CudaKernelParamCache
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+
+from eagle3.export.cli import main
+
+DEFAULT = ("--target-model", "gemma4-tiny", *(() if torch.cuda.is_available() else ("--cuda-arch", "sm_90")))
+
+
+def sources_of(artifact: Path) -> Path:
+    return artifact.with_name(f"{artifact.name}.kernels")
+
+
+def export(folder: Path, flags: tuple[str, ...] = DEFAULT) -> None:
+    sources, finish = sources_of(folder), CppWrapperGpu.finalize_prefix
+    sources.mkdir(parents=True)
+
+    def keep(self: CppWrapperGpu) -> None:
+        finish(self)  # by now every kernel is compiled
+        for name, body in self._kernel_name_to_body.items():
+            if known := CudaKernelParamCache.get(name):
+                keep_source(sources, known, body)
+
+    with patch.object(CppWrapperGpu, "finalize_prefix", keep):
+        try:
+            main([*flags, "--output-dir", str(folder)])
+        except SystemExit as end:
+            if end.code:
+                raise
+    for file in list(sources.iterdir()):
+        name_by_image(file)
+
+
+def keep_source(sources: Path, known: dict, body: str) -> None:
+    meta = known["triton_meta"]
+    kernel = {
+        "name": known["mangled_name"],
+        "image": known["cubin_path"],
+        "source": ast.literal_eval(re.search(r"async_compile\.triton\('\w+', ('''.*''')", body, re.DOTALL)[1]),
+        "signature": meta["signature"],
+        "constants": known["config"] | meta["constants"],
+    }
+    (sources / f"{uuid.uuid4()}.pickle").write_bytes(pickle.dumps(kernel))  # another process keeps those of its methods
+
+
+def name_by_image(file: Path) -> None:
+    """Rename a kernel's file to the hash of its machine code as the library has it, which is assembled last."""
+    kernel = pickle.loads(file.read_bytes())
+    image = Path(kernel.pop("image")).read_bytes()
+    file.unlink()
+    file = file.with_stem(hashlib.sha256(image).hexdigest())
+    file.write_bytes(pickle.dumps(kernel | {"size": len(image)}))
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1]), tuple(sys.argv[2:]) or DEFAULT)

@@ -1,0 +1,47 @@
+"""A module lowered to CUDA by Inductor."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch._inductor import config as inductor
+from torch._inductor.codecache import CudaKernelParamCache
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.virtualized import V
+
+from eagle3.export.lowering.cuda.backend import OPTIONS
+from eagle3.export.lowering.cuda.inductor.fusion import fused_further
+from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
+from eagle3.export.lowering.cuda.named_gpu import named_gpu
+
+
+def lowered(module, given, **dynamic):
+    """Return what the compiled module calls, in order: kernels with their arguments; and what the arguments are."""
+    program = torch.export.export(module, given, strict=False, **dynamic)
+    specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
+    called, graph = [], SimpleNamespace()
+
+    def note(self, kernel_name, call_args, **kwargs):
+        called.append((kernel_name, list(call_args)))
+        call(self, kernel_name, call_args, **kwargs)
+
+    def keep(self):
+        finish(self)
+        graph.sources = dict(self._kernel_name_to_body)
+        graph.blocks = {name: CudaKernelParamCache.get(name)["config"] for name, _ in called}
+        graph.inputs = {name: tuple(x.get_size()) for name, x in V.graph.graph_inputs.items()}
+        graph.outputs = V.graph.get_output_names()
+        graph.buffers = {name: tuple(x.maybe_get_size() or ()) for name, x in V.graph.name_to_buffer.items()}
+
+    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}, {}) as launches:
+        call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
+        with patch.multiple(CppWrapperGpu, _generate_kernel_call_helper=note, finalize_prefix=keep):
+            to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+    (recorded,) = launches.values()
+    graph.launches = recorded["launches"]
+    graph.grids = {entry["kernel"]: entry["grid"] for entry in recorded["launches"]}
+    return called, graph

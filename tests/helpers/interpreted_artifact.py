@@ -1,0 +1,160 @@
+"""Runs a CUDA artifact where there is no GPU: by the runner as it is, its libraries in PyTorch's container, over a
+strict stand-in for CUDA's driver (``stand_in_driver.py``), graphs captured and replayed; each launch by Triton's
+interpreter, from the source of its kernel (``stand_in_kernels.py``).
+
+What this sees of an artifact is all but the machine code: which kernels a method launches over which grids, what each
+is given, which memory it touches, what methods share, what the host waits for, and whether the kernels, as Inductor
+wrote them and as ours are specialized, compute what they should.
+
+    echo '[{"prompt": [2, 318, 825], "max_new_tokens": 8}]' | python tests/helpers/interpreted_artifact.py ARTIFACT
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, and what has kernels
+
+import ctypes
+import gc
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import click
+import torch
+from cuda_artifact import sources_of
+from proposed import proposed
+from race_detector import Detector
+from race_hooks import watching
+from stand_in_driver import StandIn
+from stand_in_kernels import Kernels, interpreted
+from stand_in_torch import cuda_build, load
+
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE
+from eagle3.runner.artifact.opening import load_artifact
+from eagle3.runner.contract import MODEL_FILE
+from eagle3.runner.hosts import torch_host
+from eagle3.runner.hosts.session import TimedSession
+from eagle3.runner.rounds.loop import complete
+
+HUGE = 0x7E
+"""A byte of a value that is finite and as large as it gets: 8e37 in bfloat16 and float32, 126 in int8."""
+MODERATE = 0x3C
+"""A byte of a value that a cache may hold: 0.011 in bfloat16 and float32, 60 in int8."""
+
+
+class Machine:
+    """A GPU's stand-in in this process, with the kernels of an artifact."""
+
+    def __init__(self, sources: Path):
+        self.device = StandIn()
+        self.cuda = load(self.device)
+        self.kernels = Kernels(self.device, sorted(sources.glob("*.pickle")))
+        self.placed: dict[str, torch.Tensor] = {}
+        """Storage key to its bytes on the device, of the artifact that was opened last."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Give PyTorch the device while this is open, and let kernels compute."""
+        host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)  # they are there
+        with ExitStack() as stack:
+            for each in (cuda_build(self.cuda), host_symbols, interpreted(self.kernels)):
+                stack.enter_context(each)
+            yield
+
+    def open(self, artifact: Path, graphs: bool = True, unwritten: int = HUGE) -> torch_host.TorchSession:
+        """Open an artifact as a command does on a machine with a GPU; each byte of the caches is ``unwritten``."""
+        metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
+        place = torch_host.place_storages
+
+        def placed(stored: Path, index: Any, needed: dict[str, Any], device: torch.device):
+            self.placed = place(stored, index, needed, device)
+            for key, weight in needed.items():
+                address, size = self.placed[key].data_ptr(), self.placed[key].nbytes
+                if size and self.placed[key].is_cuda:
+                    self.device.label(address, weight.name)
+                    if "cache" in weight.name:  # no method is to see what no method wrote; a weight of 0 may meet it
+                        ctypes.memset(self.device.shown(address, size), unwritten, size)
+            return self.placed
+
+        with patch.object(torch_host, "place_storages", placed):
+            return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata, graphs)
+
+    def left(self) -> dict[str, int]:
+        """Count what was not released: handles by kind, and after a capture, whether memory still comes from its pool
+        and whether its stream is still the current one."""
+        self.placed = {}
+        gc.collect()
+        self.device.library.cudaDeviceSynchronize()
+        stayed = torch.cuda.current_stream() != torch.cuda.default_stream()
+        return self.device.counts() | {"pool": int(self.cuda.entered is not None), "current stream": int(stayed)}
+
+
+def looked_at(session: torch_host.TorchSession) -> torch_host.TorchSession:
+    """The session, whose outputs are looked at: what nothing wrote is NaN in floats and no token in ids."""
+    call, vocabulary = session._call, session.metadata.vocab_size
+
+    def look(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        ids, *others = call(name, *inputs)
+        rows = ids.tolist()[0]
+        if not all(0 <= token < vocabulary for token in rows):
+            raise RuntimeError(f"{name} gave the ids {rows} of {vocabulary}: the host read them before they were there")
+        for place, output in enumerate(others, 1):
+            if output.is_floating_point() and not torch.isfinite(output.cpu()).all():
+                raise RuntimeError(f"output {place} of {name} is not finite: it read memory that nothing wrote")
+        return [ids, *others]
+
+    session._call = look
+    return session
+
+
+def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dict[int, Counter[str]]]:
+    """Filled while ``session`` is used: of each method, by its number of rows, over which grids its first call launched
+    kernels."""
+    launched, call = {}, session._call
+
+    def count(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        before = kernels.launches.copy()
+        results = list(call(name, *inputs))
+        launched.setdefault(name, {}).setdefault(inputs[0].shape[1], kernels.launches - before)
+        return results
+
+    session._call = count
+    return launched
+
+
+def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    """Generate by fused rounds, replayed as CUDA graphs would be, and by the three methods, with their proposals."""
+    found = {}
+    for name, fused in (("fused_rounds", True), ("three_methods", False)):
+        session.has_speculate = fused
+        with proposed(session) as proposals:
+            result = complete(session, prompt, max_new_tokens=max_new_tokens, stop_ids=[])
+        found[name] = {"token_ids": result.token_ids, "stats": result.stats.counts()}
+    return found | {"proposals": proposals}
+
+
+def main(artifact: Path) -> None:
+    torch.set_num_threads(1)
+    asked, machine = json.load(sys.stdin), Machine(sources_of(artifact))
+    found, launched = [], {}
+    with machine.running(), watching(Detector(("forward",))) as races:
+        for each in asked:
+            session = looked_at(machine.open(artifact, each.pop("graphs", True)))
+            counts = counted(session, machine.kernels)
+            found.append(generations(session, **each))
+            launched = counts | launched
+            session.close()
+        del session, counts
+        left = machine.left()
+    said = {"generations": found, "launched": launched, "races": races.report()}
+    said |= {"journal": machine.device.journal(), "left": left}
+    click.echo(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

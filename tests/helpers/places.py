@@ -1,0 +1,9 @@
+"""Folders of the project that tests read."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+HELPERS = TESTS / "helpers"
+GOLDEN = TESTS / "golden"
+"""Golden numbers by kind of head, which ``scripts/golden/`` makes."""

@@ -1,0 +1,116 @@
+"""Speculators that answer at random but the same way each time, and requests to them."""
+
+import pytest
+from scripted import VOCABULARY, ScriptedSession, scripted_metadata
+
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.rounds.loop import complete, generate
+
+FEW = 3  # token ids: texts that part soon agree again
+
+
+class Failure(Exception):
+    """A method's failure."""
+
+
+class InTurn:
+    """Chain lengths in turn."""
+
+    speculates = True
+
+    def __init__(self, lengths):
+        self._lengths, self._rounds = lengths, 0
+
+    def begin(self):
+        pass
+
+    def next(self):
+        self._rounds += 1
+        return self._lengths[self._rounds % len(self._lengths)]
+
+    def record(self, proposed, accepted, seconds):
+        pass
+
+
+def random_metadata(random):
+    """Windows hardly longer than a verify window and a P-EAGLE's mask rows, or none."""
+    chain_len = random.randint(1, 5)
+    proposals = random.choice([1, chain_len])
+    window, draft_window = (random.choice([0, chain_len + random.randint(1, 6)]) for _ in range(2))
+    most = min(window or 12, draft_window or 12)
+    min_prefill = random.randint(2, most)
+    return scripted_metadata(
+        max_seq_len=random.randint(20, 64),
+        min_prefill=min_prefill,
+        max_prefill=random.randint(min_prefill, most),
+        chain_len=chain_len,
+        window=window,
+        draft_window=draft_window and draft_window + proposals - 1,
+        proposals=proposals,
+    )
+
+
+def random_speculator(random):
+    table, luck = [random.randrange(FEW) for _ in range(40)], random.choice([0.2, 0.5, 0.9])
+    hits = [random.random() < luck for _ in range(17)]
+
+    def target(prefix):
+        return table[(3 * prefix[-1] + 5 * len(prefix) + prefix[len(prefix) // 2]) % 40]
+
+    def draft(prefix):
+        right = target(prefix)
+        return right if hits[(len(prefix) + prefix[-1]) % 17] else (right + 1) % VOCABULARY
+
+    return target, draft
+
+
+def random_request(random, metadata, said):
+    """A prompt that begins as something said before, and the options of ``generate``."""
+    earlier = random.choice(said)
+    kept = earlier[: random.choice([len(earlier), random.randint(0, len(earlier))])]
+    more = [random.randrange(FEW) for _ in range(random.randint(not kept, random.choice([3, 30])))]
+    lengths = [random.randint(0, metadata.chain_len) for _ in range(random.randint(1, 4))]
+    options = {
+        "max_new_tokens": random.choice([1, random.randint(1, 30)]),
+        "chain": random.choice([None, lengths[0], InTurn(lengths)]),
+        "stop_ids": random.sample(range(FEW), random.choice([0, 0, 1])),
+    }
+    return (kept + more)[: metadata.max_seq_len - 1], options
+
+
+def generate_some(session, prompt, rounds, **options):
+    """The tokens until the end, ``rounds`` or a failure, and whether it was the end."""
+    steps, tokens = generate(session, prompt, **options), []
+    try:
+        for number, fresh in enumerate(steps):
+            tokens += fresh
+            if number == rounds:
+                steps.close()
+                return tokens, False
+    except (Failure, KeyboardInterrupt):
+        return tokens, False
+    return tokens, True
+
+
+def greedy(prefix):
+    return (7 * prefix[-1] + 3 * len(prefix) + prefix[0]) % VOCABULARY
+
+
+PROMPT = [(5 * i + 2) % VOCABULARY for i in range(24)]
+
+
+def reused(session, cached, prompt, **options):
+    return complete(session, prompt, cached=cached, **options).stats.reused_prompt_tokens
+
+
+@pytest.fixture
+def cached():
+    return CachedTokens()
+
+
+@pytest.fixture
+def session(cached):
+    """Make a session that has generated nine tokens, the first and two rounds, and holds nothing else in its caches."""
+    session = ScriptedSession(scripted_metadata(), greedy, greedy)
+    assert reused(session, cached, PROMPT, max_new_tokens=9) == 0
+    return session

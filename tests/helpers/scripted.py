@@ -1,0 +1,213 @@
+"""A scripted session: a target whose greedy tokens are a function of the prefix, a draft that is told what to propose.
+
+Its caches keep what real ones keep, and refuse what would corrupt them: gaps, reads of what was never written, was
+overwritten or belongs to another prefix, and features that do not belong to their slot.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from eagle3.runner.cache.cached_tokens import common_prefix
+from eagle3.runner.contract import Metadata
+from eagle3.runner.hosts.session import FusedRound, Step
+
+VOCABULARY = 23
+MASK = -1  # the token of a P-EAGLE's mask rows
+
+
+def scripted_metadata(
+    max_seq_len=64,
+    min_prefill=4,
+    max_prefill=7,
+    chain_len=3,
+    eos_ids=(),
+    window=0,
+    draft_window=0,
+    proposals=1,
+    manifest=None,
+    verify_rows=None,
+) -> Metadata:
+    return Metadata(
+        max_seq_len=max_seq_len,
+        vocab_size=VOCABULARY,
+        n_layers=1,
+        min_prefill=min_prefill,
+        max_prefill=max_prefill,
+        sliding_window=window,
+        chain_len=chain_len,
+        draft_vocab_size=VOCABULARY,
+        bos_id=-1,
+        eos_ids=tuple(eos_ids),
+        manifest=manifest or {},
+        use_kv_cache=True,
+        use_sdpa_with_kv_cache=False,
+        enable_dynamic_shape=True,
+        proposals=proposals,
+        draft_sliding_window=draft_window,
+        verify_rows=verify_rows,
+    )
+
+
+class Entry(NamedTuple):
+    """Keys and values at a position: they depend on all tokens (``prefix``) up to its own. ``guessed``: on a feature
+    that is not the target's."""
+
+    position: int
+    prefix: tuple[int, ...]
+    guessed: bool = False
+
+
+class ScriptedCache:
+    """A cache: with a ``window`` a ring of two windows, in whose slots the last write wins; without, a slot per
+    position."""
+
+    def __init__(self, window: int):
+        self.window = window
+        self.entries: dict[int, Entry] = {}
+
+    def write(self, entry: Entry) -> None:
+        self.entries[self._slot(entry.position)] = entry
+
+    def __getitem__(self, position: int) -> Entry:
+        entry = self.entries.get(self._slot(position))
+        assert entry is not None, f"position {position} was never written"
+        assert entry.position == position, f"the slot of position {position} holds position {entry.position}"
+        return entry
+
+    def check(self, entry: Entry, seeded: int | None = None) -> None:
+        """All that a row attends to is there, and of its own prefix; before slot ``seeded`` nothing is guessed."""
+        behind = len(entry.prefix) - entry.position
+        for position in range(max(0, entry.position - self.window + 1) if self.window else 0, entry.position + 1):
+            held = self[position]
+            assert held.prefix == entry.prefix[: position + behind], f"position {position} is of another prefix"
+            assert not held.guessed or position >= seeded, f"slot {position} was not seeded again"
+
+    def _slot(self, position: int) -> int:
+        return position % (2 * self.window) if self.window else position
+
+
+class ScriptedSession:
+    """``greedy(prefix) -> token`` is the target; ``proposal(prefix) -> token`` the draft, each of a tuple of ids.
+
+    The feature of position p is [p, its number]: a draft slot checks that it got its own. A call raises ``failure``
+    where ``calls_left`` comes to 0, after ``rows_written`` of its rows.
+    """
+
+    def __init__(self, metadata: Metadata, greedy: Callable, proposal: Callable):
+        self.metadata, self.greedy, self.proposal = metadata, greedy, proposal
+        self.positions = torch.arange(metadata.max_seq_len)
+        self.target_cache = ScriptedCache(metadata.sliding_window)
+        self.draft_cache = ScriptedCache(metadata.draft_sliding_window)
+        self.has_decode, self.has_speculate = True, False
+        self.seconds, self.calls, self.load_seconds = Counter(), Counter(), 0.0
+        self.windows: list[int] = []
+        self.fused_rounds = 0
+        self.failure: BaseException | None = None
+        self.calls_left = self.rows_written = 0
+        self._prefixes: list[tuple[int, ...]] = []
+        self._seeded = 0
+
+    def _write(self, cache: ScriptedCache, entries: list[Entry]) -> None:
+        fails = self.failure is not None and self.calls_left == 0
+        self.calls_left -= 1
+        for entry in entries[: self.rows_written if fails else None]:
+            cache.write(entry)
+        if fails:
+            raise self.failure
+
+    def _target(self, tokens, input_pos):
+        positions, row = input_pos.tolist(), tokens[0].tolist()
+        assert positions == list(range(positions[0], positions[0] + len(row)))
+        assert positions[-1] < self.metadata.max_seq_len, "past the cache"
+        before = self.target_cache[positions[0] - 1].prefix if positions[0] else ()
+        entries = [Entry(p, (*before, *row[: i + 1])) for i, p in enumerate(positions)]
+        self._write(self.target_cache, entries)
+        for entry in entries:
+            self.target_cache.check(entry)
+        ids = torch.tensor([[self.greedy(entry.prefix) for entry in entries]])
+        feature = torch.tensor([[[p, len(self._prefixes) + i] for i, p in enumerate(positions)]])
+        self._prefixes += [entry.prefix for entry in entries]
+        return Step(ids, feature.float())
+
+    def prefill(self, tokens, input_pos):
+        assert self.metadata.min_prefill <= tokens.shape[1] <= self.metadata.max_prefill
+        step = self._target(tokens, input_pos)
+        return Step(step.ids[:, -1:], step.feature)
+
+    def decode(self, tokens, input_pos):
+        assert tokens.shape[1] == 1
+        return self._target(tokens, input_pos)
+
+    def target_verify(self, tokens, input_pos):
+        assert 2 <= tokens.shape[1] <= self.metadata.window
+        self.windows.append(tokens.shape[1])
+        return self._target(tokens, input_pos)
+
+    def draft_decode(self, tokens, feature, input_pos):
+        positions, row = input_pos.tolist(), tokens[0].tolist()
+        assert 1 <= len(row) <= max(self.metadata.max_prefill, self.metadata.window)
+        assert feature.shape[:2] == tokens.shape
+        assert positions[-1] < self.metadata.max_seq_len - 1, "a draft slot whose token is past the context"
+        entries, seeded = [], positions[-1] + 1
+        for p, token, (given, number) in zip(positions, row, feature[0].tolist(), strict=True):
+            assert given in (p, -1), f"slot {p} was given the feature of {given}"
+            if given == p:
+                before = self._prefixes[int(number)]
+                assert before == self.target_cache[p].prefix, "the feature of a rejected prefix"
+            else:
+                before, seeded = self.draft_cache[p - 1].prefix, self._seeded
+            entries.append(Entry(p, (*before, token), guessed=given != p))  # slot p holds token p + 1
+        for _ in range(1, self.metadata.proposals):
+            position, prefix, _ = entries[-1]
+            entries.append(Entry(position + 1, (*prefix, MASK), guessed=True))
+        self._write(self.draft_cache, entries)
+        self._seeded = seeded
+        for entry in entries:
+            self.draft_cache.check(entry, seeded)
+        prefix = entries[len(row) - 1].prefix
+        for _ in range(self.metadata.proposals):
+            prefix = (*prefix, self.proposal(prefix))
+        return Step(torch.tensor([prefix[-self.metadata.proposals :]]), torch.tensor([[[-1.0, 0.0]]]))
+
+    def speculate(self, tokens, input_pos):
+        """Draft rows behind the accepted ones are written too, with what belongs to no prefix."""
+        (first, *_), window = input_pos.tolist(), tokens[0].tolist()
+        assert len(window) == self.metadata.chain_len + 1
+        assert first + 2 * len(window) <= self.metadata.max_seq_len, "the next window may not fit"
+        step = self.target_verify(tokens, input_pos)
+        rows = common_prefix(window[1:], step.ids[0].tolist()) + 1
+        for position in range(first, first + len(window) + self.metadata.proposals - 1):
+            self.draft_cache.write(Entry(position, (), guessed=True))
+        drafted = self.draft_decode(step.ids[:, :rows], step.feature[:, :rows], input_pos[:rows])
+        chain, following = [step.ids[:, rows - 1 : rows], drafted.ids], input_pos + rows
+        for position in range(first + rows, first + rows + len(window) - 1 - self.metadata.proposals):
+            drafted = self.draft_decode(drafted.ids, drafted.feature, self.positions[position : position + 1])
+            chain.append(drafted.ids)
+        self.fused_rounds += 1
+        window = torch.cat(chain, dim=1)
+        return FusedRound(torch.cat((step.ids, window)), window, following)
+
+
+class ThreeMethods:
+    """A session without ``speculate``: each round takes three methods."""
+
+    has_speculate = False
+
+    def __init__(self, session):
+        self._session = session
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+
+def greedy_sequence(greedy: Callable, prompt: list[int], count: int, stop_ids=(), max_seq_len: int = 64) -> list[int]:
+    """Return the tokens of decoding token by token."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < count and len(tokens) < max_seq_len:
+        tokens.append(greedy(tuple(tokens)))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]

@@ -1,0 +1,108 @@
+"""A server over a loaded model in this process: uvicorn on the loopback, in a thread."""
+
+import asyncio
+import shutil
+import socket
+import threading
+from contextlib import contextmanager
+
+import httpx
+import uvicorn
+
+from eagle3.runner.model import Model
+from eagle3.runner.rounds.loop import Generation
+from eagle3.runner.serve.answer import Answer
+from eagle3.runner.serve.app import build_app
+from eagle3.runner.serve.dialogue import Dialogue
+from eagle3.runner.serve.engine import Delta, Engine, Job, Times
+from eagle3.runner.serve.metrics import Metrics
+from eagle3.runner.serve.server import server_of
+from eagle3.runner.serve.service import Service
+from eagle3.targets import TARGETS
+
+JSON = {"Content-Type": "application/json"}
+ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
+
+
+class Served:
+    def __init__(self, service: Service, server: uvicorn.Server, url: str, lines: list[str]):
+        self.service, self.engine, self.url, self.lines = service, service.engine, url, lines
+        self._server = server
+
+    def stop(self) -> None:
+        """Do as at SIGTERM."""
+        self._server.should_exit = True
+
+    def post(self, path: str, given: dict, **more) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=given, timeout=60, **more)
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(self.url.removesuffix("/v1") + "/metrics").text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+def dialogue_in(template: str, session, folder) -> Dialogue:
+    """Make a dialogue in another chat template, over the shipped tokenizer, whose files are copied into an empty
+    ``folder``."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGETS["gemma4-tiny"].checkpoint / name, folder / name)
+    (folder / "chat_template.jinja").write_text(template)
+    return Dialogue(Model(session.metadata, lambda: session, folder), folder)
+
+
+def read(dialogue: Dialogue, turn, texts: list[str]) -> Answer:
+    """An answer of a job whose rounds gave these texts."""
+
+    async def whole() -> Answer:
+        job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))
+        for text in texts:
+            job.events.put_nowait(Delta(text, [5], []))
+        stream = dialogue._model.stream([5])
+        stream._answer.end(Generation([5], "length", stream._answer.stats))
+        job.result = stream.result
+        job.events.put_nowait(None)
+        answer = Answer(turn)
+        async for _ in answer.read(job, dialogue):
+            pass
+        return answer
+
+    return asyncio.run(whole())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def service_of(models: list[Model], folder, max_queue: int = 64, **defaults) -> Service:
+    """Requests are greedy unless they say otherwise."""
+    metrics = Metrics("tiny")
+    engine = Engine(models, max_queue, metrics.add, {})
+    metrics.watch(lambda: engine.running, lambda: engine.waiting)
+    return Service(engine, Dialogue(models[0], folder), "tiny", metrics, {"temperature": 0, **defaults})
+
+
+@contextmanager
+def serviced(models: list[Model], folder):
+    """A service without a server."""
+    service = service_of(models, folder)
+    try:
+        yield service
+    finally:
+        service.engine.close()
+
+
+@contextmanager
+def served(
+    models: list[Model], folder, max_queue: int = 64, key: str | None = None, hosts=None, grace: int = 30, **defaults
+):
+    service, lines = service_of(models, folder, max_queue, **defaults), []
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = server_of(build_app(service, key, lines.append, hosts), grace, service.engine.close)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+    thread.start()
+    try:
+        yield Served(service, server, f"http://127.0.0.1:{listening.getsockname()[1]}/v1", lines)
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,47 @@
+"""Launches every case of a small tournament over the stand-in for the driver, which checks them and computes nothing.
+
+python tests/helpers/stand_in_tournament.py FOLDER     FOLDER has the machine code; prints how often the driver launched
+"""
+
+import sys
+from pathlib import Path
+
+import click
+import torch
+from stand_in_driver import H100, StandIn
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
+
+from gpu_cubins import Cubins
+from gpu_tournament import Run
+from gpu_variants import cases, made
+from small_tournament import LINEARS
+
+from eagle3.export.lowering.cuda.kernels.sums import made_for_named
+
+
+def main() -> None:
+    device = StandIn()
+    device.become(H100)
+    cubins = Cubins(Path(sys.argv[1]), device, lambda: 0)
+    run = Run(cubins, LINEARS, "cpu")
+    with made_for_named("sm_90"):
+        for linear, rows, variant in cases(LINEARS):
+            n, k, activation = LINEARS[linear]
+            weight = variant.lay_out(*made(variant.format, n, k, "cpu"))
+            run.launch(variant, torch.zeros(rows, k).bfloat16(), weight, activation)
+        order = list(LINEARS)
+        inputs = {name: torch.zeros(4, LINEARS[name][1]).bfloat16() for name in order}
+        for variant in {variant.name: variant for _, _, variant in cases(LINEARS)}.values():
+            if variant.format == "int4":
+                weights = {name: variant.lay_out(*made("int4", *LINEARS[name][:2], "cpu")) for name in order}
+                run.layers_of(variant, order, inputs, [weights] * 4)()
+    for early in (False, True):
+        for call in run.gap_calls(early):
+            call()
+    click.echo(f"{device.calls('cuLaunchKernelEx')} launches")
+    assert device.journal() == [], device.journal()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The imports between folders: arrows point down, nothing imports a command, the runner never imports the exporter."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+RUNNER = {  # a room imports rooms of a lower number, and its own files
+    "contract": 0,
+    "hardware": 1,
+    "console": 2,
+    "artifact": 3,
+    "text": 3,
+    "cache": 4,
+    "hosts": 4,
+    "chain": 5,
+    "rounds": 6,
+    "sampling": 7,
+    "comparison": 7,
+    "": 8,  # the library: the files of runner/ itself
+    "commands": 9,
+    "batch": 10,
+    "run": 11,
+    "inspect": 11,
+    "bench": 11,
+    "serve": 11,
+}
+COMMANDS = {"run", "inspect", "bench", "serve"}
+OPEN_TO_THE_EXPORTER = {"contract", "artifact", "console", "hardware"}
+
+
+def imports_of(file: Path) -> set[str]:
+    """Dotted modules below ``eagle3`` that a file imports, inside of functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("eagle3.") for name in found if name.startswith("eagle3.")}
+
+
+def room_of(module: str) -> str | None:
+    """The room of the runner that a module is in, "" for ``runner/`` itself; None of what is not the runner's."""
+    top, *rest = module.split(".")
+    if top != "runner":
+        return None
+    return rest[0] if rest and rest[0] in RUNNER else ""
+
+
+def files(top: str) -> list[Path]:
+    return sorted((ROOT / top).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", files("runner"), ids=lambda file: str(file.relative_to(ROOT)))
+def test_arrows_in_the_runner_point_down(file):
+    inside = file.relative_to(ROOT / "runner").parts[:-1]
+    room = inside[0] if inside else ""
+    for module in imports_of(file):
+        other = room_of(module)
+        assert other is not None, f"the runner imports {module}"
+        if other == room:
+            continue
+        assert RUNNER[other] < RUNNER[room], f"an arrow upward: {module}"
+        assert other not in COMMANDS, f"nothing imports a command: {module}"
+
+
+@pytest.mark.parametrize("file", files("export"), ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_exporter_imports_of_the_runner_what_is_open_to_it(file):
+    rooms = {room_of(module) for module in imports_of(file)} - {None}
+    assert rooms <= OPEN_TO_THE_EXPORTER
+
+
+@pytest.mark.parametrize("file", files("targets"), ids=lambda file: str(file.relative_to(ROOT)))
+def test_targets_import_nothing_above_them(file):
+    assert {module.split(".")[0] for module in imports_of(file)} <= {"targets"}
+
+
+def test_no_script_imports_a_command_line():
+    for file in files("scripts"):
+        assert not [module for module in imports_of(file) if module.split(".")[-2:-1] == ["cli"]], file
+
+
+def test_every_room_is_listed():
+    found = {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
+    assert found == set(RUNNER) - {""}
+
+
+def test_the_picture_in_the_guide_has_every_room():
+    picture = (ROOT / ".github" / "CONTRIBUTING.md").read_text().split("```mermaid")[1].split("```")[0]
+    for room in set(RUNNER) - {"", "sampling"}:
+        assert room in picture, room
+
+
+def test_the_test_would_see_an_arrow_upward(tmp_path):
+    file = tmp_path / "wrong.py"
+    file.write_text("def f():\n    from eagle3.runner import model\n    import eagle3.runner.bench.cli\n")
+    assert {room_of(module) for module in imports_of(file)} == {"", "bench"}

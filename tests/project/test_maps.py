@@ -1,0 +1,74 @@
+"""The lists that a stranger goes by are complete: each README's map of its folder, and the lists of CUDA kernels that
+are searched for missing barriers and for races."""
+
+import importlib
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import triton
+from places import ROOT
+from ptx_of_kernels import KERNELS
+from small_launches import SMALL
+
+from eagle3.export.lowering.cuda import kernels
+
+ROOMS = [
+    path.parent
+    for top in ("export", "runner", "targets", "scripts")
+    for path in sorted((ROOT / top).rglob("README.md"))
+]
+
+
+def unnamed(folder: Path) -> list[str]:
+    """Return the Python files in ``folder`` that no row of its README's tables names, nor by their own folder."""
+    rows = "\n".join(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `"))
+    named = [word for code in re.findall(r"`([^`]+)`", rows) for word in code.split()]
+    files = [str(path.relative_to(folder)) for path in (*folder.glob("*.py"), *folder.glob("*/*.py"))]
+    whole = {name for name in named if name.endswith("/")}
+    files = [name for name in files if not name.endswith("__init__.py") and f"{name.split('/')[0]}/" not in whole]
+    return [name for name in sorted(files) if not any(fnmatch(name, each) for each in named)]
+
+
+@pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_the_map_of_a_readme_names_every_file_of_its_folder(folder):
+    assert unnamed(folder) == []
+
+
+def test_a_file_that_a_map_leaves_out_is_found(tmp_path):
+    (tmp_path / "README.md").write_text("`prose.py` is no map\n\n| `there.py`, `make_*.py` | two |\n")
+    (tmp_path / "room").mkdir()
+    for name in ("__init__.py", "there.py", "make_it.py", "prose.py", "room/inside.py"):
+        (tmp_path / name).touch()
+    assert unnamed(tmp_path) == ["prose.py", "room/inside.py"]
+
+
+def modules() -> dict[str, ModuleType]:
+    files = Path(kernels.__path__[0]).glob("*.py")
+    return {path.stem: importlib.import_module(f"{kernels.__name__}.{path.stem}") for path in files}
+
+
+def jitted(module: ModuleType) -> list[triton.JITFunction]:
+    values = [each for each in vars(module).values() if isinstance(each, triton.JITFunction)]
+    return [each for each in values if each.fn.__module__ == module.__name__]
+
+
+def launched() -> list[triton.JITFunction]:
+    """Return the kernels: the functions of Triton that no other one calls."""
+    functions = [each for module in modules().values() for each in jitted(module)]
+    called = {name for each in functions for name in each.fn.__code__.co_names}
+    return [each for each in functions if each.fn.__name__ not in called]
+
+
+def test_every_kernel_is_searched_for_missing_barriers():
+    searched = [kernel for kernel, _ in KERNELS.values()]
+    assert len(launched()) >= 8
+    assert [each.fn.__qualname__ for each in launched() if each not in searched] == []
+
+
+def test_every_file_with_code_for_a_gpu_is_searched_for_races():
+    searched = {module.__name__ for small in SMALL.values() for module in small.modules}
+    files = {module.__name__ for module in modules().values() if jitted(module)}
+    assert len(files) >= 11 and files <= searched

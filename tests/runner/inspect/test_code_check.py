@@ -1,0 +1,319 @@
+"""The output of ``eagle3-inspect --check-code`` on a real artifact, and on one with each fault put into it."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from built_libraries import build, launched
+from commands import fail_command, run_command
+from executorch.backends.cuda.cuda_backend import CudaBackend
+
+from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home, driver_functions
+from eagle3.runner.artifact.constant_devices import constant_devices, constant_faults
+from eagle3.runner.artifact.cuda_delegates import cuda_delegates
+from eagle3.runner.artifact.cuda_library import read_library
+from eagle3.runner.artifact.cuda_weights import WeightTable
+from eagle3.runner.artifact.elf import DYNSYM, RELA, Elf
+from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, METHODS, MODEL_FILE, PREFILL, SPECULATE
+from eagle3.runner.hardware.gpus import GPUS, excesses, gpus_of, lacking_on_later
+from eagle3.runner.hosts import torch_host_checks
+from eagle3.runner.inspect.cli import main
+from eagle3.runner.inspect.machine_code import check as code_check
+from eagle3.runner.inspect.machine_code.runtime_symbols import (
+    CUDA_DRIVER,
+    CUDA_RUNTIME,
+    DRIVER,
+    EXECUTORCH,
+    lacking,
+    of_pytorch,
+)
+from eagle3.runner.inspect.machine_code.sass import Usage, read_usages
+
+KB = 1 << 10
+
+
+@pytest.fixture(scope="module")
+def checked(cuda_artifact):
+    return json.loads(run_command(main, cuda_artifact, "--check-code", "--json").stdout)
+
+
+@pytest.fixture(scope="module")
+def delegates(cuda_artifact):
+    return {name: part for name, (part,) in cuda_delegates(cuda_artifact / MODEL_FILE).items()}
+
+
+@pytest.fixture
+def copied(cuda_artifact, tmp_path):
+    return Path(shutil.copytree(cuda_artifact, tmp_path / "copied"))
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Let every kernel take the same, little, and have no PTX: the code of all kernels is read once, above."""
+    usage = Usage(64, 0, 0, 0, ())
+    monkeypatch.setattr(code_check, "read_usages", lambda fatbins: dict.fromkeys(fatbins, usage))
+
+
+def faults(folder):
+    """Return the faults that the command finds in an artifact."""
+    code, line = fail_command(main, folder, "--check-code", "--json")
+    assert code == 1
+    return line
+
+
+def change(model, old, new):
+    data = model.read_bytes()
+    assert old in data and len(old) == len(new)
+    model.write_bytes(data.replace(old, new))
+
+
+# A real artifact
+
+
+def test_nothing_is_wrong_with_the_code_of_an_artifact(checked, delegates):
+    code = checked["code"]
+    assert code["faults"] == []
+    for name, (table, library) in delegates.items():
+        counts = code["methods"][name]
+        assert counts["kernels"] == counts["kernels_with_ptx"] == len(read_library(library).kernels) > 0
+        assert counts["constants"] == len(table.weights) and counts["spill_bytes"] == {}
+        assert 0 < counts["most_registers"] <= 255 and 32 <= counts["most_threads"] <= 1024
+        assert counts["symbols"] == len(read_library(library).needs)
+    assert {*METHODS, SPECULATE} <= code["methods"].keys()
+
+
+def test_it_says_which_architectures_have_what_it_takes(checked):
+    arch = checked["metadata"]["get_manifest"]["cuda_arch"]
+    later = {f"sm_{gpu.arch}" for gpu in GPUS.values() if gpu.arch >= gpus_of(arch)[0].arch}
+    assert checked["code"]["runs_on"].keys() == later and arch in later
+    if not torch.cuda.is_available():
+        assert checked["code"]["runs_on"] == dict.fromkeys(later)
+
+
+def test_people_read_tables(cuda_artifact, quickly):
+    text = run_command(main, cuda_artifact, "--check-code").stdout
+    assert all(word in text for word in ("Faults", "no fault found", "sm_120", "most shared bytes", "speculate"))
+
+
+def test_an_artifact_for_the_cpu_has_no_such_code(artifact):
+    code, line = fail_command(main, artifact, "--check-code")
+    assert code == 1 and "for another backend" in line
+
+
+# Constants
+
+
+def test_no_constant_is_the_cpus(delegates):
+    """A container with one refuses its weight: nothing loads."""
+    for name, (table, library) in delegates.items():
+        assert constant_devices(library) == {weight.name: "cuda" for weight in table.weights}, name
+
+
+def test_constants_of_a_library_for_the_cpu_are_the_cpus_and_none_of_a_gpus_weight(host_artifact):
+    for name, ((table, library),) in cuda_delegates(host_artifact / MODEL_FILE).items():
+        devices = constant_devices(library)
+        assert devices == {weight.name: "cpu" for weight in table.weights}
+        on_gpu = WeightTable(table.library_key, tuple(replace(weight, device="cuda") for weight in table.weights))
+        (line,) = constant_faults(name, on_gpu, devices)
+        first, count = table.weights[0].name, len(table.weights) - 1
+        assert f"{name} has the constant {first} on the CPU, and {count} others; its weight is on the GPU" in line
+        with pytest.raises(ValueError, match=f"constant {re.escape(first)} on the CPU.*export it again"):
+            torch_host_checks.check_constants({name: (on_gpu, library)})
+
+
+def with_devices_swapped(library):
+    """Return a library in which CUDA's device type is the CPU's."""
+    elf, slots = Elf(library), {}
+    (table,) = (section for section in elf.sections if section.type == DYNSYM)
+    for section in elf.sections:
+        for at in range(section.offset, section.offset + section.size, 24) if section.type == RELA else ():
+            symbol = int.from_bytes(library[at + 12 : at + 16], "little")
+            if elf.symbols[symbol].name in ("aoti_torch_device_type_cpu", "aoti_torch_device_type_cuda"):
+                slots[elf.symbols[symbol].name] = at
+    data, (cpu, cuda) = bytearray(library), slots.values()
+    data[cpu : cpu + 8], data[cuda : cuda + 8] = library[cuda : cuda + 8], library[cpu : cpu + 8]
+    return bytes(data)
+
+
+def test_a_library_whose_variable_is_the_cpus_is_caught_by_the_command(delegates, copied, quickly):
+    model = copied / MODEL_FILE
+    table, library = delegates[DRAFT_DECODE]
+    change(model, library, with_devices_swapped(library))
+    line = faults(copied)
+    assert f"library of draft_decode has the constant {table.weights[0].name} on the CPU" in line
+
+
+CONSTRUCTOR = """
+extern "C" int aoti_torch_device_type_cpu();
+extern "C" int aoti_torch_device_type_cuda();
+static auto cpu = aoti_torch_device_type_cpu();
+static auto cuda = aoti_torch_device_type_cuda();
+struct Info { const char* name; int device; const char* original; };
+Info infos[9];
+__attribute__((noinline)) Info& info(int index) { return infos[index]; }
+namespace torch { namespace aot_inductor {
+struct AOTInductorModel { AOTInductorModel(int); };
+AOTInductorModel::AOTInductorModel(int) {
+%s
+}
+}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("flags", [(), ("-fcf-protection=full",), ("-fno-plt",), ("-s",)], ids=str)
+def test_one_constant_of_the_cpus_among_others_is_named(tmp_path, flags):
+    lines = (
+        f'info({i}).name = "w{i}"; info({i}).device = {device}; info({i}).original = "weight.{i}";'
+        for i, device in enumerate(["cuda", "cpu", "cuda"])
+    )
+    source, built = tmp_path / "model.cpp", tmp_path / "model.so"
+    source.write_text(CONSTRUCTOR % "\n".join(lines))
+    subprocess.run(["g++", "-shared", "-fPIC", *flags, source, "-o", built], check=True)
+    devices = constant_devices(built.read_bytes())
+    assert devices == {"weight.0": "cuda", "weight.1": "cpu", "weight.2": "cuda"}
+
+
+def test_what_cannot_be_read_is_said(delegates):
+    _, library = delegates[DRAFT_DECODE]
+    for damaged in (library[:-1000], library[:4096], library.replace(b"AOTInductorModelC1E", b"AOTInductorModelC7E")):
+        with pytest.raises(ValueError, match="cannot be read"):
+            constant_devices(damaged)
+    with pytest.raises(ValueError, match="another processor, ELF machine 183"):
+        constant_devices(library[:0x12] + b"\xb7\0" + library[0x14:])
+    with pytest.raises(ValueError, match="not as a 64-bit ELF file does"):
+        constant_devices(b"no library")
+
+
+# Symbols
+
+
+def test_a_symbol_that_no_runtime_has_is_named(copied, quickly):
+    change(copied / MODEL_FILE, b"\0aoti_torch_empty_strided\0", b"\0aoti_torch_empty_striped\0")
+    assert re.search(r"library of \w+ needs aoti_torch_empty_striped, which PyTorch's libraries lack", faults(copied))
+
+
+def test_functions_of_the_driver_need_its_library_to_be_asked_for(copied, quickly, delegates):
+    """ExecuTorch's runtime does not load it, and what a library looks for is then not there."""
+    assert all(DRIVER in read_library(library).asks_for for _, library in delegates.values())
+    change(copied / MODEL_FILE, b"\0libcuda.so.1\0", b"\0libcadu.so.1\0")
+    assert re.search(r"needs cuFuncSetAttribute, .* does not ask for libcuda.so.1, which ExecuTorch's", faults(copied))
+
+
+def test_each_runtime_is_asked_for_itself():
+    assert lacking(["aoti_torch_empty_strided", "cudaMalloc"], []) == []
+    (line,) = lacking(["aoti_torch_cuda_int4_plain_mm"], [])
+    assert line == "aoti_torch_cuda_int4_plain_mm, which PyTorch's libraries lack"
+    (line,) = lacking(["aoti_torch_cuda_addmm_out", "aoti_torch_check"], [])
+    assert line == "aoti_torch_cuda_addmm_out, which ExecuTorch's CUDA libraries lack"
+    assert [line.split(",")[0] for line in lacking(["cuNoSuchThing"], [DRIVER])] == ["cuNoSuchThing"] * 2
+
+
+def test_executorchs_table_has_what_its_own_exporter_counts_on():
+    """The kernels that Inductor may call by name, and the copy between tensors of its runtime."""
+    named = {name for name in CudaBackend.get_supported_fallback_kernels() if name.startswith("aoti_torch_")}
+    assert named and named <= EXECUTORCH
+    assert lacking(["aoti_torch_copy_"], []) == []
+
+
+def test_the_tables_of_symbols_are_cudas_and_pytorchs():
+    home = cuda_home()
+    assert set(driver_functions(home)) >= CUDA_DRIVER
+    header = (home / "include" / "cuda_runtime_api.h").read_text()
+    assert set(re.findall(r"\bCUDARTAPI\s+(cuda\w+)\s*\(", header)) >= CUDA_RUNTIME
+    own = {name for name in EXECUTORCH if not of_pytorch(name)}
+    assert all(re.search(r"plain_mm$", name) for name in own), own  # of all others PyTorch has the like
+
+
+# Blocks
+
+
+@pytest.fixture
+def recorded(copied):
+    """Changes a launch in the record of a copy."""
+
+    def change(**given):
+        path = copied / EXPORT_RECORD
+        record = json.loads(path.read_text())
+        record[LAUNCHES][PREFILL]["launches"][0] |= given
+        path.write_text(json.dumps(record))
+        return record[LAUNCHES][PREFILL]["launches"][0]["kernel"]
+
+    return change
+
+
+def test_more_shared_memory_than_the_gpu_has_is_named(copied, recorded, quickly):
+    kernel = recorded(shared_bytes=240 * KB)
+    assert f"kernel {kernel} of prefill takes 245,760 bytes of shared memory a block, sm_90 allows 232,448" in faults(
+        copied
+    )
+
+
+def test_later_architectures_that_have_less_are_named_and_are_no_fault(copied, recorded, quickly):
+    kernel = recorded(shared_bytes=120 * KB)
+    found = json.loads(run_command(main, copied, "--check-code", "--json").stdout)["code"]
+    assert found["faults"] == [] and found["runs_on"]["sm_100"] is None
+    assert found["runs_on"]["sm_120"] == (
+        f"kernel {kernel} of prefill takes 122,880 bytes of shared memory a block, sm_120 allows 101,376"
+    )
+
+
+def test_a_record_of_another_export_is_named(copied, recorded, quickly, delegates):
+    recorded(kernel="_other_kernel_0")
+    assert "prefill has no kernel _other_kernel_0, which export.json has" in faults(copied)
+    kernel = next(iter(read_library(delegates[DRAFT_DECODE][1]).kernels))
+    taken = {DRAFT_DECODE: [{"kernel": kernel, "threads": 96, "shared_bytes": 0}]}
+    code_check.read_usages = read_usages  # threads stand in the PTX; ``quickly`` takes it back
+    found = code_check.check_code({DRAFT_DECODE: [delegates[DRAFT_DECODE]]}, taken, None)["faults"]
+    assert f"kernel {kernel} of draft_decode has 96 threads in export.json," in found[0]["what"]
+
+
+def test_code_for_another_architecture_is_named(delegates, quickly):
+    found = code_check.check_code({name: [part] for name, part in delegates.items()}, {}, "sm_80")
+    assert "a kernel has no code that sm_80 runs, for which the artifact is made" in [
+        f["what"] for f in found["faults"]
+    ]
+
+
+def test_blocks_that_are_too_large_are_named():
+    def lines(**taken):
+        return list(
+            excesses({"prefill": [{"kernel": "k", "threads": 128, "shared_bytes": 0} | taken]}, "sm_86", 99 * KB)
+        )
+
+    assert lines() == lines(shared_bytes=99 * KB) == lines(threads=1024, registers=64) == []
+    assert lines(threads=2048) == ["kernel k of prefill takes 2,048 threads a block, sm_86 allows 1,024"]
+    assert "73,728 registers a block, sm_86 allows 65,536" in lines(threads=1024, registers=72)[0]
+    assert "takes 101,377 bytes of shared memory a block, sm_86 allows 101,376" in lines(shared_bytes=99 * KB + 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "later"), [("sm_80", ["sm_86", "sm_89", "sm_120"]), ("sm_90", ["sm_120"]), ("sm_86", [])]
+)
+def test_an_export_says_which_later_architectures_lack_what_its_blocks_take(arch, later):
+    """PTX runs on them; 99 KB are there of the 163 that sm_80 has."""
+    taken = {"prefill": [{"kernel": "k", "threads": 128, "shared_bytes": (98 if arch == "sm_86" else 120) * KB}]}
+    assert list(lacking_on_later(arch, taken)) == later
+
+
+def test_a_host_refuses_launches_that_its_gpu_has_no_room_for():
+    taken = {"prefill": [{"kernel": "_attention_kernel_2", "threads": 128, "shared_bytes": 144 * KB}]}
+    torch_host_checks.check_launches(taken, (8, 0), 163 * KB)
+    torch_host_checks.check_launches({}, (8, 6), 99 * KB)
+    words = (
+        r"_attention_kernel_2 of prefill takes 147,456 bytes .* the GPU \(sm_86\) allows 101,376: .*--cuda-arch sm_86"
+    )
+    with pytest.raises(ValueError, match=words):
+        torch_host_checks.check_launches(taken, (8, 6), 99 * KB)
+
+
+def test_spills_are_those_of_registers_and_not_a_kernels_own_tables(tmp_path):
+    _, kernel, types, constants, warps = launched("int8", 8)
+    found = [build(kernel, types, constants, warps, registers=limit).asm["cubin"] for limit in (None, 32)]
+    roomy, narrow = (read_usages([cubin])[cubin] for cubin in found)
+    assert roomy.spill_bytes == 0 < narrow.spill_bytes and narrow.registers <= 32 < roomy.registers

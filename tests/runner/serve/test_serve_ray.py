@@ -1,0 +1,158 @@
+"""Two replicas on this machine under Ray Serve, and a file of prompts through Ray Data. Skipped without Ray, which is
+too large to be installed for tests alone: pip install 'eagle3-export[ray]'."""
+
+import json
+import time
+
+import httpx
+import pytest
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'eagle3-export[ray]'")
+serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'eagle3-export[ray]'")
+
+from commands import run_command  # noqa: E402
+from served import free_port  # noqa: E402
+
+from eagle3.runner.model import Model  # noqa: E402
+from eagle3.runner.run.cli import main  # noqa: E402
+
+FIRST, SECOND = "import os\nimport sys\n\n\ndef first(", "class Reader:\n    def second("
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+        # of the four, the replicas of Serve take one and those of a file of prompts two
+        yield
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster, artifact, tmp_path_factory):
+    from eagle3.runner.serve.ray import Settings, app
+
+    key, port = tmp_path_factory.mktemp("key") / "key", free_port()
+    key.write_text("secret\n")
+    asked = Settings(artifact=str(artifact), replicas=2, cpus=0.5, model_id="tiny", api_key_file=str(key))
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app(asked.model_copy(update={"defaults": {"temperature": 0}})), route_prefix="/tiny")
+    return f"http://127.0.0.1:{port}/tiny"
+
+
+@pytest.fixture
+def client(url):
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("WARNING")
+
+
+def completion(client, prompt, **more) -> dict:
+    answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_answers_are_the_librarys_and_a_prompt_goes_where_its_beginning_is_known(client, session, artifact):
+    alone = Model(session.metadata, lambda: session, artifact)
+    for number in range(4):
+        for begun in (FIRST, SECOND):
+            prompt = begun + f"x{number}"
+            answer = completion(client, prompt)
+            assert answer["choices"][0]["text"] == alone.generate(prompt, max_new_tokens=8).text
+            details = answer["usage"]["prompt_tokens_details"]
+            if number:  # one cache alone would hold the other prompt's beginning now
+                assert details["cached_tokens"] >= len(alone.encode(begun)) - 2
+
+
+def test_everything_else_is_as_without_ray(client, url):
+    lines = client.post("/v1/completions", json={"prompt": FIRST, "max_tokens": 20, "stream": True}).text
+    assert lines.endswith("data: [DONE]\n\n") and lines.count("data: {") > 4
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert completion(client, [5, 6, 7])["usage"]["prompt_tokens"] == 3  # no text to be routed by
+    assert client.post("/v1/completions", content=b"{").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert "module" in httpx.get(f"{url}/").text and httpx.get(f"{url}/page.js").status_code == 200
+
+
+def test_a_client_that_vanishes_frees_its_replica(client):
+    long = {"prompt": FIRST, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=long) as answer:
+        next(answer.iter_lines())
+    end = time.monotonic() + 20
+    while 'finished_reason="abort"' not in client.get("/metrics").text:  # of one replica or the other
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_replica_that_is_killed_comes_back(client):
+    expected = completion(client, FIRST)["choices"][0]["text"]
+
+    def replicas() -> set[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return {each["name"] for each in named if "eagle3-model" in each["name"]}
+
+    before = replicas()
+    assert len(before) == 2
+    killed = sorted(before)[0]
+    ray.kill(ray.get_actor(killed, namespace="serve"))
+    end = time.monotonic() + 60
+    while len(replicas() - {killed}) < 2:
+        assert completion(client, FIRST)["choices"][0]["text"] == expected  # the other goes on
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    for number in range(6):
+        assert completion(client, FIRST)["choices"][0]["text"] == expected, number
+
+
+def test_settings_that_make_no_sense(tmp_path):
+    from eagle3.runner.serve.ray import Settings, app
+
+    with pytest.raises(ValueError, match="extra_forbidden|Extra inputs"):
+        Settings(artifact="out", replica=2)
+    (tmp_path / "key").write_text("")
+    with pytest.raises(ValueError, match="has no key"):
+        app(Settings(artifact="out", api_key_file=str(tmp_path / "key")))
+
+
+PROMPTS = [{"prompt": f"def f{number}(", "max_new_tokens": 12} for number in range(40)]
+PROMPTS += [
+    {"turns": ["Open a file.", "Close it."], "max_new_tokens": 8},
+    {"prompt": "x", "seed": 3, "temperature": 0.9},
+]
+
+
+def lines_of(file) -> dict:
+    """Return the results by line and turn, without what depends on time and on what a cache held."""
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return {(each["line"], each["turn"]): (each["token_ids"], each["request"]) for each in records}
+
+
+def test_a_file_of_prompts_over_ray_data_is_that_of_one_model_and_goes_on_where_it_was(cluster, artifact, tmp_path):
+    file, alone, spread = tmp_path / "prompts.jsonl", tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in PROMPTS))
+    run_command(main, artifact, "--prompts", file, "--output", alone, "--seed", 5)
+    run_command(main, artifact, "--prompts", file, "--output", spread, "--seed", 5, "--ray", 2)
+    assert lines_of(spread) == lines_of(alone) and len(lines_of(alone)) == len(PROMPTS) + 1
+    whole = spread.read_text().splitlines(keepends=True)
+    spread.write_text("".join(whole[:10]) + whole[10][:30])  # interrupted in the middle of a line
+    told = run_command(main, artifact, "--prompts", file, "--output", spread, "--seed", 5, "--ray", 2).stderr
+    assert spread.read_text().startswith("".join(whole[:10])) and lines_of(spread) == lines_of(alone)
+    assert "10 of them in" in told
+
+
+def test_replicas_that_the_cluster_has_no_room_for_are_refused_and_those_that_wait_are_told(capsys):
+    from eagle3.runner.batch.batch_ray import _check_room
+
+    _check_room({"CPU": 4.0}, {"CPU": 2.0}, 2, "CPU")
+    assert not capsys.readouterr().err
+    _check_room({"CPU": 4.0}, {"CPU": 1.5}, 2, "CPU")
+    assert "Ray has 1.5 of 4 CPUs free" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--ray 8 takes 8 GPUs.*but the Ray cluster has 0: type --ray 1"):
+        _check_room({"CPU": 4.0}, {"CPU": 4.0}, 8, "GPU")

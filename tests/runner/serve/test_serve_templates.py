@@ -1,0 +1,130 @@
+"""Histories that a chat template takes in another form than OpenAI writes them, and the bytes of partial characters."""
+
+import json
+
+import pytest
+from executorch.examples.llm_server.python.protocol import ChatMessage
+from scripted import scripted_metadata
+from scripted_logits import LogitsSession
+from served import dialogue_in
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer
+
+from eagle3.runner.serve.template import Ending
+from eagle3.runner.text.text import Text
+from eagle3.targets import TARGETS
+
+TINY = TARGETS["gemma4-tiny"].checkpoint
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+HISTORY = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+CALLS = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
+CONCATENATED = CALLS % "{{ 'call ' + c.function.arguments }}"
+MAPPING = CALLS % "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}"
+
+
+class Scripted(LogitsSession):
+    def __init__(self):
+        self.metadata = scripted_metadata()
+
+
+def rendered(template: str, history: list[dict], folder) -> str:
+    dialogue = dialogue_in(template, Scripted(), folder)
+    return dialogue._render([ChatMessage(**each) for each in history], None, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (CONCATENATED, 'call {"a": 1}'),
+        (MAPPING, "a=1"),
+        ("{% for m in messages %}{{ '|' + m.content }}{% endfor %}", "|x|"),
+    ],
+)
+def test_a_history_is_given_as_the_template_takes_it(template, says, tmp_path):
+    assert rendered(template, HISTORY, tmp_path) == says
+
+
+def test_the_shipped_template_takes_a_turn_of_tool_calls_without_content(tmp_path):
+    assert rendered((TINY / "chat_template.jinja").read_text(), [*HISTORY, HISTORY[0]], tmp_path)
+
+
+ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"), [(ROLES, "system user "), ("{# developer #}" + ROLES, "developer user ")]
+)
+def test_a_developer_is_the_system_where_the_template_has_no_such_role(template, says, tmp_path):
+    assert rendered(template, [{"role": "developer", "content": "y"}, HISTORY[0]], tmp_path) == says
+
+
+def test_a_token_that_is_part_of_a_character_has_its_bytes(tmp_path):
+    tokens = ["<0xE2>", "a", "\ufffd"]
+    tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, []))
+    tokenizer.decoder = decoders.ByteFallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert [Text(tmp_path).token_bytes(id) for id in (0, 2)] == [b"\xe2", None]
+    text = Text(TINY)
+    ids = text.tokenizer.encode("\U0001f40d", add_special_tokens=False).ids
+    assert len(ids) > 1 and b"".join(map(text.token_bytes, ids)) == "\U0001f40d".encode()
+    assert json.dumps(list(text.token_bytes(ids[0])))
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BEGUN = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, "}]
+
+
+@pytest.mark.parametrize(
+    ("ending", "says"),
+    [
+        (Ending(), "<assistant>One, two,</assistant><assistant>"),
+        (Ending(False), "<assistant>One, two,</assistant>"),
+        (Ending(False, True), "<assistant>One, two,"),
+    ],
+)
+def test_a_prompt_ends_as_transformers_ends_it(ending, says, tmp_path):
+    dialogue = dialogue_in(CHATML, Scripted(), tmp_path)
+    messages = [ChatMessage(**each) for each in BEGUN]
+    rendered = dialogue._render(messages, None, None, ending)
+    assert rendered == "<user>Count.</user>" + says
+    assert rendered == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        BEGUN, tokenize=False, add_generation_prompt=ending.opens_turn, continue_final_message=ending.continues
+    )
+
+
+@pytest.mark.parametrize(
+    ("begun", "opened"), [("<think>Let me", True), ("<think>Let me</think>\n\nOne", False), ("One", False)]
+)
+def test_an_answer_goes_on_within_the_reasoning_that_it_had_opened(begun, opened, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+    dialogue = dialogue_in(template, Scripted(), tmp_path)
+    messages = [ChatMessage(role="assistant", content=begun)]
+    assert dialogue.turn(messages, {}, ending=Ending(False, True)).reasoning is opened
+
+
+def test_a_continued_answer_is_the_rest_of_the_whole_one(server):
+    asked = [{"role": "user", "content": "Open a file and read its lines."}]
+    whole = server.post("/chat/completions", {"messages": asked}).json()["choices"][0]["message"]["content"]
+    begun = {"role": "assistant", "content": whole[:12]}
+    given = {"messages": [*asked, begun], "add_generation_prompt": False, "continue_final_message": True}
+    for each in (given, {name: value for name, value in given.items() if name != "add_generation_prompt"}):
+        [choice] = server.post("/chat/completions", each).json()["choices"]
+        assert whole[:12] + choice["message"]["content"] == whole and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"add_generation_prompt": True}, "are both true"),
+        ({"messages": BEGUN[:1]}, "the last message has the role 'user'"),
+        ({"messages": [*BEGUN[:1], {"role": "assistant", "content": ""}]}, "the last message has no content"),
+        ({"messages": HISTORY}, "the last message has tool calls"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(server, given, words):
+    answer = server.post("/chat/completions", {"messages": BEGUN, "continue_final_message": True} | given)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]

@@ -1,0 +1,62 @@
+"""``scripts/gpu/gpu_carry.py``: what is unpacked has the artifact's files, and weights of its sizes."""
+
+import shutil
+
+import gpu_carry
+from click.testing import CliRunner
+
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
+
+
+def run(*command):
+    return CliRunner().invoke(gpu_carry.main, [str(part) for part in command], catch_exceptions=False)
+
+
+def test_an_artifact_is_carried_by_samples_of_its_weights(cuda_artifact, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_carry, "WRITTEN", 2 * gpu_carry.SAMPLE)  # so that a weight takes several
+    packed, found = tmp_path / "packed.tar.xz", tmp_path / "found"
+    for command in (["pack", cuda_artifact, packed], ["unpack", packed, found]):
+        done = run(*command)
+        assert done.exit_code == 0, done.output
+    assert {path.name for path in found.iterdir()} == {path.name for path in cuda_artifact.iterdir()}
+    for path in cuda_artifact.iterdir():
+        if path.name != WEIGHTS_FILE:
+            assert (found / path.name).read_bytes() == path.read_bytes()
+    index = read_ptd_index(cuda_artifact / WEIGHTS_FILE)
+    assert read_ptd_index(found / WEIGHTS_FILE) == index
+    true, filled = ((folder / WEIGHTS_FILE).read_bytes() for folder in (cuda_artifact, found))
+    assert len(true) == len(filled)
+    for place in index.values():
+        sample = true[place.offset : place.offset + min(place.size, gpu_carry.SAMPLE)]
+        several = sample * (place.size // max(len(sample), 1) + 1)
+        assert filled[place.offset : place.offset + place.size] == several[: place.size]
+    assert any(place.size > 2 * gpu_carry.WRITTEN for place in index.values())
+
+
+def refused(*command):
+    done = run(*command)
+    assert done.exit_code == 1
+    return done.output.strip()
+
+
+def test_what_cannot_be_packed_or_unpacked_is_refused_in_a_line(cuda_artifact, tmp_path):
+    (tmp_path / "empty").mkdir()
+    text = tmp_path / "text.tar.xz"
+    text.write_text("no tar")
+    assert refused("pack", tmp_path / "empty", tmp_path / "a.tar.xz").endswith("it is no CUDA artifact")
+    assert "there is no folder" in refused("pack", cuda_artifact, tmp_path / "none" / "a.tar.xz")
+    assert refused("unpack", text, tmp_path / "empty").endswith("is there already")
+    assert "is not what pack wrote" in refused("unpack", text, tmp_path / "new")
+    whole = tmp_path / "whole.tar.xz"
+    assert run("pack", cuda_artifact, whole).exit_code == 0
+    text.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    whole.unlink()
+    assert "is not what pack wrote" in refused("unpack", text, tmp_path / "new")
+    assert not (tmp_path / "new").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["empty", text.name]
+
+
+def test_a_packed_file_in_the_artifacts_own_folder_does_not_hold_itself(cuda_artifact, tmp_path):
+    copied, packed = tmp_path / "artifact", tmp_path / "artifact" / "packed.tar.xz"
+    shutil.copytree(cuda_artifact, copied)
+    assert run("pack", copied, packed).exit_code == 0 and run("unpack", packed, tmp_path / "found").exit_code == 0
+    assert {path.name for path in (tmp_path / "found").iterdir()} == {path.name for path in cuda_artifact.iterdir()}

@@ -1,0 +1,231 @@
+"""``scripts/gpu/gpu_check.py`` as far as it goes without a GPU: what it judges by, its stages, and their report."""
+
+import json
+import subprocess
+from contextlib import contextmanager
+from dataclasses import replace
+
+import gpu_check
+import gpu_greedy
+import gpu_steps
+import pytest
+import torch
+from click.testing import CliRunner
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
+from eagle3.export.pipeline import make_metadata
+from eagle3.export.planning.config import ExportConfig
+from eagle3.runner.hosts.session import EagerSession
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    config = ExportConfig("gemma4-tiny", cuda_arch=None if torch.cuda.is_available() else "sm_90")
+    return gpu_greedy.EagerGreedy("cpu", config)
+
+
+def test_a_moved_module_keeps_its_weights_and_their_kinds(greedy):
+    weights = {name: value for name, value in greedy.target.named_parameters()}
+    gpu_greedy.placed(greedy.target, "cpu")
+    for name, value in greedy.target.named_parameters():
+        assert type(value) is type(weights[name]), name
+    assert sum(isinstance(value, TorchAOBaseTensor) for value in weights.values()) == 43
+
+
+def test_a_session_of_the_same_weights_is_identical_and_another_is_not(greedy, monkeypatch):
+    monkeypatch.setattr(gpu_greedy, "NEW_TOKENS", 6)
+    session = EagerSession(greedy.speculator, make_metadata(greedy.plan, {}))
+    with small_m_dispatch(greedy.plan.few_rows):
+        facts = gpu_greedy.compare(session, greedy, [PROMPT])
+        assert facts["identical to eager greedy"] == "1 of 1 prompts"
+
+        def contrary(prompt, count):
+            ids, _ = greedy(prompt, count)
+            return [*ids[:3], ids[3] + 1, *ids[4:]], [margin] * count
+
+        margin = 0.05
+        assert gpu_greedy.compare(session, contrary, [PROMPT])["first divergence (prompt, token, margin)"] == (
+            0,
+            3,
+            0.05,
+        )
+        margin = 2.0
+        with pytest.raises(
+            RuntimeError, match="prompt 0 differs from eager greedy at token 3, by a margin of 2.0 deviations"
+        ):
+            gpu_greedy.compare(session, contrary, [PROMPT])
+
+
+def noted(folder, unable=None) -> gpu_steps.Report:
+    return gpu_steps.Report(folder, {"gpu": "none"}, unable)
+
+
+def read(folder) -> list[dict]:
+    return json.loads((folder / gpu_steps.REPORT).read_text())["steps"]
+
+
+def fail(facts):
+    raise ValueError("wrong\nnumbers")
+
+
+def skip(facts):
+    raise gpu_steps.NotRun("there is no export")
+
+
+def lack(facts):
+    import torch.nothing_of_this_name  # noqa: F401
+
+
+def lack_ours(facts):
+    import eagle3.runner.nothing_of_this_name  # noqa: F401
+
+
+def test_every_step_ends_somehow_and_the_next_runs(tmp_path, capsys):
+    report = noted(tmp_path)
+
+    def steps():
+        for name, run in {"broken": fail, "not needed": skip, "of another PyTorch": lack, "ours": lack_ours}.items():
+            report.step(name, run)
+        report.step("fine", lambda facts: facts.update({"tokens/s": 3}))
+        report._start -= gpu_steps.BUDGET
+        report.step("late", fail)
+        raise KeyError("of the stage")
+
+    report.stage("some", steps)
+    report.stage("other", lambda: report.step("in time again", lambda facts: None))
+    assert [step["status"].split(" 'torch.")[0].split(" 'eagle3.")[0] for step in read(tmp_path)] == [
+        "FAILED: ValueError: wrong numbers",
+        "not run: there is no export",
+        "not run: ModuleNotFoundError: No module named",
+        "FAILED: ModuleNotFoundError: No module named",
+        "ok",
+        "not run: no time left",
+        "not run: no time left",
+        "ok",
+    ]
+    assert report.failed and "tokens/s 3" in capsys.readouterr().out
+
+
+def test_the_json_is_whole_after_each_step_and_keeps_other_stages(tmp_path):
+    def of(report, *names):
+        return lambda: [report.step(name, lambda facts: None) for name in names]
+
+    first = noted(tmp_path)
+    first.stage("tiny", of(first, "a", "b"))
+    first.stage("wide", of(first, "c"))
+    second = noted(tmp_path)
+    second.stage("wide", of(second, "d", "e"))
+    assert [step["name"] for step in read(tmp_path)] == ["a", "b", "d", "e"]
+    other = gpu_steps.Report(tmp_path, {"gpu": "another"})
+    other.stage("tiny", of(other, "f"))
+    assert [step["name"] for step in read(tmp_path)] == ["f"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_every_step_of_every_stage_is_not_run(tmp_path):
+    done = CliRunner().invoke(gpu_check.main, ["--output-dir", str(tmp_path / "out"), "--work", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    steps = read(tmp_path / "out")
+    assert {step["stage"] for step in steps} == set(gpu_check.STAGES)
+    assert all(step["status"].startswith("not run: this needs an NVIDIA GPU") for step in steps)
+
+
+def test_a_failed_export_says_its_last_line_and_keeps_its_log(tmp_path, monkeypatch):
+    check = gpu_check.Check(noted(tmp_path / "out"), tmp_path, None, 4)
+    with pytest.raises(RuntimeError, match="2, see tiny-native-export.log: .*--no-such-flag"):
+        gpu_check.export(check, tmp_path / "tiny-native", "--no-such-flag")
+    assert "such option" in (tmp_path / "out" / "tiny-native-export.log").read_text()
+
+    def late(*args, timeout, **kwargs):
+        raise subprocess.TimeoutExpired("export", timeout)
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", late)
+    with pytest.raises(RuntimeError, match="no end in time, see tiny-native-export.log"):
+        gpu_check.export(check, tmp_path / "tiny-native")
+
+
+def test_another_pytorch_or_no_compiler_is_not_run(tmp_path, monkeypatch):
+    check = gpu_check.Check(noted(tmp_path), tmp_path, None, 4)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    with pytest.raises(gpu_steps.NotRun, match="torch 2.11.0: lowering for CUDA without a GPU is tested with"):
+        gpu_check.export_named(check, tmp_path / "tiny-named")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(gpu_steps.NotRun, match="no-such-compiler is not on PATH"):
+        gpu_check.export(check, tmp_path / "tiny-native")
+
+
+def test_stages_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch):
+    """One compiled for the CPU: every method is called and every figure is made."""
+    weights = {"weight_bytes": 10**6}
+    monkeypatch.setattr(
+        gpu_check, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode", "prefill"), weights)
+    )
+    monkeypatch.setattr(gpu_check, "made", lambda folder: host_artifact)
+    monkeypatch.setattr(gpu_check.Check, "copied", 1e9)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    check = gpu_check.Check(noted(tmp_path), tmp_path, None, 4)
+    facts = {}
+    gpu_check.measure_round(facts, check, "off")
+    assert set(facts["ms"]) == {"target_verify", "draft_decode", "speculate"} and facts["a round, ms"] > 0
+    assert facts["of copy bandwidth"] == pytest.approx(4e6 / (1e-3 * facts["ms"]["speculate"]) / 1e9, rel=0.05)
+    facts = {}
+    gpu_check.measure_prefill(facts, check, 64)
+    assert facts["tokens/s"] > 0
+    with pytest.raises(gpu_steps.NotRun, match="its chunks are of"):
+        gpu_check.measure_prefill(facts, check, 4096)
+    found = gpu_check.kernels_of_a_round(check)
+    assert found == {"of": "speculate", "all, us": 0}  # none of a GPU's
+    assert gpu_check.Check(noted(tmp_path), tmp_path, None, 4, host_artifact).artifact == host_artifact
+    facts = {}
+    gpu_check.run_layers(facts, check)
+    assert facts["tokens/s"] > 0 and facts["graphs"] == "captured"
+
+
+def test_kernels_are_told_apart_by_the_whole_of_their_names_and_by_their_grids():
+    def launched(name, grid, microseconds):
+        return {"cat": "kernel", "name": name, "dur": microseconds, "args": {"grid": grid}}
+
+    long = "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_and_much_more_that_two_kernels_have_in_common_"
+    events = [launched(f"{long}{number}", [1, 1, 1], 2.0) for number in (3, 4, 3, 4)]
+    events += [launched("int4", [336, 1, 1], 50.0), launched("int4", [42, 1, 1], 20.0), {"cat": "cpu_op", "name": "x"}]
+    found = gpu_check.kernel_times(events, rounds=2)
+    assert list(found.values()) == [39.0, [0.5, 25.0], [0.5, 10.0], [1.0, 2.0], [1.0, 2.0]]
+    assert list(found)[1] == "int4 [336, 1, 1]" and list(found)[3].endswith("_common_3 [1, 1, 1]")
+
+
+def test_a_head_that_proposes_a_block_drafts_once_a_round(host_artifact, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        gpu_check, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode"), {"weight_bytes": 10**6})
+    )
+    monkeypatch.setattr(gpu_check, "made", lambda folder: host_artifact)
+    monkeypatch.setattr(gpu_check.Check, "copied", 1e9)
+    opened = gpu_check.opened
+    given = {"proposals": 3}
+
+    @contextmanager
+    def changed(*arguments):
+        with opened(*arguments) as session:
+            session.metadata = replace(session.metadata, **given)
+            yield session
+
+    monkeypatch.setattr(gpu_check, "opened", changed)
+    check, facts = gpu_check.Check(noted(tmp_path), tmp_path, None, 4), {}
+    gpu_check.measure_round(facts, check, "off")
+    assert facts["of copy bandwidth"] == pytest.approx(2e6 / (1e-3 * facts["ms"]["speculate"]) / 1e9, rel=0.05)
+    given["has_draft"] = False
+    with pytest.raises(gpu_steps.NotRun, match="no draft head"):
+        gpu_check.measure_round(facts, check, "off")
+
+
+def test_a_session_that_did_not_open_or_run_is_not_said_to_have_captured_graphs(host_artifact, tmp_path):
+    facts = {}
+    (tmp_path / "model.pte").write_bytes(b"another file")
+    with pytest.raises(ValueError, match="no ExecuTorch program"), gpu_check.opened(tmp_path, "auto", facts):
+        pass
+    with pytest.raises(RuntimeError, match="failed on"), gpu_check.opened(host_artifact, "auto", facts):
+        raise RuntimeError("speculate failed on cuda:0")
+    assert not facts

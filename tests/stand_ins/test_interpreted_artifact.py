@@ -1,0 +1,93 @@
+"""gemma4-tiny's CUDA artifact run without a GPU: its libraries as they are, over a strict stand-in for the driver, its
+kernels by Triton's interpreter."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from check_interpreted import compare, config_of, eagerly
+from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
+from places import HELPERS, ROOT
+
+from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
+
+ASKED = [
+    {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 9},  # def read_config(path):
+    {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than prefill takes
+]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_check.py")
+
+
+@pytest.fixture(scope="module")
+def found(cuda_artifact):
+    command = [sys.executable, HELPERS / "interpreted_artifact.py", cuda_artifact]
+    done = subprocess.run(command, input=json.dumps(ASKED), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def greedy(cuda_artifact):
+    return EagerGreedy("cpu", config_of(cuda_artifact))
+
+
+def test_fused_rounds_and_three_methods_say_what_eager_greedy_says(found, greedy):
+    for asked, generation in zip(ASKED, found["generations"], strict=True):
+        pair = generation["fused_rounds"], generation["three_methods"]
+        assert pair[0] == pair[1] and len(pair[0]["token_ids"]) == asked["max_new_tokens"]
+        parting = first_difference(pair[0]["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
+        assert parting is None or parting[1] <= NEAR_TIE
+    assert found["generations"][0]["fused_rounds"]["stats"]["mean_acceptance_length"] > 2
+
+
+def test_rounds_and_proposals_are_those_of_the_module(found, greedy):
+    for asked, generation in zip(ASKED, found["generations"], strict=True):
+        facts, wrong = compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), generation)
+        assert not wrong, facts
+
+
+@pytest.mark.parametrize("fault", ["token_ids", "stats", "proposals"])
+def test_a_part_that_differs_is_named(found, greedy, fault):
+    expected, generation = eagerly(greedy, ASKED[1]["prompt"], ASKED[1]["max_new_tokens"]), found["generations"][1]
+    if fault == "proposals":
+        calls = generation["proposals"]
+        for other in [[token + 1 for token in call] for call in calls], [], calls[: len(calls) // 2]:
+            assert compare(expected, generation | {fault: other})[1] == [fault]
+    else:
+        other = generation["fused_rounds"] | {fault: None}
+        assert compare(expected, generation | {"fused_rounds": other})[1] == [f"fused_rounds: {fault}"]
+
+
+def test_a_gpu_would_have_refused_nothing_and_nothing_leaks(found):
+    assert found["journal"] == [] and set(found["left"].values()) == {0}
+
+
+def test_methods_launch_over_the_grids_of_the_record(found, cuda_artifact):
+    """The record has the launches that ``eagle3-inspect --cost`` counts."""
+    recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
+    for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
+        grids, rows = Counter(), str(recorded[name]["rows"])
+        for launch in recorded[name]["launches"]:
+            grids[str(launch["grid"])] += launch["count"]
+        assert found["launched"][name][rows] == grids, name
+
+
+def test_no_launch_has_a_race(found):
+    assert found["races"] == ""
+
+
+def test_programs_that_run_in_another_order_or_see_each_others_stores_late_leave_the_same_bits(cuda_artifact):
+    """The rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "gpu" / "check_races.py",
+        "--fast",
+        cuda_artifact,
+        "reversed",
+        "delayed",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "nothing found" in done.stdout, done.stdout + done.stderr

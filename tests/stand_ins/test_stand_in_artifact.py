@@ -1,0 +1,76 @@
+"""gemma4-tiny's CUDA artifact over the stand-in for a GPU: faults put in by hand are named, nothing leaks, and a call
+of the driver that fails ends in a line."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from places import HELPERS
+
+FAULTS = {
+    "stale_slot_attended_to": "output 1 of draft_decode is not finite: it read memory that nothing wrote",
+    "counter_not_set_back": "small_m_kernel: counters that argument ARRIVED leads to are not zero behind it",
+    "row_beyond_the_last_is_read": "_attention_kernel: reads 8 bytes .*byte 8 of argument FIRST, byte 8 of 8",
+    "constant_on_the_host": "constant '.*norm.*' is on device type 0 but expected device type 1",
+    "inputs_of_a_graph_freed": "argument in_ptr0 is 0x.*: byte 0 of 32, which is free",
+    "ids_read_before_they_are_there": r"ids \[-1\] of 2048: the host read them before they were there",
+    "storages_freed_before_the_methods": "illegal memory access .*argument .* is 0x0",
+    "artifact_of_another_architecture": "the GPU is sm_80, kernel .* is made for SASS sm_90",
+    "module_of_another_architecture": "no kernel image is available .*the device is sm_80",
+    "too_little_shared_memory": "bytes of shared memory",
+    "too_little_memory": "out of memory|too little GPU memory",
+}
+MANY = ("allocate", "cudaMemcpyAsync", "cuLaunchKernel")
+ALL = ("cuModuleLoadData", "cuModuleGetFunction", "cuModuleUnload", "cuFuncSetAttribute", "cudaStreamSynchronize")
+SOME = (
+    "cudaSetDevice", "cudaStreamCreate", "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaEventCreate",
+    "cudaEventDestroy", "cudaEventRecord", "cudaEventQuery", "cudaEventSynchronize", "cudaGraphInstantiate",
+    "cudaGraphLaunch", "cudaGraphDestroy", "cudaGraphExecDestroy",
+)  # fmt: skip
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def run(name: str, *arguments: object) -> dict:
+    command = [sys.executable, HELPERS / name, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def said(cuda_artifact):
+    return run("stand_in_artifact_faults.py", cuda_artifact)
+
+
+@pytest.fixture(scope="module")
+def sessions(cuda_artifact):
+    return run("stand_in_sessions.py", cuda_artifact, 100)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name, said):
+    assert re.search(FAULTS[name], said[name]), said[name]
+
+
+def test_the_artifact_without_a_fault_is_let_through(said):
+    assert said["right"] == "" and said.keys() == {*FAULTS, "right"}
+
+
+def test_a_thousand_rounds_and_a_hundred_loads_leave_nothing_behind(sessions):
+    assert sessions["checked"] == {"more": {}, "replayed": 50} and sessions["graphs"] == {"more": {}, "replayed": 1000}
+    assert sessions["without"] == {"more": {}, "replayed": 0}
+    assert sessions["loads"] == sessions["clean"] and set(sessions["clean"].values()) == {0}
+
+
+def test_a_runner_that_keeps_what_a_round_gives_is_seen(sessions):
+    assert sessions["keeps"]["more"]["block"] >= 10
+
+
+def test_a_call_that_fails_ends_in_a_line_and_leaves_nothing(sessions):
+    failures = sessions["failures"]
+    assert {name: found["wrong"] for name, found in failures.items() if found["wrong"]} == {}
+    assert all(failures[name]["tried"] >= 40 for name in MANY)
+    assert all(failures[name]["tried"] >= 20 for name in ALL) and all(failures[name]["tried"] for name in SOME)
