@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from eagle3.export.backends import BACKENDS, Backend
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.output.progress import Progress
-from eagle3.export.planning.memory import GIB, free_memory
+from eagle3.export.planning.memory import GIB
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.hardware.memory import free_memory
 
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
-    backend = BACKENDS[plan.config.backend].load()
+    backend = load_backend(plan.config.backend)
     backend.check(plan)
     check_memory(plan, backend)
     check_footprint(plan, backend, progress)
@@ -87,7 +89,7 @@ def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
 def check_footprint(plan: Plan, backend: Backend, progress: Progress) -> None:
     """Raise ValueError where the GPU at hand does not hold a run; of one that is named, say it: its architecture may
     have larger ones."""
-    takes = plan.footprint
+    takes = backend.footprint(plan)
     has, whose = backend.memory(plan)
     if takes is None or takes.total <= has:
         return

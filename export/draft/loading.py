@@ -2,12 +2,12 @@
 
 import torch
 
+from eagle3.export.configuration.config import NO_HEAD
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.common.head import Head
 from eagle3.export.draft.common.loading import filled, unfilled_head
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.no_head import NoHead
-from eagle3.export.planning.config import NO_HEAD
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 

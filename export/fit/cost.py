@@ -1,8 +1,8 @@
 """Estimates what a measurement takes, and says whether it is made without being asked for."""
 
 from eagle3.export.fit import texts
-from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.hardware.memory import free_memory
 
 FLOPS_A_CORE = 2.5e10
 """Operations a second that a core of an AVX2 processor does in float32 products of some hundred rows."""

@@ -1,9 +1,7 @@
 """The memory that a run takes by parts, and the bytes of an artifact's KV caches, computed from configurations."""
 
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +28,11 @@ class GpuMemory:
     workspace: int
     context: int = CONTEXT_BYTES
 
+    @classmethod
+    def of(cls, parts: Mapping[str, int]) -> "GpuMemory":
+        """Return the memory whose parts are those of ``asdict``; further entries are left out."""
+        return cls(**{each.name: parts[each.name] for each in fields(cls)})
+
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
@@ -37,20 +40,6 @@ class GpuMemory:
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in asdict(self).items())
         return f"{self.total / GIB:.2f} GiB of GPU memory ({parts})"
-
-
-def free_memory() -> int | None:
-    """Return the bytes that programs may still take on this machine; None on other systems than Linux."""
-    return linux_bytes("/proc/meminfo", "MemAvailable")
-
-
-def linux_bytes(file: str, key: str) -> int | None:
-    """Return the bytes in the line ``key`` of one of Linux's own files; None without such a line or file."""
-    with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def target_caches(

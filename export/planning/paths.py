@@ -6,7 +6,7 @@ checkpoints is imported where it is called.
 
 from pathlib import Path
 
-from eagle3.export.planning.config import NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
 from eagle3.runner.console.command import closest
 from eagle3.targets import TARGETS, TargetSpec
 

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from torch import Tensor, nn
 
-from eagle3.export.planning.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
+from eagle3.export.configuration.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
 from eagle3.export.planning.plan import Plan
 
 DEFAULT_GROUP = 32

@@ -11,12 +11,12 @@ from dflash_heads import GOLDEN, SLIDING, TARGET, changed, z_lab
 from safetensors.torch import load_file
 from torch import nn
 
-from eagle3.export.checks.pairing import check_pair
 from eagle3.export.draft.kinds.dflash import DFLASH, DSPARK
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
 from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.twin import check_draft
+from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.taps import choose_taps
 from eagle3.targets.attention import EagerAttention
 

@@ -11,10 +11,10 @@ from dflash_cases import Case
 from dflash_heads import GOLDEN, TARGET, changed, refusal
 from safetensors.torch import load_file, save_file
 
-from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
 from eagle3.export.draft.kinds.dflash import DOMINO
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.pairing import check_pair
 
 OWN = json.loads((GOLDEN / "domino" / "config.json").read_text())["dflash_config"]
 

@@ -10,11 +10,11 @@ from dialect_files import HIDDEN, LLAMA3, PEAGLE, norms, random_eagle, random_he
 from random_checkpoints import random_model
 
 from eagle3.export.cli import main
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.configuration.hub_names import HubName
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.twin import check_draft
-from eagle3.export.hub.names import HubName
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 
 

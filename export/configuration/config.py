@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.hub.names import HubName
+from eagle3.export.configuration.hub_names import HubName
 
 NO_HEAD = "none"
 """The value of ``--draft`` for a target without a draft head."""

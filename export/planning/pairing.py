@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checks.tensors import check_draft
-from eagle3.export.checks.tokenizer import read_tokenizer
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map, largest_id
+from eagle3.export.planning.tensors import check_draft
+from eagle3.export.planning.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export import tensor_files
-from eagle3.export.tensor_files import part_names
+from eagle3.export.speculator import tensor_files
+from eagle3.export.speculator.tensor_files import part_names
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names in transformers of a module's linears that multiply the same input."""

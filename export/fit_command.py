@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from eagle3.export.backends import BACKENDS
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.runner.console.command import OneLineFailures, version_option
 from eagle3.targets import TARGETS
 
@@ -78,7 +78,7 @@ def main(
         from eagle3.export.fit.plot import check_plot
 
         check_plot(plot)
-    from eagle3.export.fit.report import fit_heads
+    from eagle3.export.fit_heads import fit_heads
 
     fit_heads([replace(config, draft=head) for head in heads], as_json, seed, plot=plot)
 

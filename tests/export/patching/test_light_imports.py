@@ -29,8 +29,8 @@ except SystemExit as left:
 def test_what_was_put_off_is_there_when_it_is_used():
     code = """
 import json, sys
-from eagle3.export.light_imports import PATCHED, imported_lightly
-from eagle3.export.patches import original
+from eagle3.export.patching.light_imports import PATCHED, imported_lightly
+from eagle3.export.patching.patches import original
 with imported_lightly():
     import torch
     late = [torch._dynamo.disable(len) is len, torch._dynamo.disable(recursive=False)(len) is len]
@@ -47,7 +47,7 @@ print(json.dumps([*late, all(original(name)() for name in PATCHED)]))
 def test_without_use_the_stand_in_is_gone_afterwards():
     code = """
 import json, sys
-from eagle3.export.light_imports import imported_lightly
+from eagle3.export.patching.light_imports import imported_lightly
 with imported_lightly():
     pass
 during = "torch._dynamo" in sys.modules

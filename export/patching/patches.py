@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from eagle3.export.tested_versions import TESTED
+from eagle3.export.patching.tested_versions import TESTED
 
 
 @dataclass(frozen=True)

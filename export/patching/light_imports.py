@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from eagle3.export.patches import all_replaced
+from eagle3.export.patching.patches import all_replaced
 
-PLANNERS = ("planning.plan", "checks.preflight", "output.report")
+PLANNERS = ("planning.plan", "checks.preflight", "report")
 DYNAMO = "torch._dynamo"
 DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
 MASKS = "_trace_wrapped_higher_order_op"

@@ -8,10 +8,10 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from transformers import LlamaConfig
 
-from eagle3.export import tensor_files
 from eagle3.export.lowering.cuda.weights.k_quants import laid_out
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
-from eagle3.export.merged_linears import Slice, concatenated, form, merge_linears
+from eagle3.export.speculator import tensor_files
+from eagle3.export.speculator.merged_linears import Slice, concatenated, form, merge_linears
 
 
 @pytest.mark.parametrize("name", ["gemma4-31B", "qwen3-4B", "gpt-oss-20b", "llama4-scout"])

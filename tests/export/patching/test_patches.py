@@ -8,11 +8,11 @@ import torch
 from commands import run_command
 from places import ROOT
 
-from eagle3.export import patches
 from eagle3.export.cli import main as export_main
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions
-from eagle3.export.patches import PATCHES, Patch, replaced
-from eagle3.export.tested_versions import FOR_CPU, FOR_CUDA, TESTED, TESTED_WITH_GPU, check_versions
+from eagle3.export.patching import patches
+from eagle3.export.patching.patches import PATCHES, Patch, replaced
+from eagle3.export.patching.tested_versions import FOR_CPU, FOR_CUDA, TESTED, TESTED_WITH_GPU, check_versions
 
 SOURCES = [path for top in ("export", "runner", "targets") for path in (ROOT / top).rglob("*.py")]
 
@@ -97,7 +97,7 @@ def test_every_package_of_a_patch_has_its_versions_checked():
 
 def test_verbose_says_what_an_export_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr("eagle3.export.pipeline.run_export", lambda *given: {})
-    monkeypatch.setattr("eagle3.export.output.report.result_text", lambda *given: "")
+    monkeypatch.setattr("eagle3.export.report.result_text", lambda *given: "")
     export = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out")
     said = [run_command(export_main, *export, *verbose).stderr for verbose in ((), ("--verbose",))]
     with replaced("torch.accelerator.is_available", torch.accelerator.is_available):

@@ -4,15 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from eagle3.export.backends import BACKENDS
 from eagle3.export.checks.preflight import memory_of_export
-from eagle3.export.planning.memory import longest_context
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.lowering.backend import load_backend
+from eagle3.export.planning.memory import GpuMemory, longest_context
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    draft, target, memory = plan.draft, plan.target_headers, plan.footprint
+    draft, target, backend = plan.draft, plan.target_headers, load_backend(plan.config.backend)
+    memory = backend.footprint(plan)
     return {
         "target": plan.config.target_model,
         "backend": plan.config.backend,
@@ -30,9 +32,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
-        "export_bytes": memory_of_export(plan, BACKENDS[plan.config.backend].load()).takes,
+        "export_bytes": memory_of_export(plan, backend).takes,
         "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
-        "longest_context": memory and {gpu.name: _longest_context(plan, gpu) for gpu in _gpus(plan)},
+        "longest_context": memory and {gpu.name: _longest_context(plan, gpu, memory) for gpu in _gpus(plan)},
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},
     }
 
@@ -53,8 +55,8 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
         f"backend  {facts['backend']}, chain length {plan.chain_len}, verify window {plan.verify_rows} rows, "
         f"max_seq_len {plan.max_seq_len}",
     ]
-    if memory := plan.footprint:
-        lines.append(f"memory   a run takes {memory}")
+    if facts["gpu_memory"]:
+        lines.append(f"memory   a run takes {GpuMemory.of(facts['gpu_memory'])}")
         lines.append(f"gpus     {_gpus_text(facts['fits'])}")
         lines.append(f"tokens   {_contexts_text(plan, facts['longest_context'])}")
     if takes := facts["export_bytes"]:
@@ -74,10 +76,8 @@ def _gpus(plan: Plan) -> list[Gpu]:
     return gpus_of(arch) if arch else list(GPUS.values())
 
 
-def _longest_context(plan: Plan, gpu: Gpu) -> int:
+def _longest_context(plan: Plan, gpu: Gpu, memory: GpuMemory) -> int:
     """Return the longest ``--max-seq-len`` with which a run fits on a GPU, 0 if none does."""
-    memory = plan.footprint
-    assert memory is not None
     most = plan.target_config.max_position_embeddings
     return longest_context(plan.caches, plan.max_seq_len, gpu.memory - memory.total, most)
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from eagle3.export.backends import BACKENDS
-from eagle3.export.planning.config import GROUPED, NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import GROUPED, NO_HEAD, OWN_LAYER, ExportConfig
 
 HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
