@@ -78,8 +78,7 @@ class DominoHead(Behind):
 
 
 class DominoFormulas(Formulas):
-    """The same, each row anew. A gate of ``torch.nn.GRU`` has a third of the rows of its weights: reset, update,
-    new."""
+    """The same, each row anew. The rows of the GRU's weights are those of its gates reset, update and new."""
 
     @classmethod
     def knows(cls, drafter: Reference) -> bool:
@@ -100,9 +99,7 @@ class DominoFormulas(Formulas):
         first = self.drafter.said(PREFIX)
         if len(tokens) <= (1 if first is None else first):
             return 0.0
-        of_token, of_memory = (
-            self._get(f"prefix_gru.weight_{which}_l0").unflatten(0, (3, -1)) for which in ("ih", "hh")
-        )
+        of_token, of_memory = (self._get(f"prefix_gru.weight_{each}_l0").unflatten(0, (3, -1)) for each in ("ih", "hh"))
         memory = torch.zeros(of_memory.shape[-1])
         for token in tokens:
             x = self.drafter.embed(token)
@@ -162,9 +159,7 @@ class Domino(Variant):
         for key in DEFAULTS:
             if not given.dialect.has_defaults and said.get(key) is None:
                 raise ValueError(f"{file} has no {key}, which every {DOMINO} head of this form has: add it")
-        first, size, rank = (
-            count(said, key, default, file, least=int(key != PREFIX)) for key, default in DEFAULTS.items()
-        )
+        first, size, rank = (count(said, key, DEFAULTS[key], file, least=int(key != PREFIX)) for key in DEFAULTS)
         if first >= proposals:
             raise ValueError(
                 f"{file}: {PREFIX} is {first}, but a block proposes {proposals} tokens, the last with a bias: correct "
