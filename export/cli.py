@@ -11,8 +11,9 @@ import click
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import EMBEDDING_RECIPES, KV_CACHES, LONGEST_CHAIN, ExportConfig
 from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.kinds import EAGLE3, KINDS
-from eagle3.export.draft.rope_reading import FILE
+from eagle3.export.draft.dialects.dialect import EAGLE3
+from eagle3.export.draft.kinds import KINDS
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS

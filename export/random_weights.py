@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from eagle3.export.checkpoints.random_folder import random_folder
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.configuration.config import NO_HEAD, ExportConfig
+from eagle3.export.draft.kinds.eagle.rope_reading import RopeFlags
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.rope_reading import RopeFlags
 from eagle3.export.hub.sources import named_as_typed
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.taps import spread_taps

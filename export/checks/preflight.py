@@ -17,7 +17,7 @@ from eagle3.runner.hardware.memory import free_memory
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Returns what the manifest says of the twins. Raises ValueError or FileNotFoundError, one line each."""
-    from eagle3.export.twin.draft import check_draft
+    from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
     backend = load_backend(plan.config.backend)

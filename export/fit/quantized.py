@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eagle3.export.draft.kinds.field import HeadReading
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.fit.attention import Pieces, WholeText
 from eagle3.export.fit.seen import Seen, look
 from eagle3.export.fit.texts import Piece

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map, largest_id
 from eagle3.export.planning.tensors import check_draft

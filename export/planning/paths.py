@@ -54,7 +54,7 @@ def uses_own_layer(config: ExportConfig) -> bool:
     spec = TARGETS[config.target_model]
     if spec.draft is not None or spec.heads or config.checkpoint is None or not config.checkpoint.is_dir():
         return False
-    from eagle3.export.draft.own_layer import has_own_layer
+    from eagle3.export.draft.kinds.mtp.own_layer import has_own_layer
 
     return has_own_layer(config.checkpoint)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.gguf_file import BLOCKS
 from eagle3.export.checkpoints.source import Source, TensorHeader
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.planning.unread import is_read, unread
 from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.spec import Skeleton

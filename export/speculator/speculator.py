@@ -6,7 +6,7 @@ Acceptance, rollback and stopping belong to the runner. The methods' shapes are 
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.draft.kinds.head import Head
+from eagle3.export.draft.common.head import Head
 from eagle3.export.draft.no_head import NoHead
 from eagle3.targets import TapTarget
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.fit.fitting import Fit, Measured, few_threads, read_plan
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR
 from eagle3.export.lowering.backend import load_backend

@@ -10,8 +10,8 @@ from check_fit import HEADS, Fault, plan_of, played, randomized
 from click.testing import CliRunner
 
 from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.fitting import Measured, fitted_plan, read_plan
