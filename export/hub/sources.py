@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.configuration.config import NO_HEAD, ExportConfig
+from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
 from eagle3.export.configuration.hub_names import HubName, hub_name
 from eagle3.export.planning.paths import uses_own_layer
 from eagle3.targets import TARGETS
@@ -152,6 +152,8 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
         OSError, ValueError: see ``listed``
     """
     config = with_shipped_head(config)
+    if config.draft is None and uses_own_layer(config):  # what follows need not look into the checkpoint again
+        config = replace(config, draft=Path(OWN_LAYER))
     named, given = names_of(config)
     if not named:
         return Sources(config)
