@@ -13,15 +13,15 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from eagle3.export.configuration.config import ExportConfig
     from eagle3.export.exporting import Exported, Prepared, export, prepare
-    from eagle3.export.planning.config import ExportConfig
 
     __version__: str
 
 __all__ = ["ExportConfig", "Exported", "Prepared", "export", "prepare"]
 
 _MODULES = dict.fromkeys(("Exported", "Prepared", "export", "prepare"), "exporting")
-_MODULES |= {"ExportConfig": "planning.config"}
+_MODULES |= {"ExportConfig": "configuration.config"}
 
 
 def __getattr__(name: str) -> object:

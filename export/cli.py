@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from eagle3.export.backends import BACKENDS
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import EMBEDDING_RECIPES, KV_CACHES, LONGEST_CHAIN, ExportConfig
 from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.kinds import EAGLE3, KINDS
-from eagle3.export.draft.rope_reading import FILE
-from eagle3.export.planning.config import EMBEDDING_RECIPES, KV_CACHES, LONGEST_CHAIN, ExportConfig
+from eagle3.export.draft.dialects.dialect import EAGLE3
+from eagle3.export.draft.kinds import KINDS
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
@@ -304,17 +305,17 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
 
     config = settled(replace(config, dry_run=config.dry_run or config.fit_only))
 
-    from eagle3.export.light_imports import imported_lightly
     from eagle3.export.lowering.gc_tuning import collected_rarely, not_collected_at_exit
+    from eagle3.export.patching.light_imports import imported_lightly
 
     not_collected_at_exit()
     for each in (collected_rarely(), imported_lightly()):
         click.get_current_context().with_resource(each)
 
-    from eagle3.export.output.report import plan_json, plan_text, result_text
+    from eagle3.export.report import plan_json, plan_text, result_text
 
     if config.fit_only:
-        from eagle3.export.fit.report import fit_heads
+        from eagle3.export.fit_heads import fit_heads
 
         fit_heads([replace(config, dry_run=False)], as_json, download=download)
         return
@@ -325,7 +326,7 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
         return
     exported = export(config, download=download)
     if click.get_current_context().meta["verbose"]:
-        from eagle3.export.patches import used
+        from eagle3.export.patching.patches import used
 
         for name, patch in used().items():
             tell(f"replaced for this export: {name}: {patch.why}")

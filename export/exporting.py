@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.backends import BACKENDS
-from eagle3.export.hub.names import hub_name
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.configuration.flags import check_flags
+from eagle3.export.configuration.hub_names import hub_name
 from eagle3.export.hub.sources import Sources, find_sources
 from eagle3.export.output.folder import check_output
 from eagle3.export.output.lock import refuse_a_second
 from eagle3.export.output.progress import Progress
-from eagle3.export.planning.config import ExportConfig
-from eagle3.export.planning.flags import check_flags
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Itera
 def _random(config: ExportConfig) -> AbstractContextManager[ExportConfig]:
     if not config.random_weights:
         return nullcontext(config)
-    from eagle3.export.planning.random_weights import random_weights
+    from eagle3.export.random_weights import random_weights
 
     return random_weights(config)
 

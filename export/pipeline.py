@@ -9,21 +9,21 @@ from torch.export import Dim, ExportedProgram
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
 from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit.before_export import fitted
-from eagle3.export.merged_linears import merge_linears
+from eagle3.export.lowering.backend import load_backend
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder
 from eagle3.export.output.progress import Progress
-from eagle3.export.output.report import draft_text, quantized_text
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
-from eagle3.export.tensor_files import in_files, return_freed_memory
+from eagle3.export.report import draft_text, quantized_text
+from eagle3.export.speculator.merged_linears import merge_linears
+from eagle3.export.speculator.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
+from eagle3.export.speculator.tensor_files import in_files, return_freed_memory
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory, with_int8_caches
 from eagle3.targets.loading import Convert, default_form
@@ -32,7 +32,7 @@ from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent
 
 def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Make the artifact folder, and return the contents of ``export.json``. ``twin`` is the result of ``preflight``."""
-    backend = BACKENDS[plan.config.backend].load()
+    backend = load_backend(plan.config.backend)
     memory = check_export_memory(plan, backend)
     output = plan.config.folder
     progress.say(f"{draft_text(plan)}; it takes {plan.chosen_taps}" if plan.has_draft else draft_text(plan))
@@ -91,7 +91,7 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
     checked."""
     if not plan.config.check:
         return None
-    backend = BACKENDS[plan.config.backend].load()
+    backend = load_backend(plan.config.backend)
     reason = why_not(folder) if backend.runs_here() else f"nothing here runs {plan.config.backend} artifacts"
     if reason:
         progress.say(f"not checked: {reason}")

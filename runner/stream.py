@@ -4,11 +4,15 @@ import inspect
 import secrets
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.chain.chain import ChainLength
+from eagle3.runner.chain.lookup_choice import LookupChoice
 from eagle3.runner.contract import Metadata
+from eagle3.runner.hosts.session import Session
 from eagle3.runner.options import AUTO, Options
 from eagle3.runner.rounds.choice import Choice, Greedy
 from eagle3.runner.rounds.loop import STOP, Generation, check_request, generate
@@ -18,10 +22,7 @@ from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
 from eagle3.runner.sampling.min_tokens import MinTokens
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.runner.text.text import TextStream
-
-if TYPE_CHECKING:
-    from eagle3.runner.model import Model
+from eagle3.runner.text.text import Text, TextStream
 
 ABORT = "abort"
 """The generation was left or interrupted before its end (vLLM's name)."""
@@ -68,6 +69,31 @@ class Result:
         return record | {"stats": self.stats.as_json()}
 
 
+class StreamedModel(Protocol):
+    """The parts of a ``Model`` that a stream uses."""
+
+    metadata: Metadata
+    cached: CachedTokens
+
+    @property
+    def session(self) -> Session: ...
+
+    @property
+    def chain(self) -> ChainLength: ...
+
+    @property
+    def text(self) -> Text: ...
+
+    @property
+    def has_text(self) -> bool: ...
+
+    def constraint(self, options: Options) -> Constraint | None: ...
+
+    def lookup_for(self, options: Options) -> LookupChoice | None: ...
+
+    def reserved(self, stream: "weakref.ref[Stream]") -> AbstractContextManager[None]: ...
+
+
 class Stream(Iterator[Piece]):
     """A generation under way. It has the model's KV caches from its first piece to its end.
 
@@ -75,7 +101,7 @@ class Stream(Iterator[Piece]):
     once. ``result`` keeps what there is.
     """
 
-    def __init__(self, model: "Model", prompt: list[int], options: Options, constraint: Constraint | None = None):
+    def __init__(self, model: StreamedModel, prompt: list[int], options: Options, constraint: Constraint | None = None):
         """``constraint``: what ``options.structured_outputs`` compile to; None: it is compiled here."""
         metadata = model.metadata
         chain_len = options.chain_len if isinstance(options.chain_len, int) else None
@@ -198,7 +224,7 @@ class Answer:
         return choice
 
 
-def _pieces(model: "Model", answer: Answer, stream: "weakref.ref[Stream]") -> Generator[Piece, None, None]:
+def _pieces(model: StreamedModel, answer: Answer, stream: "weakref.ref[Stream]") -> Generator[Piece, None, None]:
     with model.reserved(stream), closing(answer), closing(_rounds(model, answer)) as rounds:
         while answer.finish_reason == ABORT:
             try:
@@ -209,7 +235,7 @@ def _pieces(model: "Model", answer: Answer, stream: "weakref.ref[Stream]") -> Ge
             yield Piece(rest, [])
 
 
-def _rounds(model: "Model", answer: Answer) -> Generator[list[int], None, Generation]:
+def _rounds(model: StreamedModel, answer: Answer) -> Generator[list[int], None, Generation]:
     options = answer.options
     return generate(
         model.session,

@@ -4,6 +4,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,14 @@ def pytest_addoption(parser):
     text = "orders of the programs in which Triton's interpreter runs each launch: forward (the default), reversed, "
     text += "shuffled, delayed, with commas between them, or all; what they leave is compared bit for bit"
     parser.addoption("--races", default="forward", metavar="ORDERS", help=text)
+    parser.addoption("--whole", action="store_true", help="run every case of every test (scripts/test --whole)")
 
 
 def pytest_configure(config):
     text = "races(orders): run the launches of a test in these orders, whatever --races says; in none: unchecked"
     config.addinivalue_line("markers", text)
+    config.addinivalue_line("markers", "whole: run this test with --whole alone, or where it is named")
+    config.addinivalue_line("markers", "first(n): run the first n cases alone, but all with --whole or where named")
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +149,28 @@ BEFOREHAND = pytest.StashKey[Beforehand]()
 LONGEST_FILE = "test_interpreted_artifact.py"  # minutes of one core, most of them in two tests
 
 
-def pytest_collection_modifyitems(items):
+def left_out(items) -> set:
+    """Return the tests that run with ``--whole`` alone."""
+    found, cases = set(), Counter()
+    for item in items:
+        case = item.path, getattr(item, "originalname", item.name)
+        cases[case] += 1
+        first = item.get_closest_marker("first")
+        if item.get_closest_marker("whole") or (first and cases[case] > first.args[0]):
+            found.add(item)
+    return found
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what runs with ``--whole`` alone, and put the rest in order."""
+    if not config.getoption("--whole") and not any("::" in name for name in config.args):
+        left = left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+    in_order(items)
+
+
+def in_order(items) -> None:
     """Run the files whose shared exports are made last at the end, but the one that takes longest while others are left
     to run beside it. A file's tests run in one process."""
     names, last = list(COMMANDS), {}

@@ -16,20 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.export.backends import BACKENDS
-from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 from eagle3.export.checks.proposals import compare_proposals
-from eagle3.export.draft.description import EagleDescription
+from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.dialects.dialect import IGNORED_BASE
-from eagle3.export.draft.kinds import MTP
-from eagle3.export.draft.rope_reading import FILE
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE
+from eagle3.export.draft.kinds.mtp import MTP
 from eagle3.export.fit.cost import why_not_measured
-from eagle3.export.planning.memory import free_memory
+from eagle3.export.fit.gain import Rounds, gain_lines, gain_record
+from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator
+from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.artifact.near_ties import NEAR_TIE, near_tie
 from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import PREFILL
+from eagle3.runner.hardware.memory import free_memory
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32
@@ -68,7 +69,7 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
     tie = near_tie(plan.qlinear)
     if tie == NEAR_TIE:
         return tie
-    backend, most, moved = BACKENDS[plan.config.backend].load(), plan.method(PREFILL).max_len, 0.0
+    backend, most, moved = load_backend(plan.config.backend), plan.method(PREFILL).max_len, 0.0
     with calm_stderr():
         for prompt in sample_prompts(plan.checkpoint, plan):
             tokens = torch.tensor([prompt[:TIE_ROWS]])

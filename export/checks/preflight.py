@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
-from eagle3.export.backends import BACKENDS, Backend
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.output.progress import Progress
-from eagle3.export.planning.memory import GIB, free_memory
+from eagle3.export.planning.memory import GIB
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.hardware.memory import free_memory
 
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Return the manifest's entry on the twins. Raises ValueError or FileNotFoundError with one line."""
-    from eagle3.export.twin.draft import check_draft
+    from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
-    backend = BACKENDS[plan.config.backend].load()
+    backend = load_backend(plan.config.backend)
     backend.check(plan)
     check_memory(plan, backend)
     check_footprint(plan, backend, progress)
@@ -88,7 +90,7 @@ def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
 def check_footprint(plan: Plan, backend: Backend, progress: Progress) -> None:
     """Raise ValueError if the GPU of this machine does not hold a run. For an architecture that was named it is only a
     warning, since there may be larger GPUs of it."""
-    takes = plan.footprint
+    takes = backend.footprint(plan)
     has, whose = backend.memory(plan)
     if takes is None or takes.total <= has:
         return

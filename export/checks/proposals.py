@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator
+from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 
 

@@ -1,2 +1,2 @@
-"""Draft heads: ``reading.py`` reads a checkpoint of any dialect (a file each in ``dialects``) into one description
-(``description.py``), ``head.py`` is the module, ``formulas.py`` what it is held against."""
+"""Draft heads: ``reading.py`` reads a checkpoint of any kind and dialect into one description, ``loading.py`` makes its
+module, ``twin.py`` holds a small copy of it against its formulas. Each kind is a folder in ``kinds``."""

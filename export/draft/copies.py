@@ -10,7 +10,8 @@ from torch import Tensor
 
 from eagle3.export.checkpoints.safetensors_file import HeaderAlone
 from eagle3.export.checkpoints.source import Source, TensorHeader
-from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.targets.spec import Skeleton
 
 TABLES = EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"

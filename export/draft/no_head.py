@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
-from eagle3.export.draft.description import DraftDescription
-from eagle3.export.draft.kinds.head import Head
-from eagle3.export.planning.config import NO_HEAD
+from eagle3.export.configuration.config import NO_HEAD
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.common.head import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3.export.checkpoints import SOURCES
 from eagle3.export.checkpoints.gguf_file import SUFFIX
-from eagle3.export.draft.own_layer import MODEL_TYPES, has_target_layers, mtp_tensor
+from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, has_target_layers, mtp_tensor
 
 _MTP = "an MTP head in a form other than speculators' or a target's own"
 _BY_NAME = {

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 
 
 def largest_id(draft: DraftDescription) -> int:

@@ -22,7 +22,7 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
         progress.say(f"the head's readings were not measured: {reason}")
         return plan, None
     from eagle3.export.fit.fitting import Measured, fitted_plan
-    from eagle3.export.tensor_files import return_freed_memory
+    from eagle3.export.speculator.tensor_files import return_freed_memory
 
     try:
         with progress.stage("measure the draft head"):

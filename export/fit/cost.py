@@ -1,8 +1,8 @@
 """Estimates the cost of a measurement, and decides whether an export measures without being asked to."""
 
 from eagle3.export.fit import texts
-from eagle3.export.planning.memory import free_memory
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.hardware.memory import free_memory
 
 FLOPS_A_CORE = 2.5e10
 """The operations per second of one core of an AVX2 processor, in float32 products of some hundred rows."""

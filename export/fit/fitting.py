@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checks.gain import Rounds
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.draft.common.field import Field, HeadReading, said_in
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import Field, HeadReading, said_in
 from eagle3.export.fit import texts
 from eagle3.export.fit.attention import Pieces, WholeText
+from eagle3.export.fit.gain import Rounds
 from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
 from eagle3.export.fit.seen import look, written

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from eagle3.export.backends import BACKENDS
-from eagle3.export.draft.kinds.field import HeadReading
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.fit.attention import Pieces, WholeText
 from eagle3.export.fit.seen import Seen, look
 from eagle3.export.fit.texts import Piece
 from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import Expected, of_given_text
+from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator
+from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import with_int8_caches
 
@@ -53,11 +53,10 @@ class Quantized:
 def share_of_quantization(plan: Plan, seen: Sequence[Seen], unquantized: TapTarget) -> Quantized | None:
     """Measure the plan's recipes on a text that the ``unquantized`` target has ``seen``. Returns None if nothing is
     quantized, or if the quantized models do not run on this machine."""
-    entry = BACKENDS[plan.config.backend]
     given = {"--qlinear": plan.qlinear, "--draft-qlinear": plan.draft_qlinear}
     recipes = [f"{flag} {recipe}" for flag, recipe in given.items() if recipe not in ("none", "checkpoint")]
     recipes += ["--kv-cache int8"] if plan.config.int8_caches else []
-    backend = entry.load()
+    backend = load_backend(plan.config.backend)
     if not recipes or not backend.eager_on_host:
         return None
     length = max(len(each.tokens) for each in seen)

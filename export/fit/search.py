@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle3.export.draft.kinds.field import Field, HeadReading
+from eagle3.export.draft.common.field import Field, HeadReading
 from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
-from eagle3.export.draft.description import EagleDescription
-from eagle3.export.draft.kinds.field import HeadReading
-from eagle3.export.draft.kinds.head import Head
+from eagle3.export.draft.common.field import HeadReading
+from eagle3.export.draft.common.head import Head
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit.attention import Blocks, Chains
 from eagle3.export.fit.seen import Seen, restore

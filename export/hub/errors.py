@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from eagle3.export.hub.names import HubName
+from eagle3.export.configuration.hub_names import HubName
 
 _OTHER_LENGTH = "Consistency check failed"  # the message of huggingface_hub's OSError, which has no class of its own
 LOG_IN = "type hf auth login, or set HF_TOKEN"

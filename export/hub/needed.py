@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from eagle3.export.checkpoints import pickled, safetensors_folder
 from eagle3.export.checkpoints.gguf_file import SUFFIX, part_names
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG
+from eagle3.export.configuration.hub_names import HubName
 from eagle3.export.draft.other_heads import GGUF_HEAD, MISTRALS_FORM, PARAMS
-from eagle3.export.hub.names import HubName
 from eagle3.export.output.contents import TOKENIZER, TOKENIZER_FILES
 
 SAFETENSORS, PICKLED, GGUF = "safetensors", "pickled", "GGUF"

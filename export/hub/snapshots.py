@@ -16,8 +16,8 @@ from huggingface_hub import (
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
 from eagle3.export.checkpoints.safetensors_folder import weight_map
+from eagle3.export.configuration.hub_names import HubName
 from eagle3.export.hub.errors import one_line
-from eagle3.export.hub.names import HubName
 from eagle3.export.hub.needed import CONFIG, Role, has_adapter, needed
 from eagle3.export.output.contents import TOKENIZER
 

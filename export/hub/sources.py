@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.hub.names import HubName, hub_name
-from eagle3.export.planning.config import NO_HEAD, ExportConfig
+from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.export.configuration.hub_names import HubName, hub_name
 from eagle3.export.planning.paths import uses_own_layer
 from eagle3.targets import TARGETS
 
@@ -110,7 +110,7 @@ class Sources:
         dry run does not fetch the file. ``checkpoint`` is the folder with the target's configuration."""
         snapshot = self.snapshots.get("config_folder") or self.snapshots.get("checkpoint")
         if not (checkpoint / "tokenizer.json").is_file() and (snapshot is None or snapshot.tokenizer is None):
-            from eagle3.export.checks.tokenizer import no_tokenizer
+            from eagle3.export.planning.tokenizer import no_tokenizer
 
             yield no_tokenizer(checkpoint, str(checkpoint if snapshot is None else snapshot.name))
 
@@ -153,6 +153,8 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
         OSError, ValueError: see ``listed``
     """
     config = with_shipped_head(config)
+    if config.draft is None and uses_own_layer(config):  # what follows need not look into the checkpoint again
+        config = replace(config, draft=Path(OWN_LAYER))
     named, given = names_of(config)
     if not named:
         return Sources(config)

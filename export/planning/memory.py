@@ -1,15 +1,13 @@
 """Computes from configurations the memory that the parts of a run take, and the bytes of an artifact's KV caches."""
 
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import KVCacheShape, ring_window, with_int8_caches
@@ -30,6 +28,11 @@ class GpuMemory:
     workspace: int
     context: int = CONTEXT_BYTES
 
+    @classmethod
+    def of(cls, parts: Mapping[str, int]) -> "GpuMemory":
+        """Return the memory whose parts are those of ``asdict``; further entries are left out."""
+        return cls(**{each.name: parts[each.name] for each in fields(cls)})
+
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
@@ -37,20 +40,6 @@ class GpuMemory:
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in asdict(self).items())
         return f"{self.total / GIB:.2f} GiB of GPU memory ({parts})"
-
-
-def free_memory() -> int | None:
-    """Return the bytes of memory that are free on this machine; None on systems other than Linux."""
-    return linux_bytes("/proc/meminfo", "MemAvailable")
-
-
-def linux_bytes(file: str, key: str) -> int | None:
-    """Return the bytes in the line ``key`` of a file of Linux's /proc; None if there is no such line or file."""
-    with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def target_caches(

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle3.export.backends import BACKENDS
-from eagle3.export.draft.description import DraftDescription
-from eagle3.export.planning.config import NO_HEAD, ExportConfig
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import NO_HEAD, ExportConfig
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TargetSpec
 from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent, sliding_window

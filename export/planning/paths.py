@@ -6,7 +6,7 @@ read checkpoints are imported in the functions that need them.
 
 from pathlib import Path
 
-from eagle3.export.planning.config import NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
 from eagle3.runner.console.command import closest
 from eagle3.targets import TARGETS, TargetSpec
 
@@ -54,7 +54,7 @@ def uses_own_layer(config: ExportConfig) -> bool:
     spec = TARGETS[config.target_model]
     if spec.draft is not None or spec.heads or config.checkpoint is None or not config.checkpoint.is_dir():
         return False
-    from eagle3.export.draft.own_layer import has_own_layer
+    from eagle3.export.draft.kinds.mtp.own_layer import has_own_layer
 
     return has_own_layer(config.checkpoint)
 

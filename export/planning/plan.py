@@ -7,29 +7,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints import Source, open_source
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.gguf_metadata import check_metadata, rows_of_embedding, template_note
 from eagle3.export.checkpoints.safetensors_folder import unread_index
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checkpoints.target_config import read_target_config, special_ids
-from eagle3.export.checks.pairing import check_pair, check_trained_for, within_vocabulary
-from eagle3.export.checks.tensors import check_target
-from eagle3.export.checks.tokenizer import check_tokenizer
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import LONGEST_CHAIN, NO_HEAD, ExportConfig
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.copies import TABLES, without_copies
-from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.rope_reading import RopeFlags
+from eagle3.export.draft.kinds.eagle.windowed import windowed
+from eagle3.export.draft.kinds.mtp.reading import read_own_layer
 from eagle3.export.draft.no_head import no_head
-from eagle3.export.draft.own_layer import read_own_layer
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.rope_reading import RopeFlags
-from eagle3.export.draft.windowed import windowed
-from eagle3.export.planning.config import LONGEST_CHAIN, NO_HEAD, ExportConfig
-from eagle3.export.planning.memory import GpuMemory, cache_bytes, draft_caches, target_caches
+from eagle3.export.planning.memory import cache_bytes, draft_caches, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
+from eagle3.export.planning.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.readings import with_readings
 from eagle3.export.planning.taps import Taps, choose_taps
+from eagle3.export.planning.tensors import check_target
+from eagle3.export.planning.tokenizer import check_tokenizer
 from eagle3.runner.contract import SPECULATE
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
@@ -82,7 +83,9 @@ class Plan:
     @cached_property
     def caches(self) -> "list[KVCacheShape]":
         """Both models' KV caches."""
-        dtype = BACKENDS[self.config.backend].load().dtype
+        import torch
+
+        dtype = getattr(torch, BACKENDS[self.config.backend].dtype)
         target = target_caches(self.spec, self.target_config, self.max_seq_len, dtype, self.config.int8_caches)
         return target + draft_caches(self.draft, self.max_seq_len, dtype)
 
@@ -90,11 +93,6 @@ class Plan:
     def cache_bytes(self) -> int:
         """The bytes of both models' KV caches."""
         return cache_bytes(self.caches)
-
-    @cached_property
-    def footprint(self) -> GpuMemory | None:
-        """The GPU memory that a run takes; None for a CPU."""
-        return BACKENDS[self.config.backend].load().footprint(self)
 
     @property
     def speculates(self) -> bool:

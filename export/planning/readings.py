@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.planning.taps import Taps
 
 if TYPE_CHECKING:

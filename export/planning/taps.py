@@ -7,7 +7,7 @@ SGLang, SpecForge and TensorRT-LLM. A head with a wrong tap loads and runs, and 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,7 +66,7 @@ def spread_taps(draft: DraftDescription, layers: int) -> tuple[int, ...] | None:
 
 def _meaning(draft: DraftDescription, ids: tuple[int, ...], layers: int) -> tuple[str, str | None]:
     """Return whether a checkpoint's ids mean inputs or outputs, and a doubt if only the dialect decides that."""
-    if draft.dialect in ("speculators", "z-lab", "deepspec"):  # these dialects have one meaning
+    if draft.convention_known:
         return draft.aux_convention, None
     if max(ids) >= layers or ids == (2, layers // 2, layers - 3):
         return "input", None  # no layer has the index n, and 2, n//2, n-3 is the default of dialects that mean inputs

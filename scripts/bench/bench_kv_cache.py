@@ -23,8 +23,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import SMALLEST, EagerAttention

@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from eagle3.export.planning.memory import GIB, linux_bytes
+from eagle3.export.planning.memory import GIB
 from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.hardware.memory import linux_bytes
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
 from eagle3.targets import TARGETS

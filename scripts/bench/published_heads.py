@@ -16,8 +16,8 @@ from published_widths import random_weight
 from safetensors.torch import save_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedConfig
 
+from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
-from eagle3.export.draft.tensor_names import MASK
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -24,9 +24,9 @@ import torch
 from gpu_greedy import EagerGreedy
 from proposed import proposed
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.pipeline import make_metadata
-from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.rounds.loop import complete

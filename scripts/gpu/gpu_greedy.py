@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.rounds.loop import complete

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from eagle3.export.backends import BACKENDS
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.fit.fitting import Fit, Measured, few_threads, read_plan
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR
+from eagle3.export.lowering.backend import load_backend
 from eagle3.export.pipeline import load_speculator, make_metadata
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.hosts.session import EagerSession
@@ -110,7 +110,7 @@ def randomized(plan: Plan, seed: int) -> Plan:
 def played(plan: Plan, measured: Measured) -> float:
     """Return the acceptance length of the runner's loop over the eager module that an export of ``plan`` lowers, on
     the prompts and for as many tokens as were measured."""
-    backend = BACKENDS[plan.config.backend].load()
+    backend = load_backend(plan.config.backend)
     speculator = load_speculator(plan, EagerAttention, torch.float32, backend.conversion(plan))
     backend.prepare(speculator, plan)
     session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))

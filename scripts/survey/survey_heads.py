@@ -22,9 +22,10 @@ import torch
 from head_sizes import SIZES, HeadConfig, Sizes
 from survey_targets import save_zeros, silence
 
-from eagle3.export.draft.description import DraftDescription, EagleDescription
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.twin.draft import check_draft
+from eagle3.export.draft.twin import check_draft
 
 Shapes = dict[str, tuple[int, ...]]
 SPOKEN = 32000

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM
 
-from eagle3.export.draft.head import DraftHead
+from eagle3.export.draft.kinds.eagle.head import DraftHead
+from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.tensor_names import MASK
 
 MASK_TOKEN, PROPOSALS, ANCHORS, LAYERS = 3, 7, 32, 2
 """The mask token is <unk>, which no text has; ``PROPOSALS`` of a slot, one by its own row; ``ANCHORS``: the slots of a

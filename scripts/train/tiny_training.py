@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from tiny_target import crops, optimizers, schedule
 from transformers import Gemma4ForCausalLM
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.pipeline import load_speculator, make_metadata
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.rounds.loop import complete

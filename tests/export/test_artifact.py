@@ -9,7 +9,7 @@ import torch
 from commands import run_command
 from eager import eager_speculator
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.pte import read_constants, read_pte
 from eagle3.runner.contract import DECODE, METHODS, MODEL_FILE

@@ -22,7 +22,7 @@ from eagle3.export.lowering.xnnpack.recipe import recipes
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.memory import cache_bytes, target_caches
 from eagle3.export.planning.plan import make_plan
-from eagle3.export.planning.random_weights import random_weights
+from eagle3.export.random_weights import random_weights
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.target import check_target

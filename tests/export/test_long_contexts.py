@@ -7,7 +7,7 @@ from eager import eager_session
 from random_checkpoints import random_model, save_random_draft
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.rounds.loop import complete

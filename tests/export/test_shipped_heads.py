@@ -5,7 +5,7 @@ import json
 import pytest
 from eager import eager_session
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.rounds.loop import complete
 from eagle3.runner.rounds.statistics import GenerationStats

@@ -12,7 +12,7 @@ from random_checkpoints import save_random_draft
 from random_speculators import InTurn, random_metadata, random_speculator
 from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_metadata
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.cache.cached_tokens import CachedTokens

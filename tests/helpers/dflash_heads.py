@@ -11,7 +11,7 @@ from random_checkpoints import random_model, save_random_dflash
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 
 GOLDEN = TESTS / "golden" / "dflash"

@@ -4,7 +4,7 @@ import torch
 
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator
+from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.spec import Convert

@@ -17,9 +17,9 @@ from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.output.contents import copy_tokenizer
 from eagle3.export.pipeline import make_manifest, make_metadata, trace
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import MODEL_FILE
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.hub.sources import find_sources
-from eagle3.export.planning.config import ExportConfig
 
 TARGET, HEAD = "org/tiny", "org/tiny-eagle3"
 CPU = ("--backend", "xnnpack", "--output-dir", "out")

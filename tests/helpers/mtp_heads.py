@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.kinds.mtp.formulas import Drafter
 from eagle3.export.draft.kinds.mtp.layer import one_layer_config
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets.text_part import build

@@ -12,7 +12,7 @@ from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 8}

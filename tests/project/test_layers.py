@@ -26,6 +26,32 @@ RUNNER = {  # a room imports rooms of a lower number, and its own files
     "bench": 11,
     "serve": 11,
 }
+EXPORT = {  # the same for the exporter
+    "patching": 0,
+    "output": 0,
+    "checkpoints": 1,
+    "configuration": 1,
+    "twin": 2,
+    "draft": 3,
+    "planning": 4,
+    "speculator": 4,
+    "hub": 5,
+    "lowering": 6,
+    "fit": 7,
+    "checks": 8,
+    "": 9,  # the commands, the library and one export from its plan on
+}
+LOWERING = {  # the rooms of export/lowering
+    "": 0,
+    "cuda.kernels": 1,
+    "cuda.weights": 2,
+    "cuda.graph": 3,
+    "cuda.inductor": 4,
+    "edge": 5,
+    "cuda.named_gpu": 6,
+    "xnnpack": 7,
+    "cuda": 7,
+}
 COMMANDS = {"run", "inspect", "bench", "serve"}
 OPEN_TO_THE_EXPORTER = {"contract", "artifact", "console", "hardware"}
 
@@ -41,12 +67,12 @@ def imports_of(file: Path) -> set[str]:
     return {name.removeprefix("eagle3.") for name in found if name.startswith("eagle3.")}
 
 
-def room_of(module: str) -> str | None:
-    """The room of the runner that a module is in, "" for ``runner/`` itself; None of what is not the runner's."""
-    top, *rest = module.split(".")
-    if top != "runner":
+def room_of(module: str, house: str = "runner", rooms: dict[str, int] = RUNNER) -> str | None:
+    """The room of ``house`` that a module is in, "" for the house itself; None of what is not in it."""
+    if not f"{module}.".startswith(f"{house}."):
         return None
-    return rest[0] if rest and rest[0] in RUNNER else ""
+    inside = module.removeprefix(house).lstrip(".")
+    return max((room for room in rooms if f"{inside}.".startswith(f"{room}.") or not room), key=len, default="")
 
 
 def files(top: str) -> list[Path]:
@@ -66,6 +92,21 @@ def test_arrows_in_the_runner_point_down(file):
         assert other not in COMMANDS, f"nothing imports a command: {module}"
 
 
+@pytest.mark.parametrize(("house", "rooms"), [("export", EXPORT), ("export.lowering", LOWERING)])
+def test_arrows_in_the_exporter_point_down(house, rooms):
+    upward = []
+    for file in files(house.replace(".", "/")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        room = room_of(module.removesuffix(".__init__"), house, rooms)
+        for other in imports_of(file):
+            where = room_of(other, house, rooms)
+            if where is None or where == room:
+                continue
+            if rooms[where] >= rooms[room]:
+                upward.append(f"{module} imports {other}")
+    assert upward == []
+
+
 @pytest.mark.parametrize("file", files("export"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_exporter_imports_of_the_runner_what_is_open_to_it(file):
     rooms = {room_of(module) for module in imports_of(file)} - {None}
@@ -83,8 +124,9 @@ def test_no_script_imports_a_command_line():
 
 
 def test_every_room_is_listed():
-    found = {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
-    assert found == set(RUNNER) - {""}
+    for top, rooms in (("runner", RUNNER), ("export", EXPORT)):
+        found = {path.parent.name for path in (ROOT / top).glob("*/__init__.py")}
+        assert found == set(rooms) - {""}
 
 
 def test_the_picture_in_the_guide_has_every_room():

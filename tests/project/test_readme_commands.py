@@ -24,7 +24,7 @@ from places import ROOT
 from terminal import PROMPT, Terminal
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.fit.cli import main as fit_main
+from eagle3.export.fit_command import main as fit_main
 from eagle3.runner import load
 from eagle3.runner.bench.cli import main as bench_main
 from eagle3.runner.inspect.cli import main as inspect_main

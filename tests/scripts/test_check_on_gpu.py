@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from gpu_greedy import EagerGreedy
 from proposed import proposed
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.rounds.loop import complete

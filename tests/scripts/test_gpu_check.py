@@ -13,9 +13,9 @@ import torch
 from click.testing import CliRunner
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.pipeline import make_metadata
-from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.hosts.session import EagerSession
 
 PROMPT = [5, 6, 7, 8]

@@ -13,6 +13,8 @@ from typing import Any
 
 from eagle3.export.draft.dialects.dialect import Dialect, rope_of
 
+AUX_OUTPUTS = "aux_hidden_states_layer_ids"
+"""Its own key of the taps, with ids of layer outputs; for vLLM it adds the usual one, with each id one higher."""
 _CLASSES = re.compile("(CosyVoice3)?Eagle3")
 _OF_A_FIXED_BASE = ("default", "linear", "dynamic")
 
@@ -37,8 +39,10 @@ DIALECT = Dialect(
     "angelslim",
     recognizes,
     trainer="AngelSlim",
+    second_ids_key=AUX_OUTPUTS,
     heeds=lambda _kind: (),
     heeds_base=heeds_base,
+    marks={"modal_type": "LLM"},
     base_doubt="AngelSlim's code takes no notice of it, but other systems save under the name of its class",
     builds_midlayer=True,
 )

@@ -40,9 +40,11 @@ DIALECT = Dialect(
     recognizes,
     ids_key="target_layer_ids",
     ids_are="output",
+    ids_are_known=True,
     proposal=proposal,
     refuse=refuse,
     trainer="DeepSpec",
     heeds=lambda _kind: (),
+    has_gemma4=True,
     any_model_type=False,
 )

@@ -1,7 +1,7 @@
 """The differences between the draft checkpoints of different systems."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,21 @@ class Dialect:
     """The key of the aux layer ids."""
     ids_are: str = "input"
     """The meaning of an explicit aux layer id: the "input" or the "output" of that layer."""
+    ids_are_known: bool = False
+    """All code that writes the dialect means the same by its ids."""
+    second_ids_key: str | None = None
+    """Another key of the ids that its files have, beside ``ids_key``."""
     names_taps: bool = True
     """The trainer's code uses such ids."""
     norm_output_feeds: bool = True
     """If True, ``norm_output`` makes the normed state the next feature. If False, it makes lm_head take the normed
     state."""
+    norm_output_doubt: str | None = None
+    """The other dialect that files with ``norm_output`` may be of, and when, as a warning says it."""
     later_norm: str = "input_layernorm"
     """The norm of a later layer's input in a checkpoint that has both."""
+    check: Callable[[dict[str, Any], Path], None] = nothing
+    """Raises ValueError for a file that lacks what every file of the dialect has."""
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
     depth_is_targets: bool = False
     """``num_hidden_layers`` of an EAGLE-3 head is its target's; the number of its layers follows from its tensors."""
@@ -96,10 +104,17 @@ class Dialect:
     the base is ``IGNORED_BASE`` whatever the file says, None if that depends on what the file does not say."""
     base_doubt: str = ""
     """Why a file cannot tell the base, for a dialect whose ``heeds_base`` returns None."""
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that only its own files have, for a trainer that publishes under other systems' names too: with them
+    ``heeds_base`` knows such a head."""
+    heeds_part: bool = True
+    """The trainer's code uses ``partial_rotary_factor`` of a RoPE of the type "default"."""
     takes_rope_of: str | None = None
     """The type of layer whose RoPE the trainer's code takes, of a file with one for each type."""
     feeds_normed: Callable[[str], bool] = lambda _kind: False
     """Returns True if the next step's feature of a kind of head is the normed state, whatever the file says."""
+    has_gemma4: bool = False
+    """The layers may be Gemma 4's."""
     any_model_type: bool = True
     """The trainer's code builds Llama's layers whatever ``model_type`` is: often its target's."""
     places: Callable[[str], str | None] = lambda _kind: None

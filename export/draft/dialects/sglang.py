@@ -15,4 +15,10 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     return "LlamaForCausalLMEagle3" in (config.get("architectures") or [])
 
 
-DIALECT = Dialect("sglang", recognizes, ids_are="output", later_norm="hidden_norm")
+DIALECT = Dialect(
+    "sglang",
+    recognizes,
+    ids_are="output",
+    norm_output_doubt="specforge if SpecForge 0.2 or older",
+    later_norm="hidden_norm",
+)

@@ -45,5 +45,6 @@ DIALECT = Dialect(
     "published heads under this name",
     ids_are="output",
     norm_output_feeds=False,
+    norm_output_doubt="sglang if anything but SpecForge 0.2",
     later_norm="hidden_norm",
 )

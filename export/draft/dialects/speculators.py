@@ -17,6 +17,15 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
     return LAYER in config
 
 
+def check(config: dict[str, Any], file: Path) -> None:
+    """Raise ValueError for a file without the keys of the layers."""
+    from eagle3.export.checkpoints.json_fields import nested  # here, because its package imports torch
+
+    if not isinstance(config.get(LAYER), dict):
+        nested(config, LAYER, file)
+        raise ValueError(f"{file} has no {LAYER}, as a head of speculators has: correct it")
+
+
 def layer_fields(config: dict[str, Any]) -> dict[str, Any]:
     return config[LAYER]
 
@@ -51,7 +60,10 @@ DIALECT = Dialect(
     "speculators",
     recognizes,
     layer_fields,
+    ids_are_known=True,
+    check=check,
     proposal=proposal,
+    heeds_part=False,
     takes_rope_of="sliding_attention",  # its flatten_rope_parameters
     any_model_type=False,
     warns_of_residual=True,

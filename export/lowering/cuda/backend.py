@@ -24,8 +24,9 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.backends import Backend
+from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
+from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.check import check_linears
@@ -38,8 +39,8 @@ from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
-from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
@@ -52,11 +53,10 @@ from eagle3.export.lowering.cuda.weights.quantization import (
 )
 from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
-from eagle3.export.planning.config import CUDA_RECIPES
+from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
-from eagle3.export.speculator import Eagle3Speculator
-from eagle3.export.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
+from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
 from eagle3.runner.hardware import gpus
 from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
@@ -78,7 +78,7 @@ def named_arch(plan: Plan) -> str:
 
 
 class NvidiaBackend:
-    """See ``eagle3.export.backends.Backend``."""
+    """See ``eagle3.export.lowering.backend.Backend``."""
 
     dtype = torch.bfloat16
     attention: AttentionFactory = CudaAttention

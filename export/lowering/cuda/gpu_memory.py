@@ -15,17 +15,17 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe
 from torch import nn
 
 from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.small_m import Blocks
-from eagle3.export.lowering.cuda.local_gpu import local_arch
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
-from eagle3.export.merged_linears import SAME_INPUT
-from eagle3.export.planning.config import CUDA_RECIPES
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.methods import plan_methods
 from eagle3.export.planning.plan import Plan
+from eagle3.export.speculator.merged_linears import SAME_INPUT
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 from eagle3.targets.spec import Skeleton
 

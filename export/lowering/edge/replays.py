@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 
 from eagle3.export.lowering.edge.decompositions import decomposed as decomposed_by_node
 from eagle3.export.lowering.edge.values import description
-from eagle3.export.patches import all_replaced, original
+from eagle3.export.patching.patches import all_replaced, original
 
 BASES = (
     "executorch.exir.pass_base._ExportPassBase",

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle3.export.backends import Backend
 from eagle3.export.draft.loading import unfilled
+from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.xnnpack.export_memory import export_bytes, held_bytes
 from eagle3.export.lowering.xnnpack.recipe import recipes
+from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
-from eagle3.export.tested_versions import FOR_CPU, TESTED, check_versions
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
     from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
-    from eagle3.export.speculator import Eagle3Speculator
+    from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
 
 
 class XnnpackBackend:
-    """See ``eagle3.export.backends.Backend``. Modules that quantize and lower are imported only when weights are
-    loaded, since planning does not need them."""
+    """See ``eagle3.export.lowering.backend.Backend``. Modules that quantize and lower are imported only when weights
+    are loaded, since planning does not need them."""
 
     dtype = torch.float32
     eager_on_host = True

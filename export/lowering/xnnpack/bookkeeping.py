@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from eagle3.export.patches import all_replaced, original, replaced
+from eagle3.export.patching.patches import all_replaced, original, replaced
 
 PARSER, TABLE = "ruamel.yaml", "executorch.exir.dialects.edge._ops"
 COMPOSITES = "torch._export.utils._materialize_cpp_cia_ops"

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.patches import replaced
+from eagle3.export.patching.patches import replaced
 from eagle3.targets import complex_rotary
 
 FAMILY = modeling_llama.__name__

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from eagle3.export.patches import replaced
+from eagle3.export.patching.patches import replaced
 
 SEARCH = (
     "torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor."

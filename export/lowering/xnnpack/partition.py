@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
 
-from eagle3.export.patches import replaced
+from eagle3.export.patching.patches import replaced
 
 _UNBACKED = "executorch.backends.xnnpack.partition.config.xnnpack_config.has_free_unbacked_symbols"
 

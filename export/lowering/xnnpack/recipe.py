@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TypeGuard
 
-from torch import Tensor, nn
+from torch import nn
 
-from eagle3.export.planning.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
+from eagle3.export.configuration.config import EMBEDDING_RECIPES, GROUPED, XNNPACK_RECIPES
 from eagle3.export.planning.plan import Plan
 
 DEFAULT_GROUP = 32
@@ -40,12 +40,6 @@ class Recipe:
         if self.group:
             return 1 + 5 / self.group, 1 / 2 + 2 / self.group
         return 1, 1
-
-    def quantized(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that the recipe covers."""
-        from eagle3.export.lowering.xnnpack.quantization import quantized
-
-        return quantized(self, module, weight)
 
     def check(self, flag: str, model: nn.Module) -> None:
         """Raise ValueError naming a linear of ``model`` that the group size does not fit."""

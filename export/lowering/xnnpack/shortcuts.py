@@ -21,7 +21,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from eagle3.export.patches import all_replaced
+from eagle3.export.patching.patches import all_replaced
 
 _FOR_OTHER_GRAPHS = (
     passes.ConvertToUpsampleBilinear2d,

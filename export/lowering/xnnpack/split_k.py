@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight
-from eagle3.export.tensor_files import contiguous_beside
+from eagle3.export.speculator.tensor_files import contiguous_beside
 from eagle3.runner.hardware.cpu_features import first_level_cache, lacks_avx512
 
 CACHED = 6 << 10

@@ -9,6 +9,7 @@ from executorch.extension.llm.export.quant import dequantize_weight
 from torch import Tensor, nn
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.lowering.xnnpack.quantization import quantized
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 
@@ -24,7 +25,7 @@ class XnnpackWeights:
         if isinstance(value, TorchAOBaseTensor):
             self.dequantized += 1
             value = dequantize_weight(value, torch.float32)
-        return self.recipe.quantized(self.covered[name], value) if name in self.covered else value
+        return quantized(self.recipe, self.covered[name], value) if name in self.covered else value
 
     def record(self) -> dict[str, Any]:
         """Return how many weights were dequantized, for ``export.json``."""
@@ -35,4 +36,4 @@ def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
     """Quantize in place the weights of ``model`` that ``recipe`` covers, except those whose id is in ``spare``."""
     for module in model.modules():
         if recipe.covers(module) and id(module.weight) not in spare:
-            module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
+            module.weight = nn.Parameter(quantized(recipe, module, module.weight.data), requires_grad=False)

@@ -23,7 +23,7 @@ from executorch.exir._serialize._named_data_store import NamedDataStore
 from torch import Tensor
 from torch.fx import Node
 
-from eagle3.export.patches import original, replaced
+from eagle3.export.patching.patches import original, replaced
 
 NAMING = "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_serialized_buffer_index"
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers, shard_paths
 from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
 from eagle3.export.cli import main as export_main
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.console.command import one_line
 from eagle3.targets import TARGETS

@@ -22,8 +22,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checks.preflight import preflight
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.output.progress import Progress
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.target import without_images

@@ -16,16 +16,16 @@ from transformers import Gemma4ForCausalLM
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
-from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.quantization import Recipe, quantized
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
-from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator, trace
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.report import plan_text
 from eagle3.runner.contract import TARGET_VERIFY
 from eagle3.runner.rounds.loop import complete
 from eagle3.targets import TARGETS
@@ -116,7 +116,7 @@ def test_on_the_cpu_it_is_quantized_again_where_that_is_asked_for(file, referenc
     for name, module in speculator.target.named_modules():
         if name.endswith("_proj") and "layers.0." in name:
             (own,) = (key for key in weights if key.endswith(f"{name[name.index('layers.0.') :]}.weight"))
-            expected = Recipe("8da8w", "8w", 0).quantized(module, weights[own])
+            expected = quantized(Recipe("8da8w", "8w", 0), module, weights[own])
             assert torch.equal(module.weight.qdata, expected.qdata)
             assert torch.equal(module.weight.scale, expected.scale)
             linears.append(name)

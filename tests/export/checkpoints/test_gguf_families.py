@@ -12,9 +12,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.targets.attention import EagerAttention
 

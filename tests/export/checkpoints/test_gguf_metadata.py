@@ -10,7 +10,7 @@ from gguf_files import transformers_gguf, write_gguf
 from random_checkpoints import random_model, save_random_draft
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.rounds.loop import complete
 

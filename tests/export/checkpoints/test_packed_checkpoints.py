@@ -24,8 +24,8 @@ from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.output.progress import Progress
-from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator, trace
+from eagle3.export.report import plan_text
 from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 

@@ -15,11 +15,11 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.pickled import PickledFolder
-from eagle3.export.checks.tensors import check_draft
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.planning.tensors import check_draft
 
 
 def every_other(value: Tensor) -> Tensor:

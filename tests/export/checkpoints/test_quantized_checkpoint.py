@@ -18,13 +18,13 @@ from transformers import AutoConfig
 
 from eagle3.export.checkpoints.safetensors_folder import read_headers
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
-from eagle3.export.output.report import plan_text
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.report import plan_text
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

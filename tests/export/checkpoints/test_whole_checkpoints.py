@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.target_config import read_target_config
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.target import check_target
 from eagle3.runner.rounds.loop import complete
@@ -135,7 +135,7 @@ def test_the_layers_that_transformers_lists_for_a_class_go_unread(tmp_path):
 
 def test_what_transformers_lists_for_another_size_of_the_class_is_refused(tmp_path):
     """A class lists a layer for each published size: in the larger one the smaller one's is a layer like any other."""
-    from eagle3.export.unread import unread
+    from eagle3.export.planning.unread import unread
     from eagle3.targets.decoder_layers import skeleton
 
     config = transformers.Glm4MoeConfig(**ALL | {"num_hidden_layers": 60}, **ROUTED, topk_group=1)

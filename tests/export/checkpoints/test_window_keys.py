@@ -10,7 +10,7 @@ from random_checkpoints import save_random_draft
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from eagle3.export.checkpoints.target_config import read_target_config
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.target import check_target
 from eagle3.targets import spec_for

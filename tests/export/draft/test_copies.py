@@ -9,10 +9,10 @@ from dialect_files import random_head, write
 from eager import eager_speculator
 
 from eagle3.export.checkpoints.safetensors_file import save_header
-from eagle3.export.output.report import draft_text
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.plan import make_plan
-from eagle3.export.twin.draft import check_draft
+from eagle3.export.report import draft_text
 
 BOTH = ("embed_tokens", "lm_head")
 

@@ -11,18 +11,18 @@ from dflash_heads import GOLDEN, SLIDING, TARGET, changed, z_lab
 from safetensors.torch import load_file
 from torch import nn
 
-from eagle3.export.checks.pairing import check_pair
-from eagle3.export.draft.kinds import DFLASH, DSPARK
+from eagle3.export.draft.kinds.dflash import DFLASH, DSPARK
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
 from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
+from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.taps import choose_taps
-from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-FORMS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab", "muse": "muse-glimmer"}
-FORMS |= {"domino_speculators": "speculators", "domino": "z-lab"}
+DIALECTS = {"deepspec": "deepspec", "jetspec": "z-lab", "specforge": "z-lab", "muse": "muse-glimmer"}
+DIALECTS |= {"domino_speculators": "speculators", "domino": "z-lab"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -31,7 +31,7 @@ def test_a_block_is_the_trainers_own_seeded_and_chained(name):
     case, start = Case(name), 0
     check_pair(case.draft, TARGET, (1, 3, 4))
     assert case.draft.kind.lower() == name.split("_")[0]
-    assert case.draft.dialect == next((form for mark, form in FORMS.items() if mark in name), "speculators")
+    assert case.draft.dialect == next((dialect for mark, dialect in DIALECTS.items() if mark in name), "speculators")
     assert case.draft.chain_len == (4 if "domino" in name else case.draft.longest_chain)
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         case.check(number, *case.draft_behind(start, anchor))
@@ -113,8 +113,8 @@ def test_passes_beyond_the_last_row_are_left_out(passes, rows, count, tmp_path):
 def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(passes, tmp_path):
     keys = {"num_jacobi_passes": passes, "xpress_mlp_ratio": None, "xpress_rank": None, "sample_from_anchor": None}
     draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", keys))
-    assert (draft.refiner_rank, draft.refiner_mlp_ratio, draft.first_row) == (256, 2, 1)
-    assert draft.refiner_passes == (passes or 6)
+    assert (draft.variant.rank, draft.variant.mlp_ratio, draft.first_row) == (256, 2, 1)
+    assert draft.variant.passes == (passes or 6)
 
 
 # --- z-lab's own files

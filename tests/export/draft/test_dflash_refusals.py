@@ -11,11 +11,11 @@ from random_checkpoints import random_model, save_random_assistant, save_random_
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds import DFLASH
+from eagle3.export.draft.kinds.dflash import DFLASH
+from eagle3.export.draft.kinds.eagle.rope_reading import RopeFlags
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.rope_reading import RopeFlags
+from eagle3.export.planning.pairing import check_pair
 
 
 @pytest.fixture(scope="module")

@@ -31,15 +31,15 @@ from transformers import LlamaConfig
 
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.source import TensorHeader
-from eagle3.export.checks.pairing import check_pair, check_trained_for
-from eagle3.export.checks.tensors import check_draft as check_tensors
-from eagle3.export.draft.description import EAGLE, EAGLE3
-from eagle3.export.draft.eagle_kinds import head_kind
-from eagle3.export.draft.layer_config import layer_config
+from eagle3.export.draft.common.layer_config import layer_config
+from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3
+from eagle3.export.draft.kinds.eagle.which import head_kind
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
+from eagle3.export.planning.pairing import check_pair, check_trained_for
 from eagle3.export.planning.taps import choose_taps
-from eagle3.export.twin.draft import check_draft
+from eagle3.export.planning.tensors import check_draft as check_tensors
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = TESTS / "golden" / "eagle3"

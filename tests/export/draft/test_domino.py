@@ -11,10 +11,10 @@ from dflash_cases import Case
 from dflash_heads import GOLDEN, TARGET, changed, refusal
 from safetensors.torch import load_file, save_file
 
-from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds import DOMINO
+from eagle3.export.draft.kinds.dflash import DOMINO
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.pairing import check_pair
 
 OWN = json.loads((GOLDEN / "domino" / "config.json").read_text())["dflash_config"]
 
@@ -54,13 +54,13 @@ def test_the_class_alone_says_domino_as_in_specforge(tmp_path):
 def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(tmp_path):
     keys = dict.fromkeys(("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"))
     draft = read_draft(changed(GOLDEN / "domino_speculators", tmp_path / "head", keys))
-    assert (draft.first_row, draft.gru_first, draft.gru_size, draft.gru_rank) == (0, 1, 1024, 256)
+    assert (draft.first_row, draft.variant.first, draft.variant.size, draft.variant.rank) == (0, 1, 1024, 256)
 
 
 def test_the_anchors_row_proposes_with_a_shifted_label_alone():
     shifted, other = read_draft(GOLDEN / "domino"), read_draft(GOLDEN / "domino_unshifted")
-    assert (shifted.first_row, shifted.longest_chain, shifted.gru_first) == (0, 5, 1)
-    assert (other.first_row, other.longest_chain, other.gru_first) == (1, 4, 2)
+    assert (shifted.first_row, shifted.longest_chain, shifted.variant.first) == (0, 5, 1)
+    assert (other.first_row, other.longest_chain, other.variant.first) == (1, 4, 2)
 
 
 @pytest.mark.parametrize(

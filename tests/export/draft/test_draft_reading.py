@@ -8,11 +8,11 @@ from random_checkpoints import save_random_draft
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3.export.checks.pairing import check_pair
-from eagle3.export.draft.head import DraftLayer
+from eagle3.export.draft.kinds.eagle.head import DraftLayer
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
 from eagle3.export.draft.vocabulary_map import check_vocabulary_map
-from eagle3.export.twin.draft import check_draft
+from eagle3.export.planning.pairing import check_pair
 
 TARGET = LlamaConfig(hidden_size=64, vocab_size=96, num_hidden_layers=6)
 

@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
 from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
-from eagle3.export.checks.pairing import check_pair
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.kinds.gemma4_assistant import GEMMA4_ASSISTANT
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.plan import make_plan
-from eagle3.export.twin.draft import check_draft
 from eagle3.export.twin.randomize import randomize
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.hosts.session import EagerSession

@@ -10,12 +10,12 @@ from dialect_files import HIDDEN, LLAMA3, PEAGLE, norms, random_eagle, random_he
 from random_checkpoints import random_model
 
 from eagle3.export.cli import main
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.configuration.hub_names import HubName
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.rope_reading import FILE, RopeFlags
-from eagle3.export.hub.names import HubName
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.plan import make_plan
-from eagle3.export.twin.draft import check_draft
 
 
 def refusal(folder, **flags) -> str:
@@ -259,7 +259,7 @@ def test_the_flags_go_through_the_plan_into_its_record(tmp_path):
 
 
 def test_the_base_changes_what_a_head_computes(tmp_path):
-    from eagle3.export.draft.layers import rotary_table
+    from eagle3.export.draft.kinds.eagle.layers import rotary_table
 
     folder = write(tmp_path / "head", "angelslim", **OF_QWEN3)
     position, state = torch.tensor([[40]]), torch.zeros(1, 1, HIDDEN)

@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
 from transformers import LlamaConfig
 
-from eagle3.export.checks.pairing import check_pair
-from eagle3.export.draft.kinds import MLP_SPECULATOR
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.kinds.mlp_speculator import MLP_SPECULATOR
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.plan import make_plan
-from eagle3.export.twin.draft import check_draft
 from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.rounds.loop import complete

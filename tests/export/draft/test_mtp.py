@@ -11,12 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.cache_utils import DynamicCache
 
-from eagle3.export.checks.pairing import check_pair
-from eagle3.export.draft.kinds import MTP
+from eagle3.export.draft.kinds.mtp import MTP
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.twin import check_draft
+from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.taps import choose_taps
-from eagle3.export.twin.draft import check_draft
 from eagle3.targets.attention import EagerAttention
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

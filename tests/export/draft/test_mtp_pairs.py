@@ -18,13 +18,13 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds import MTP
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.kinds.mtp import MTP
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.exporting import prepare
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, trace
-from eagle3.export.planning.config import ExportConfig
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.options import Sampling

@@ -19,7 +19,7 @@ from dialect_files import (
 )
 
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.twin.draft import check_draft
+from eagle3.export.draft.twin import check_draft
 
 
 def refusal(call, *args) -> str:

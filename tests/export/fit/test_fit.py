@@ -9,14 +9,14 @@ import torch
 from check_fit import HEADS, Fault, plan_of, played, randomized
 from click.testing import CliRunner
 
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.field import HeadReading
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit.attention import WholeText
-from eagle3.export.fit.cli import main
 from eagle3.export.fit.fitting import Measured, fitted_plan, read_plan
 from eagle3.export.fit.trials import Trials
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.fit_command import main
 from eagle3.export.planning.plan import make_plan
 from eagle3.targets.attention import EagerAttention
 

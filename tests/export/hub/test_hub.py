@@ -18,11 +18,11 @@ from stand_in_hub import TOKEN, commit_of
 from transformers import Gemma4ForCausalLM
 
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.configuration.hub_names import HubName, hub_name
 from eagle3.export.exporting import output_name
-from eagle3.export.hub.names import HubName, hub_name
 from eagle3.export.hub.sources import Sources, find_sources, names_of, with_shipped_head
 from eagle3.export.pipeline import make_manifest
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.targets import TARGETS
 

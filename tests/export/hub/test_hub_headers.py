@@ -22,8 +22,8 @@ from eagle3.export.checkpoints.safetensors_file import HeaderAlone, needs_values
 from eagle3.export.cli import main as export_main
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.hub.sources import find_sources
-from eagle3.export.output.report import plan_json
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.report import plan_json
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]

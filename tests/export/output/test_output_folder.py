@@ -16,7 +16,7 @@ from eagle3.export.output import folder as output_folder
 from eagle3.export.output import lock
 from eagle3.export.output.contents import write_program, write_record
 from eagle3.export.output.folder import check_output, full_disk_named, whole_folder
-from eagle3.export.output.report import result_text
+from eagle3.export.report import result_text
 from eagle3.runner.contract import MODEL_FILE
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from loop_cases import PROMPT, greedy
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
-from eagle3.export.backends import BACKENDS
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.exporting import prepare
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.cache.cached_tokens import CachedTokens

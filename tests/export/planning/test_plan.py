@@ -8,11 +8,11 @@ import pytest
 from random_checkpoints import save_random_draft
 from transformers import Gemma4TextConfig
 
-from eagle3.export.backends import BACKENDS
 from eagle3.export.checkpoints.target_config import special_ids
-from eagle3.export.draft.description import P_EAGLE
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.dialects.dialect import P_EAGLE
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.methods import fused_rounds, plan_methods
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps

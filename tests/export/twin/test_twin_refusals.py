@@ -104,7 +104,7 @@ DRAFT = """
 import sys
 from pathlib import Path
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.twin.draft import check_draft
+from eagle3.export.draft.twin import check_draft
 check_draft(read_draft(Path(sys.argv[1])), 3)
 """
 

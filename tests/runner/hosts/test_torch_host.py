@@ -16,7 +16,7 @@ from commands import fail_command, run_command
 from eager import eager_speculator
 from order_of_calls import OrderOfCalls
 
-from eagle3.export.planning.config import ExportConfig
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.cuda_library import Library
 from eagle3.runner.artifact.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index

@@ -2,13 +2,9 @@
 
 A block is the newest token and mask tokens behind it. Its rows attend to each other, and to keys and values that every
 layer makes of the target's taps. Source: arXiv 2602.06036; speculators' classes of the same names, whose outputs are in
-tests/golden/dflash; z-lab's ``dflash/model.py`` for the files of its own form.
+tests/golden/dflash; z-lab's ``dflash/model.py`` for the files of its own dialect.
 """
 
-from eagle3.export.draft.kinds.dflash.fields import FIELDS
-from eagle3.export.draft.kinds.dflash.head import Head
-from eagle3.export.draft.kinds.dflash.reading import read
-from eagle3.export.draft.kinds.dflash.twin import compare
-from eagle3.export.draft.kinds.eagle import check_pair
+from eagle3.export.draft.kinds.dflash.variants import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+__all__ = ["DFLASH", "DFLASH2", "DOMINO", "DSPARK", "KINDS", "XPRESS"]

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from eagle3.export.draft.kinds.common_fields import D2T, EMBEDDING_SCALE, OF_TAPS, ROPE_THETA, ROPE_TYPE
-from eagle3.export.draft.kinds.field import Field, HeadReading, flag_field, parse_bool
+from eagle3.export.draft.common.field import Field, HeadReading, flag_field, parse_bool
+from eagle3.export.draft.common.fields import D2T, EMBEDDING_SCALE, OF_TAPS, ROPE_THETA, ROPE_TYPE
 
 
 def _causal(reading: HeadReading) -> bool:
@@ -25,8 +25,7 @@ def _anchor_proposes(reading: HeadReading) -> bool:
 
 def _other_anchor(reading: HeadReading) -> Iterable[bool]:
     draft: Any = reading.draft
-    fixed = draft.refiner_rank or draft.gru_size or draft.markov_rank
-    return [] if fixed else [not _anchor_proposes(reading)]
+    return [] if draft.variant.fixes_first_row else [not _anchor_proposes(reading)]
 
 
 FIELDS: tuple[Field, ...] = (

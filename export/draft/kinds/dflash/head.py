@@ -4,8 +4,7 @@
     x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
     x = x + attention(input_layernorm(x)), to the kept positions and to the block itself
     x = x + mlp(post_attention_layernorm(x))
-    logits = lm_head(norm(x)) of the rows that propose; a DSpark, DFlash2 or Domino goes on with walks.py, an xPress
-             with refiner.py
+    logits = lm_head(norm(x)) of the rows that propose, as the variant's module changes them (variants/)
 
 The block's keys and values are written behind those of the context, where the next call writes its own. The block
 always has the size that the head was trained with, also where fewer of its tokens are verified.
@@ -17,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.draft.kinds.dflash.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Gemma4Layer, Place
-from eagle3.export.draft.kinds.dflash.refiner import Refiner
-from eagle3.export.draft.kinds.dflash.walks import CandidateSelector, DominoHead, MarkovHead
-from eagle3.export.draft.kinds.head import CachedHead
-from eagle3.export.draft.layers import RMSNorm
+from eagle3.export.draft.common.head import CachedHead
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.block.layers import Attention, DraftLayer, Gemma4Layer, Place, RMSNorm
+from eagle3.export.draft.kinds.dflash.block.variant import Behind
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, Block, KVCacheShape, ring_window
 from eagle3.targets.softcap import softcapped
@@ -33,7 +30,7 @@ class Head(CachedHead):
 
     takes_final_state = False
     token_cache: Tensor
-    """An xPress whose anchor proposes nothing keeps the token of every position."""
+    """The token of every position, for a module that takes the one before the anchor."""
 
     def __init__(self, draft: DFlashDescription, max_seq_len: int, proposals: int = 1):
         super().__init__()
@@ -49,15 +46,14 @@ class Head(CachedHead):
             self.embed_tokens = nn.Embedding(tokens, width)
         self.fc = nn.Linear(draft.taps_width, size, bias="fc.bias" in draft.headers)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        layer = Gemma4Layer if draft.gemma4 else DraftLayer
+        layer = Gemma4Layer if draft.gemma4 else draft.variant.layer(DraftLayer)
         self.layers = nn.ModuleList(layer(draft, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         if not draft.shares_lm_head:
             self.lm_head = nn.Linear(size, draft.draft_vocab_size, bias="lm_head.bias" in draft.headers)
-        self.markov_head = MarkovHead(draft) if draft.markov_rank else None
-        self.candidate_selector = CandidateSelector(draft) if draft.selector_rank else None
-        self.refiner_head = Refiner(draft, proposals) if draft.refiner_rank else None
-        self.domino_head = DominoHead(draft) if draft.gru_size else None
+        self.behind_name = draft.variant.module
+        if (behind := draft.variant.behind(draft, proposals)) is not None:
+            setattr(self, self.behind_name, behind)
         d2t = torch.empty(draft.draft_vocab_size, dtype=torch.long) if draft.maps_vocabulary else None
         self.register_buffer("d2t", d2t)
         rings = [ring_window(window, self.slots) for window in draft.windows]
@@ -76,9 +72,9 @@ class Head(CachedHead):
             shape = KVCacheShape(kv_heads, config.head_dim, self.slots, ring, dtype, heads=heads)
             attn.kv_attention = attention(shape)
         self.keep_offsets(draft.d2t_holds_ids)
-        if self.refiner_head is not None:
-            self.refiner_head.keep_causal_part()
-            if self.first_row:
+        if (behind := self.behind) is not None:
+            behind.attached()
+            if behind.takes_token_before:
                 self.register_buffer("token_cache", torch.zeros(self.slots, dtype=torch.long), persistent=False)
         self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
         if not draft.has_embedding:
@@ -87,6 +83,11 @@ class Head(CachedHead):
         if draft.shares_lm_head:
             self.lm_head = target.lm_head
         return self
+
+    @property
+    def behind(self) -> Behind | None:
+        """The variant's module behind the block, under the name that its tensors have."""
+        return getattr(self, self.behind_name, None) if self.behind_name else None
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
         """Return what every layer makes keys and values of: the states of the taps [1, T, H_target] -> [1, T, H]."""
@@ -115,38 +116,37 @@ class Head(CachedHead):
         start = (input_pos[-1:] if accepted is None else input_pos.gather(0, accepted)) + 1
         masks = tokens.new_full((1, self.block_rows - 1), self.mask_token)
         positions = start + torch.arange(self.block_rows, device=tokens.device)
-        embed = self.embed_as_target or self.embed_tokens
-        x = embed(torch.cat((anchor, masks), dim=1)) * self.embedding_scale
+        x = self._embed(torch.cat((anchor, masks), dim=1)) * self.embedding_scale
         context, block = self._places(feature, input_pos, positions)
         for layer, attn, kind in zip(self.layers, self._attentions(), self.kinds, strict=True):
             attn.write(feature, context[kind])
             x = layer(x, block[kind])
-        keeps = self.refiner_head is not None and self.first_row
+        keeps = self.behind is not None and self.behind.takes_token_before
         given = self._with_token_before(anchor, start, tokens, input_pos) if keeps else anchor
-        return self._proposed(x, anchor, given)
+        return self._proposed(x, given)
 
-    def _proposed(self, x: Tensor, anchor: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    def _proposed(self, x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the rows that propose, of a block's states x [1, B, H], and these states.
-        ``given``: int64 [1, 1 or 2], the anchor, and the token before it where a refiner takes it."""
-        embed = self.embed_as_target or self.embed_tokens
-        proposing = slice(self.first_row, self.first_row + self.proposals)
-        if self.refiner_head is not None:
-            state = self.norm(x)
-            logits = self._scores(state[:, proposing])
-            return self.refiner_head(logits, state, given, self.target_ids), state[:, proposing]
+        ``given``: int64 [1, 1 or 2], the anchor, and the token before it where the module behind takes it."""
+        proposing, behind = slice(self.first_row, self.first_row + self.proposals), self.behind
+        if behind is not None and behind.sees_block:
+            block = self.norm(x)
+            logits = self._scores(block[:, proposing])
+            return behind(logits, block, given, self.target_ids, self._embed), block[:, proposing]
         state = self.norm(x[:, proposing])
-        if self.domino_head is not None:
-            return self.domino_head(self._scores(state), state, anchor, self.target_ids, embed), state
-        logits, walk = self._scores(state), self.markov_head or self.candidate_selector
-        return (logits if walk is None else walk(logits, state, anchor, self.target_ids)), state
+        logits = self._scores(state)
+        return (logits if behind is None else behind(logits, state, given, self.target_ids, self._embed)), state
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens [1, T] -> [1, T, H], without the factor of the configuration."""
+        return (self.embed_as_target or self.embed_tokens)(tokens)
 
     def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Draft a block behind every row from ``first`` on. See ``Head.chains``; ``length`` is the head's proposals."""
         rows = torch.arange(tokens.shape[1], device=tokens.device)
         anchors, positions = tokens[0, first:, None], rows[first:, None] + 1 + torch.arange(self.block_rows)
         masks = anchors.new_full((len(anchors), self.block_rows - 1), self.mask_token)
-        embed = self.embed_as_target or self.embed_tokens
-        x = embed(torch.cat((anchors, masks), dim=1)) * self.embedding_scale
+        x = self._embed(torch.cat((anchors, masks), dim=1)) * self.embedding_scale
         context, block = self.rotary_emb(feature, rows[None]), self.rotary_emb(feature, positions)
         for layer, attn, (_, attends) in zip(self.layers, self._attentions(), self.kinds, strict=True):
             attn.write(feature, Place(None, *context))
@@ -154,10 +154,10 @@ class Head(CachedHead):
         before = torch.cat((anchors[:1], tokens[0, first : first + len(anchors) - 1, None]))
         if first:
             before[0] = tokens[0, first - 1]
-        given = torch.cat((before, anchors), dim=1) if self.refiner_head is not None and self.first_row else anchors
-        walks = self.markov_head or self.candidate_selector or self.domino_head or self.refiner_head
-        each = 1 if walks is not None else len(x)
-        parts = zip(x.split(each), anchors.split(each), given.split(each), strict=True)
+        behind = self.behind
+        given = torch.cat((before, anchors), dim=1) if behind is not None and behind.takes_token_before else anchors
+        each = 1 if behind is not None else len(x)
+        parts = zip(x.split(each), given.split(each), strict=True)
         logits = torch.cat([self._proposed(*part)[0] for part in parts])
         return self.target_ids(logits)[:, :length], logits[:, 0]
 

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.gemma4_fields import with_sizes_of
-from eagle3.export.draft.kinds.dflash.description import DFlashDescription
+from eagle3.export.draft.common.gemma4_fields import with_sizes_of
+from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.common.tensor_names import SELECTOR
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.block.dialects import LAYER
+from eagle3.export.draft.kinds.dflash.block.keys import OWN
+from eagle3.export.draft.kinds.dflash.block.variant import Sizes
 from eagle3.export.draft.kinds.dflash.formulas import Drafter
-from eagle3.export.draft.kinds.dflash.keys import LAYER, OWN
+from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.reading import read
-from eagle3.export.draft.loading import load_draft
-from eagle3.export.draft.tensor_names import SELECTOR
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
@@ -56,7 +59,7 @@ def compare(draft: DFlashDescription, taps: int, _overridden: bool | None = None
         target: Any = SimpleNamespace(
             embed_tokens=embedding, embed=lambda tokens: embedding(tokens) * SCALE, lm_head=lm_head
         )
-        head: Any = load_draft(twin, length, torch.float32, EagerAttention, target, twin.longest_chain)
+        head: Any = load_head(Head, twin, length, torch.float32, EagerAttention, target, twin.longest_chain)
         drafter = Drafter(config, twin.layer, tensors, embedding.weight, lm_head.weight, SCALE)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps)]
         return _play(drafter, head, states, generator)
@@ -163,35 +166,7 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
         norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
         norms |= {f"{at}.{name}_feedforward_layernorm": (size,) for name in ("pre", "post")}  # Gemma 4's
         norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
-        if draft.conv_taps:
-            groups = size // draft.conv_group
-            linears |= {
-                f"{at}.{name}.kernel_projection": (2 * draft.conv_taps * groups, size)
-                for name in ("attention_conv", "mlp_conv")
-            }
-    if draft.markov_rank:
-        rank = draft.markov_rank
-        linears |= {"markov_head.markov_w1": (VOCABULARY, rank), "markov_head.markov_w2": (spoken, rank)}
-        linears |= {"markov_head.gate_proj": (rank, size + rank), "markov_head.joint_proj": (3 * rank, 2 * rank + size)}
-    if draft.refiner_rank:
-        rank, wide = draft.refiner_rank, draft.refiner_rank * draft.refiner_mlp_ratio
-        refiner = {"down_h": (rank, size), "down_g": (rank, size), "in_proj": (rank, 3 * rank)}
-        refiner |= {"mlp_gate": (wide, rank), "mlp_up": (wide, rank), "mlp_down": (rank, wide)}
-        refiner |= {"token_embed": (VOCABULARY, rank), "readout": (spoken, rank)}
-        linears |= {f"refiner_head.{name}": shape for name, shape in refiner.items()}
-    if draft.gru_size:
-        gates, rank = 3 * draft.gru_size, draft.gru_rank
-        gru = {"prefix_gru.weight_ih_l0": (gates, size), "prefix_gru.weight_hh_l0": (gates, draft.gru_size)}
-        gru |= {"embed_proj.0": (rank, size + draft.gru_size), "embed_proj.2": (spoken, rank)}
-        linears |= {f"domino_head.{name}": shape for name, shape in gru.items()}
-    linears |= {"candidate_selector.hidden_projection": (draft.selector_rank, size)} if draft.selector_rank else {}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
-    for name in (
-        f"layers.{index}.{each}_conv" for index in range(layer.num_hidden_layers) for each in ("attention", "mlp")
-    ):
-        shapes |= {f"{name}.base_kernel": (2, draft.conv_taps, size)}
     shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(layer.num_hidden_layers)}
-    shapes["refiner_head.mix_l"] = (draft.refiner_rank, draft.block_rows, draft.block_rows)
-    for each in ("predecessor", "successor"):
-        shapes |= {f"candidate_selector.{each}_codebook": (VOCABULARY, draft.selector_rank)}
+    shapes |= draft.variant.shapes(Sizes(size, VOCABULARY, spoken, layer.num_hidden_layers, draft.block_rows))
     return shapes | {f"{name}.bias": shape[:1] for name, shape in linears.items()}

@@ -4,10 +4,17 @@ A head takes the embedding of the newest token and the target's final state befo
 they attend to the keys and values that the target keeps. So it has no cache, and nothing is seeded.
 """
 
-from eagle3.export.draft.kinds.gemma4_assistant.fields import FIELDS
-from eagle3.export.draft.kinds.gemma4_assistant.head import Head
-from eagle3.export.draft.kinds.gemma4_assistant.pairing import check_pair
-from eagle3.export.draft.kinds.gemma4_assistant.reading import read
-from eagle3.export.draft.kinds.gemma4_assistant.twin import compare
+from eagle3.export.draft.common.kind import Kind
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+GEMMA4_ASSISTANT = "Gemma 4 assistant"
+_PARTS = "eagle3.export.draft.kinds.gemma4_assistant.parts"
+
+KINDS: dict[str, Kind] = {
+    GEMMA4_ASSISTANT: Kind(
+        "the target's final state and KV caches; no cache; a step for each proposal",
+        _PARTS,
+        published=tuple(f"google/gemma-4-{size}-it-assistant" for size in ("31B", "E2B", "E4B", "26B-A4B")),
+        model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+        architectures="^Gemma4(Unified)?Assistant",
+    ),
+}

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
-from eagle3.export.draft.kinds.common_fields import STATE
-from eagle3.export.draft.kinds.field import Field, HeadReading, flag_field, parse_float
+from eagle3.export.draft.common.field import Field, HeadReading, flag_field, parse_float
+from eagle3.export.draft.common.fields import STATE
 
 
 def _theta_of(kind: str) -> Field:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.draft.kinds import head
+from eagle3.export.draft.common import head
 from eagle3.export.draft.kinds.gemma4_assistant.reading import AssistantDescription
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import count, number, read_object
 from eagle3.export.checkpoints.source import Source
-from eagle3.export.draft.description import DraftDescription
-from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.kinds.gemma4_assistant import GEMMA4_ASSISTANT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.kinds.gemma4_assistant.head import Head
 from eagle3.export.draft.kinds.gemma4_assistant.reading import LM_HEAD, AssistantDescription, read
-from eagle3.export.draft.loading import load_draft
-from eagle3.export.patches import original, replaced
+from eagle3.export.patching.patches import original, replaced
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
@@ -40,7 +41,7 @@ def compare(draft: AssistantDescription, _taps: int, _overridden: bool | None = 
         twin = read(folder, read_object(folder / "config.json"), open_source(folder))
         length = prompt_length(twin.layer.to_dict()) + CHUNK
         target: Any = StandIn(twin, length + WRONG, torch.Generator().manual_seed(seed))
-        head = load_draft(twin, length + WRONG, torch.float32, EagerAttention, target)
+        head = load_head(Head, twin, length + WRONG, torch.float32, EagerAttention, target)
         return _play(reference, head, target, length)
 
 

@@ -1,11 +1,17 @@
 """MLP speculators, which IBM publishes as accelerators. A stage for each proposal turns the state before it and the
 embedding of the token before it into the next state. There is no attention, so no cache, and nothing is seeded."""
 
-from eagle3.export.draft.kinds.common_fields import STATE
-from eagle3.export.draft.kinds.mlp_speculator.head import Head
-from eagle3.export.draft.kinds.mlp_speculator.reading import check_pair, read
-from eagle3.export.draft.kinds.mlp_speculator.twin import compare
+from eagle3.export.draft.common.kind import Kind
 
-FIELDS = (STATE,)
+MLP_SPECULATOR = "MLP speculator"
+_PARTS = "eagle3.export.draft.kinds.mlp_speculator.parts"
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+KINDS: dict[str, Kind] = {
+    MLP_SPECULATOR: Kind(
+        "the target's final state; no cache; all proposals in one step",
+        _PARTS,
+        published=("ibm-ai-platform/llama3-8b-accelerator",),
+        model_types=("mlp_speculator",),
+        architectures="MLPSpeculator",
+    ),
+}

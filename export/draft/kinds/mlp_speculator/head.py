@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.draft.kinds import head
+from eagle3.export.draft.common import head
 from eagle3.export.draft.kinds.mlp_speculator.reading import EPSILON, SpeculatorDescription
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory

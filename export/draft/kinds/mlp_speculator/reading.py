@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import boolean, count
 from eagle3.export.checkpoints.source import Source
-from eagle3.export.draft.description import DraftDescription
-from eagle3.export.draft.kinds import MLP_SPECULATOR
-from eagle3.export.draft.tensor_names import check_named_once
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.common.tensor_names import check_named_once
+from eagle3.export.draft.kinds.mlp_speculator import MLP_SPECULATOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,11 +19,17 @@ Slot p rotates by p, as in vLLM; transformers rotates by p + 1, and only differe
 later steps before its pull request 45895.
 """
 
-from eagle3.export.draft.kinds.common_fields import STATE
-from eagle3.export.draft.kinds.mtp.head import Head
-from eagle3.export.draft.kinds.mtp.reading import check_pair, read
-from eagle3.export.draft.kinds.mtp.twin import compare
+from eagle3.export.draft.common.kind import Kind
 
-FIELDS = (STATE,)
+MTP = "MTP"
+_PARTS = "eagle3.export.draft.kinds.mtp.parts"
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+KINDS: dict[str, Kind] = {
+    MTP: Kind(
+        "the target's last state; a KV cache of its own; a step for each proposal. --draft mtp: the target's own layer",
+        _PARTS,
+        published=("zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "deepseek-ai/DeepSeek-V3"),
+        speculators_type="mtp",
+        architectures="^MTPDraftModel",
+    ),
+}

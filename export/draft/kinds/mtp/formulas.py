@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle3.export.draft.own_layer import ZERO_CENTERED
+from eagle3.export.draft.kinds.mtp.own_layer import ZERO_CENTERED
 
 
 @dataclass(frozen=True)

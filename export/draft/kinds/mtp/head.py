@@ -5,7 +5,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.draft.kinds.head import CachedHead
+from eagle3.export.draft.common.head import CachedHead
 from eagle3.export.draft.kinds.mtp.layer import conversion_of, layer_of, one_layer_config
 from eagle3.export.draft.kinds.mtp.reading import MTPDescription
 from eagle3.targets import TapTarget
@@ -45,7 +45,7 @@ class Head(CachedHead):
     def forward(
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run draft slots ``input_pos`` and write their keys and values. See ``Head`` in ``kinds/head.py``.
+        """Run draft slots ``input_pos`` and write their keys and values. See ``Head`` in ``common/head.py``.
 
         Raises:
             ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from eagle3.export.checkpoints.json_fields import count, nested, number
 from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import Source
-from eagle3.export.draft.description import DraftDescription
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.common.rope import one_rope
 from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.kinds import MTP
+from eagle3.export.draft.kinds.mtp import MTP
+from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, inverse, mtp_tensor, own_names, own_naming, renamed
 from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
-from eagle3.export.draft.own_layer import inverse, own_naming, renamed
-from eagle3.export.draft.rope_reading import one_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,6 +38,11 @@ class MTPDescription(DraftDescription):
 
     shares_lm_head: bool = True
     windows: tuple[int, ...] = (0,)
+
+    @property
+    def of_target(self) -> bool:
+        """True for the layer of a target's own checkpoint."""
+        return isinstance(self.source, LayerTensors)
 
     @property
     def key_size(self) -> int:
@@ -77,6 +82,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription
         headers={own: headers[name] for name, own in names.items()},
         target_vocab_size=layer.vocab_size,
         aux_layers=(layer.num_hidden_layers,),  # the last layer's output, before the target's norm
+        convention_known=True,
         chain_len=proposal.chain_len,
         verifier=proposal.verifier,
         verifier_architectures=proposal.verifier_architectures,
@@ -107,6 +113,29 @@ def read_own(source: Source, names: Mapping[str, str], config: "PreTrainedConfig
         target_vocab_size=config.vocab_size,
         takes_final_state=True,
     )
+
+
+def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> MTPDescription:
+    """Describe the MTP layer in a target's tensors ``source``. ``config`` is transformers' text configuration of the
+    target, ``folder`` has its ``config.json``. Raises ValueError, one line, for a target that has none."""
+    headers = source.headers()
+    names = own_names(headers, config.num_hidden_layers)
+    if not names and (other := mtp_tensor(headers)):
+        raise ValueError(
+            f"--draft mtp: {source.path} has an MTP layer of a form that is not read ({other}): those of "
+            f"{', '.join(MODEL_TYPES)} are, type --draft with another head"
+        )
+    if not names:
+        raise ValueError(
+            f"--draft mtp: {source.path} has no MTP layer (model.layers.{config.num_hidden_layers}.eh_proj.weight or "
+            "mtp.fc.weight): type --draft with a head's folder or its name on the hub"
+        )
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"--draft mtp: the MTP layer of a {config.model_type} is not supported, but those of "
+            f"{', '.join(MODEL_TYPES)} are: type --draft with another head"
+        )
+    return read_own(source, names, config, folder)
 
 
 def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str]:

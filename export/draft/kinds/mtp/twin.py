@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,13 +12,19 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.common.playing import CHAIN, CHUNK, play, stand_in
 from eagle3.export.draft.kinds.mtp.formulas import Drafter
+from eagle3.export.draft.kinds.mtp.head import Head
 from eagle3.export.draft.kinds.mtp.layer import one_layer_config
-from eagle3.export.draft.kinds.mtp.reading import KEYS, SPECULATORS, MTPDescription, checkpoint_naming, read
-from eagle3.export.draft.loading import load_draft
-from eagle3.export.draft.own_layer import read_own_layer
+from eagle3.export.draft.kinds.mtp.reading import (
+    KEYS,
+    MTPDescription,
+    checkpoint_naming,
+    read,
+    read_own_layer,
+)
 from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
-from eagle3.export.twin.eagle_draft import CHAIN, CHUNK, play, stand_in
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.randomize import randomize
@@ -46,7 +52,7 @@ def _compare(draft: MTPDescription, seed: int) -> Comparison:
         small, target = small_head(draft, seed), stand_in(vocabulary := 96, shrink(draft.layer).hidden_size, generator)
         twin = small.saved(folder, draft)
         length = max(prompt_length(small.config.to_dict()), 2 * CHUNK + CHAIN)
-        head: Any = load_draft(twin, length, torch.float32, EagerAttention, target)
+        head: Any = load_head(Head, twin, length, torch.float32, EagerAttention, target)
         states = [torch.randn(1, length, small.config.hidden_size, generator=generator)]
         tokens = torch.randint(0, vocabulary, (1, length), generator=generator)
         drafter = Drafter(small.model, small.tensors, target.embed_tokens.weight, target.lm_head.weight)
@@ -75,8 +81,8 @@ class SmallHead:
     def saved(self, folder: Path, draft: MTPDescription) -> MTPDescription:
         """Write the head as the checkpoint of ``draft`` is written, and read it."""
         save_file(self.named(draft), folder / "model.safetensors")
-        if draft.dialect != SPECULATORS:
-            return cast(MTPDescription, read_own_layer(open_source(folder), self.config, folder))
+        if draft.of_target:
+            return read_own_layer(open_source(folder), self.config, folder)
         described = read_object(draft.folder / "config.json") | {KEYS: self.config.to_dict()}
         (folder / "config.json").write_text(json.dumps(described))
         return read(folder, described, open_source(folder))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
 from eagle3.export.lowering.cuda.kernels.attention import FEW, attention
+from eagle3.export.lowering.cuda.weights.traced_rows import from_one_row, most_rows
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 
@@ -49,16 +50,3 @@ class CudaAttention(EagerAttention):
         arrived = shared_counters(query)
         given = query, keys, values, first, last, arrived, scale, self.longest, few, softcap or 0.0, sinks
         return attention(*given, *scales)
-
-
-def most_rows(length: int | torch.SymInt) -> int:
-    """Return the upper bound of a dimension of a traced tensor."""
-    return length if isinstance(length, int) else int(length.node.shape_env.bound_sympy(length.node.expr).upper)
-
-
-def from_one_row(length: int | torch.SymInt) -> bool:
-    """Return True if a dimension of a traced tensor is the number of rows of a method that accepts a single row, or
-    that number plus the mask rows of a P-EAGLE. A trace gives the lower bound 2 to a dimension that begins at 1."""
-    if isinstance(length, int):
-        return length == 1
-    return any(length.node.shape_env.bound_sympy(rows).lower <= 2 for rows in length.node.expr.free_symbols)

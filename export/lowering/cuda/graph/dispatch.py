@@ -33,7 +33,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import int8_small_m
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
-from eagle3.export.patches import with_items
+from eagle3.export.patching.patches import with_items
 
 FUNCTIONS, OPERATORS = (
     f"torchao.quantization.IntxUnpackedToInt8Tensor.{table}" for table in ("_TORCH_FN_TABLE", "_ATEN_OP_TABLE")

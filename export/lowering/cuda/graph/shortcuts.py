@@ -19,7 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from eagle3.export.patches import original, replaced
+from eagle3.export.patching.patches import original, replaced
 
 _NAMES = ("identify_accessed_tensors", "identify_mutated_tensors")
 ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if hasattr(triton_kernel_wrap, name))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._inductor import decomposition
 from torch.nn import functional as F
 
-from eagle3.export.patches import with_items
+from eagle3.export.patching.patches import with_items
 
 BLOCK = 2048
 

@@ -17,7 +17,7 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.scheduler import BaseSchedulerNode, ForeachKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 
-from eagle3.export.patches import replaced, with_items
+from eagle3.export.patching.patches import replaced, with_items
 
 COMBINED = {
     "combo_kernels": True,

@@ -32,7 +32,7 @@ from torch._inductor.virtualized import V
 
 from eagle3.export.lowering.cuda.kernels.int4 import TILE as INT4_TILE
 from eagle3.export.lowering.cuda.kernels.sums import Division
-from eagle3.export.patches import all_replaced
+from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
 
 WARP = 32

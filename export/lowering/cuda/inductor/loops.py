@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch._inductor.codegen.triton import TritonKernel
 
-from eagle3.export.patches import original, replaced
+from eagle3.export.patching.patches import original, replaced
 
 BODY = "torch._inductor.codegen.triton.TritonKernel.codegen_body"
 STORED, LOADED = (re.compile(rf"tl\.{what}\((\w+)\b") for what in ("store", "load"))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle3.export.patches import environment
+from eagle3.export.patching.patches import environment
 
 
 def cuda_home() -> Path:

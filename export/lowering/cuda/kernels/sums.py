@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from triton.language.extra import libdevice
 
-from eagle3.export.lowering.cuda.local_gpu import local_arch, local_multiprocessors
+from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch, local_multiprocessors
 from eagle3.runner.hardware.gpus import BY_ARCH
 
 COUNTERS = 1 << 16

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from eagle3.export.tested_versions import FOR_CUDA, TESTED, check_versions
+from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED, check_versions
 from eagle3.runner.hardware.gpus import BY_ARCH
 
 

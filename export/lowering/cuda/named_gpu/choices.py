@@ -15,7 +15,7 @@ from torch._inductor.template_heuristics.triton import BaseConfigHeuristic
 from torch._inductor.virtualized import V
 
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, ranked
-from eagle3.export.patches import all_replaced
+from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.hardware.gpus import Gpu
 
 INDUCTOR = "torch._inductor."

@@ -23,7 +23,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
-from eagle3.export.patches import all_replaced, environment
+from eagle3.export.patching.patches import all_replaced, environment
 from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
 TRITON, INDUCTOR = "triton.backends.nvidia.compiler.", "torch._inductor."

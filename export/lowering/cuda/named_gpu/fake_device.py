@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from eagle3.export.patches import all_replaced
+from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
 CACHING = (

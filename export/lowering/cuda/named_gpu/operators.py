@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from eagle3.export.patches import all_replaced
+from eagle3.export.patching.patches import all_replaced
 
 aten = torch.ops.aten
 _get: Callable[..., Tensor] = Tensor.__getitem__

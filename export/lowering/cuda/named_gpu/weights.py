@@ -24,7 +24,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
-from eagle3.export.patches import all_replaced, replaced
+from eagle3.export.patching.patches import all_replaced, replaced
 
 CUDA, INDUCTOR = "executorch.backends.cuda.", "torch._inductor."
 

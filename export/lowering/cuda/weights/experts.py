@@ -12,12 +12,12 @@ from executorch.extension.llm.export.quant import QuantConfig, QuantRule
 from torch import Tensor, nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from eagle3.export.backends import SMALL_M_ROWS
-from eagle3.export.lowering.cuda.graph.attention import most_rows
+from eagle3.export.configuration.backends import SMALL_M_ROWS
 from eagle3.export.lowering.cuda.kernels.int4_experts import GROUP, ZERO, int4_experts_small_m
 from eagle3.export.lowering.cuda.kernels.int8_experts import int8_experts_small_m
 from eagle3.export.lowering.cuda.kernels.sorted_experts import sorted_experts
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, gated
+from eagle3.export.lowering.cuda.weights.traced_rows import most_rows
 from eagle3.targets.experts import Experts, Router
 
 SYMMETRIC = QuantConfig(bits=4, group_size=GROUP, symmetric=True, method="min_max")

@@ -12,11 +12,11 @@ from commands import fail_command, run_command
 from shared_libraries import loaded_by
 
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
-from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.speculator.merged_linears import merge_linears
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY

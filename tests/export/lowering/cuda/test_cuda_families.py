@@ -8,16 +8,16 @@ from torch import nn
 from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.backends import SMALL_M_ROWS
+from eagle3.export.configuration.backends import SMALL_M_ROWS
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.rotations import ATTENTION, rotate_in_attention
 from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
-from eagle3.export.merged_linears import merge_linears
 from eagle3.export.pipeline import load_speculator, trace
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import make_plan
+from eagle3.export.speculator.merged_linears import merge_linears
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 

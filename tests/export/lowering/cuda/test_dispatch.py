@@ -16,7 +16,7 @@ from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
-from eagle3.export.merged_linears import concatenated
+from eagle3.export.speculator.merged_linears import concatenated
 
 KINDS = (TiledInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
 

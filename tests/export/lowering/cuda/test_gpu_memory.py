@@ -8,11 +8,11 @@ from commands import run_command
 
 from eagle3.export.checks.preflight import check_footprint
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
 from eagle3.export.output.progress import Progress
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.memory import cache_bytes, longest_context
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.gpu_needs import workspace_of

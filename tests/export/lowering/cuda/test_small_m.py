@@ -15,7 +15,7 @@ from triton_interpreter import interpreted, words_read
 from eagle3.export.lowering.cuda.kernels import int4 as kernel4
 from eagle3.export.lowering.cuda.kernels import small_m, sums
 from eagle3.export.lowering.cuda.weights.int4_tensor import laid_out
-from eagle3.export.merged_linears import concatenated
+from eagle3.export.speculator.merged_linears import concatenated
 
 GEMMA_LINEARS = {  # N x K of Gemma 4 31B over 21, K in whole blocks of 256 (lm_head: N over 1024)
     "sliding_q": (390, 256),

@@ -13,18 +13,18 @@ from random_checkpoints import random_model
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export import tensor_files
-from eagle3.export.backends import BACKENDS
 from eagle3.export.checks import preflight
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.lowering.backend import load_backend
 from eagle3.export.lowering.cuda.weights import conversion as weights
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.output.folder import full_disk_named
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.export.tensor_files import empty, in_files
+from eagle3.export.speculator import tensor_files
+from eagle3.export.speculator.tensor_files import empty, in_files
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -186,7 +186,7 @@ def test_weights_lie_in_files_from_a_third_of_the_free_memory_on(backend, flags,
     if backend == "cuda" and torch.cuda.is_available():
         flags = {"qlinear": "default"}
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend=backend, **flags))
-    loaded = BACKENDS[backend].load()
+    loaded = load_backend(backend)
     with_weights = loaded.held_bytes(plan) + (loaded.export_bytes(plan) or 0)
     assert loaded.held_bytes(plan) > 1_000_000
     for free, in_files_then in ((3 * with_weights, False), (3 * with_weights - 1, True), (None, False)):

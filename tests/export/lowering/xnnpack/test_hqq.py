@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_scale_only_hqq as theirs
 
-from eagle3.export.lowering.xnnpack import hqq
+from eagle3.export.lowering.xnnpack import hqq, quantization
 from eagle3.export.lowering.xnnpack.quantization import ELEMENTS, Recipe
 
 BOUNDS = {4: (-8, 7), 8: (-128, 127)}
@@ -54,9 +54,9 @@ def test_a_weight_of_several_chunks_is_quantized_by_it_and_as_torchao_would(monk
     linear = nn.Linear(2560, 2 * ELEMENTS // 2560 + 5, bias=False)
     asked, threads, search = [], torch.get_num_threads(), hqq.search_scales
     monkeypatch.setattr(hqq, "search_scales", lambda *given: asked.append(torch.get_num_threads()) or search(*given))
-    found = Recipe(recipe, "none", group).quantized(linear, linear.weight.data)
+    found = quantization.quantized(Recipe(recipe, "none", group), linear, linear.weight.data)
     with ThreadPoolExecutor(1) as pool:
         assert asked == [1, 1, 1] and pool.submit(torch.get_num_threads).result() == threads
     monkeypatch.setattr(hqq, "search_scales", theirs)
-    wanted = Recipe(recipe, "none", group).quantized(linear, linear.weight.data)
+    wanted = quantization.quantized(Recipe(recipe, "none", group), linear, linear.weight.data)
     assert torch.equal(found.qdata, wanted.qdata) and torch.equal(found.scale, wanted.scale)

@@ -18,6 +18,7 @@ from xnnpack_lowered import lowered
 
 from eagle3.export.checks import preflight
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.xnnpack import quantization
 from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.export_memory import _model_bytes
@@ -27,7 +28,6 @@ from eagle3.export.lowering.xnnpack.recipe import DEFAULT_GROUP
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.pipeline import stored_bytes
-from eagle3.export.planning.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.targets import TARGETS
@@ -67,7 +67,9 @@ def quantized(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
     model = (model or Model()).eval().requires_grad_(False)
     for module in model.modules():
         if recipe.covers(module):
-            module.weight = nn.Parameter(recipe.quantized(module, module.weight.data), requires_grad=False)
+            module.weight = nn.Parameter(
+                quantization.quantized(recipe, module, module.weight.data), requires_grad=False
+            )
     return model
 
 

@@ -1,0 +1,126 @@
+"""The description of a draft head, independent of how its checkpoint is written. The head's module is built from it
+alone.
+
+``DraftDescription`` is what the plan, the lowering and the report need of a head of any kind. A kind's own description
+adds what its heads differ in (``kinds/``).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.checkpoints.source import Source, TensorHeader
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftDescription:
+    """A draft head. Tensor names are those of its module. ``headers`` say which optional parts exist (biases, norms, an
+    embedding, a vocabulary of its own)."""
+
+    kind: str
+    """A key of ``KINDS``."""
+    dialect: str
+    """The system that wrote the files, under its name for ``--draft-dialect`` where the kind has dialects."""
+    source: Source
+    layer: Any
+    """transformers' configuration of the decoder layers: sizes and rotary parameters."""
+    tensor_names: dict[str, str]
+    """Maps tensors of the checkpoint to parameters or buffers of the module; other tensors are not loaded."""
+    headers: dict[str, TensorHeader]
+    """The headers of these tensors, by the module's names."""
+    target_vocab_size: int
+    aux_layers: tuple[int, ...] | None = None
+    """Taps as in the checkpoint, with the meaning of ``aux_convention``; None if the checkpoint has none."""
+    aux_convention: str = "input"
+    """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
+    output."""
+    convention_known: bool = False
+    """All code that writes the dialect has this meaning; if not, the ids themselves may say another."""
+    tap_order: tuple[int, ...] = ()
+    """The order in which the head takes its taps, as places among the ascending ones; empty for ascending."""
+    takes_final_state: bool = False
+    """The feature is the target's final state after its norm."""
+    shares_lm_head: bool = False
+    """The head uses the target's lm_head."""
+    d2t_holds_ids: bool = False
+    """``d2t`` holds the target's ids, not offsets."""
+    copies: tuple[str, ...] = ()
+    """Tables of the checkpoint that are left out because they are the target's, bit for bit (``copies.py``)."""
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer's own attention, in tokens; 0 for full attention. Empty for a head without KV
+    caches. A cache is a ring of two such windows."""
+    block_rows: int = 0
+    """The rows of a block that every forward computes in linears of its own, beside the rows that it is given."""
+    selector: str | None = None
+    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
+    chain_len: int = 3
+    """Draft tokens per round that the checkpoint suggests."""
+    verifier: str | None = None
+    """The target that the head was trained for, if the checkpoint names it."""
+    verifier_architectures: tuple[str, ...] = ()
+    gemma4: bool = False
+    """The layers are Gemma 4's, of full attention."""
+    embedding_scale: float = 1.0
+    softcap: float | None = None
+    """A logit x becomes softcap * tanh(x / softcap)."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return self.source.path
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a feature."""
+        return self.layer.hidden_size
+
+    @property
+    def taps_width(self) -> int:
+        """The width of what the head takes of the target: all taps, or the final state."""
+        return self.hidden_size
+
+    @property
+    def key_size(self) -> int:
+        """The size of a head of the keys that its own attention keeps."""
+        config = self.layer
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.target_vocab_size
+
+    @property
+    def has_cache(self) -> bool:
+        """False for a head that keeps no keys and values of its own."""
+        return bool(self.windows)
+
+    @property
+    def has_embedding(self) -> bool:
+        """True if tokens are embedded by the head's own table, False if by the target's."""
+        return "embed_tokens.weight" in self.headers
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        return "d2t" in self.headers
+
+    @property
+    def window(self) -> int:
+        """The shortest sliding window of any layer, 0 if there is none."""
+        return min((window for window in self.windows if window), default=0)
+
+    @property
+    def longest_chain(self) -> int | None:
+        """The most tokens that the head can propose a round; None if there is no limit."""
+        return None
+
+    def proposals(self, chain_len: int) -> int:  # noqa: ARG002 - the kinds that propose a chain in one forward read it
+        """Return the tokens that one forward of the head proposes, of ``chain_len`` a round."""
+        return 1
+
+    def fused_rows(self, chain_len: int) -> int:
+        """Return the most rows that a linear has in a fused round of ``chain_len`` tokens."""
+        return max(chain_len + 1, self.block_rows)
+
+    def has(self, module: str) -> bool:
+        """Return True if the checkpoint has a weight for a module."""
+        return f"{module}.weight" in self.headers

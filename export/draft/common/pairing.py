@@ -1,0 +1,48 @@
+"""Checks that a head of taps, or of a final state, has the widths of a target."""
+
+from typing import TYPE_CHECKING
+
+from eagle3.export.draft.common.description import DraftDescription
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def check_pair(
+    draft: DraftDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
+) -> None:
+    """Raise ValueError for taps, an embedding or an lm_head of another width than the target's."""
+    hidden, vocabulary = target_config.hidden_size, target_config.vocab_size
+    if draft.takes_final_state and draft.taps_width != hidden:
+        raise ValueError(
+            f"the draft takes a final state of {draft.taps_width}, the target's hidden size is {hidden}: likely not a "
+            f"matched pair{trained_for}"
+        )
+    if not draft.takes_final_state and draft.taps_width != len(taps) * hidden:
+        if draft.taps_width % hidden:
+            raise ValueError(
+                f"the draft's fc takes {draft.taps_width} features, no multiple of the target's hidden size {hidden}: "
+                f"likely not a matched pair{trained_for}"
+            )
+        raise ValueError(
+            f"the draft's fc takes {draft.taps_width} features = {draft.taps_width // hidden} taps of {hidden}, but "
+            f"{len(taps)} aux layers are named ({','.join(map(str, taps))}): type --aux-layers with "
+            f"{draft.taps_width // hidden} ids"
+        )
+    if draft.has_embedding:
+        rows, width = draft.headers["embed_tokens.weight"].shape
+        if (rows, width) != (vocabulary, draft.hidden_size):
+            raise ValueError(
+                f"the draft's embed_tokens is {rows} x {width}, but target vocabulary x draft hidden size is "
+                f"{vocabulary} x {draft.hidden_size}: likely not a matched pair{trained_for}"
+            )
+    elif draft.hidden_size != hidden:
+        raise ValueError(
+            f"the draft has no embedding and its hidden size {draft.hidden_size} is not the target's {hidden}, "
+            "so it cannot share the target's: the checkpoint lacks embed_tokens.weight"
+        )
+    if draft.shares_lm_head and draft.hidden_size != hidden:
+        raise ValueError(
+            f"the draft has no lm_head and its hidden size {draft.hidden_size} is not the target's {hidden}, "
+            "so it cannot share the target's: the checkpoint lacks lm_head.weight"
+        )

@@ -1,0 +1,27 @@
+"""DFlash itself: a block without anything behind it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR
+from eagle3.export.draft.kinds.dflash.block.variant import Variant
+from eagle3.export.draft.kinds.dflash.variants import DFLASH
+from eagle3.export.draft.kinds.dflash.variants.domino import SHIFT
+
+
+@dataclass(frozen=True)
+class DFlash(Variant):
+    """A head without more than its block."""
+
+    kind = DFLASH
+    embeds_as_target = True
+
+    @classmethod
+    def check_keys(cls, own: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> None:
+        if own.get(SHIFT) or config.get(SHIFT):
+            raise ValueError(f"{file}: {SHIFT} is true in a {DFLASH} head: type {ANCHOR} in its place")
+
+
+VARIANT = DFlash

@@ -1,0 +1,181 @@
+"""DFlash2: convolutions around attention and MLP of every layer, and a choice among the best tokens of each row by the
+token before it.
+
+The rows are walked from left to right, from the anchor on, and the best token of each is taken. Source: speculators'
+``GroupedDynamicCausalConv`` and ``CandidateSelector``, z-lab's ``CandidateSelector``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eagle3.export.checkpoints.json_fields import count
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.block.layers import DraftLayer, Place
+from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.variants import DFLASH2
+
+DEFAULTS = {
+    "conv_kernel_size": 2,  # the taps of a convolution
+    "conv_group_size": 16,  # the channels of a group
+    "selector_rank": 256,
+    "selector_top_k": 16,  # the tokens of a row that the selector chooses from
+}
+
+
+class ConvolvedLayer(DraftLayer):
+    """A layer whose attention and MLP are each between two convolutions."""
+
+    def __init__(self, draft: DFlashDescription, index: int, sizes: "DFlash2"):
+        super().__init__(draft, index)
+        self.attention_conv, self.mlp_conv = Convolution(draft, sizes), Convolution(draft, sizes)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        inner, added = self.attention_conv.prepare(self.input_layernorm(x))
+        x = x + self.attention_conv.finish(self.self_attn(inner, place), added)
+        inner, added = self.mlp_conv.prepare(self.post_attention_layernorm(x))
+        return x + self.mlp_conv.finish(self.mlp(inner), added)
+
+
+class Convolution(nn.Module):
+    """DFlash2's two causal convolutions within a block, of the input and of the output of attention or an MLP. Channels
+    in a group share what the state adds to their kernels. Source: speculators' ``GroupedDynamicCausalConv``."""
+
+    def __init__(self, draft: DFlashDescription, sizes: "DFlash2"):
+        super().__init__()
+        self.taps, self.groups = sizes.conv_taps, draft.hidden_size // sizes.conv_group
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, draft.hidden_size))
+        self.kernel_projection = nn.Linear(draft.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [1, B, H] -> the convolved input of the same shape, and what ``finish`` takes."""
+        added = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
+        return self._convolved(x, added[:, :, 0], self.base_kernel[0]), added[:, :, 1]
+
+    def finish(self, x: Tensor, added: Tensor) -> Tensor:
+        return self._convolved(x, added, self.base_kernel[1])
+
+    def _convolved(self, x: Tensor, added: Tensor, base: Tensor) -> Tensor:
+        grouped, out = x.unflatten(-1, (self.groups, -1)), torch.zeros_like(x)
+        for tap in range(self.taps):
+            kernel = base[tap].unflatten(-1, (self.groups, -1)) + added[:, :, tap, :, None]
+            before = nn.functional.pad(grouped[:, : grouped.shape[1] - tap], (0, 0, 0, 0, tap, 0))
+            out = out + (before * kernel).flatten(2)
+        return out
+
+
+class CandidateSelector(Behind):
+    """DFlash2's choice among the best tokens of each row: logit + sum(predecessor * projected state * successor). All
+    other tokens get one less than the least of them."""
+
+    def __init__(self, draft: DFlashDescription, sizes: "DFlash2"):
+        super().__init__()
+        tokens, rank = draft.target_vocab_size, sizes.selector_rank
+        self.top_k = sizes.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(tokens, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(tokens, rank))
+        self.hidden_projection = nn.Linear(draft.hidden_size, rank, bias=False)
+
+    def forward(self, logits: Tensor, state: Tensor, given: Tensor, ids: Ids, embed: Embed) -> Tensor:  # noqa: ARG002
+        best = logits.topk(self.top_k, dim=-1)
+        projected, successors = self.hidden_projection(state), self.successor_codebook[best.indices]
+        token, walked = given, []
+        for row in range(logits.shape[1]):
+            context = self.predecessor_codebook[token] * projected[:, row : row + 1]  # [1, 1, rank]
+            scores = best.values[:, row : row + 1] + (context.unsqueeze(2) * successors[:, row : row + 1]).sum(-1)
+            others = (scores.amin(-1, keepdim=True) - 1.0).expand(-1, -1, logits.shape[-1])
+            walked.append(others.scatter(-1, best.indices[:, row : row + 1], scores))
+            token = ids(walked[-1])
+        return torch.cat(walked, dim=1)
+
+
+class DFlash2Formulas(Formulas):
+    """The same, a row at a time."""
+
+    scales_nothing = True
+
+    @classmethod
+    def knows(cls, drafter: Reference) -> bool:
+        return "candidate_selector.successor_codebook" in drafter.tensors
+
+    def convolved(self, x: Tensor, given: Tensor, name: str, which: int) -> Tensor:
+        """Row r becomes the sum over taps t of x[r - t] * (base kernel + what row r of ``given`` adds)."""
+        base = self.drafter.get(f"{name}.base_kernel")[which]
+        added = F.linear(given, self.drafter.get(f"{name}.kernel_projection.weight"))
+        added = added.view(len(x), 2, len(base), -1)[:, which]
+        added = added.repeat_interleave(self.drafter.said("conv_group_size"), dim=-1)
+        rows = [
+            sum(
+                (x[row - tap] * (base[tap] + added[row, tap]) for tap in range(min(row + 1, len(base)))),
+                x.new_zeros(()),
+            )
+            for row in range(len(x))
+        ]
+        return torch.stack(rows)
+
+    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:  # noqa: ARG002
+        drafter, token, rows = self.drafter, anchor, []
+        book, other = (drafter.get(f"candidate_selector.{each}_codebook") for each in ("predecessor", "successor"))
+        for scores, state in zip(logits, block[drafter.first_row :], strict=True):
+            best = scores.topk(drafter.said("selector_top_k")).indices
+            context = book[token] * drafter.linear(state, "candidate_selector.hidden_projection")
+            chosen = scores[best] + other[best] @ context
+            rows.append(torch.full_like(scores, float(chosen.min() - 1)).index_copy(0, best, chosen))
+            token = drafter.in_target(rows[-1])
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class DFlash2(Variant):
+    """DFlash2's convolutions: their taps, and the channels of a group. Its selector: its rank, and the tokens of a row
+    that it chooses from."""
+
+    conv_taps: int
+    conv_group: int
+    selector_rank: int
+    selector_top_k: int
+
+    kind = DFLASH2
+    formulas = DFlash2Formulas
+    keys = tuple(DEFAULTS)
+    sliding_non_causal = True
+    module = "candidate_selector"
+
+    @classmethod
+    def read(cls, given: Given) -> Self:
+        said, layer, file = given.said, given.layer, given.file
+        taps, group, rank, chosen = (count(said, key, default, file) for key, default in DEFAULTS.items())
+        if layer.hidden_size % group or chosen > layer.vocab_size or taps > said["block_size"]:
+            raise ValueError(
+                f"{file}: conv_group_size {group} must divide hidden_size {layer.hidden_size}, selector_top_k {chosen} "
+                f"be at most the vocabulary's {layer.vocab_size}, conv_kernel_size {taps} at most block_size "
+                f"{said['block_size']}: correct it"
+            )
+        if "d2t" in given.tensors:
+            raise ValueError(f"{file.parent} has a d2t, but a {DFLASH2} head speaks the target's whole vocabulary")
+        return cls(conv_taps=taps, conv_group=group, selector_rank=rank, selector_top_k=chosen)
+
+    def layer(self, plain: type[DraftLayer]) -> Callable[[DFlashDescription, int], nn.Module]:  # noqa: ARG002
+        return lambda draft, index: ConvolvedLayer(draft, index, self)
+
+    def behind(self, draft: DFlashDescription, proposals: int) -> CandidateSelector:  # noqa: ARG002
+        return CandidateSelector(draft, self)
+
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        size, rank = sizes.hidden, self.selector_rank
+        shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (rank, size)}
+        shapes |= {
+            f"candidate_selector.{each}_codebook": (sizes.vocabulary, rank) for each in ("predecessor", "successor")
+        }
+        for at in (f"layers.{index}.{part}_conv" for index in range(sizes.layers) for part in ("attention", "mlp")):
+            shapes[f"{at}.base_kernel"] = (2, self.conv_taps, size)
+            shapes[f"{at}.kernel_projection.weight"] = (2 * self.conv_taps * (size // self.conv_group), size)
+        return shapes
+
+
+VARIANT = DFlash2

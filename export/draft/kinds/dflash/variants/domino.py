@@ -1,0 +1,183 @@
+"""Domino: a bias of the logits by a GRU over the block's tokens. A row's scores depend on the tokens that all rows
+before it propose.
+
+It is a DFlash in z-lab's or speculators' dialect; SpecForge trains it, and NVIDIA's ModelOpt. Source: SpecForge's
+``DominoDraftModel``, the ``DominoHead`` of speculators' pull request 773; arXiv 2605.29707.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.export.checkpoints.json_fields import boolean, count
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS, Z_LAB, Dialect
+from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, FACTORS
+from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.variants import DOMINO
+
+SHIFT = "shift_label"
+"""Says whether the anchor's row proposes."""
+PREFIX = "pure_draft_prefix_len"
+DEFAULTS = {
+    PREFIX: 1,  # the first proposal with a bias
+    "gru_hidden_dim": 1024,  # the size of the GRU's state
+    "emb_dim": 256,  # the rank of the bias
+}
+"""Speculators' defaults. The other systems' files have every key."""
+
+
+class GRU(nn.Module):
+    """A GRU of one layer without biases, a step at a time. Its linears have the names of PyTorch's weights."""
+
+    def __init__(self, size: int, state: int):
+        super().__init__()
+        self.weight_ih_l0 = nn.Linear(size, 3 * state, bias=False)
+        self.weight_hh_l0 = nn.Linear(state, 3 * state, bias=False)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """x [1, 1, H], memory [1, 1, state] -> the next state"""
+        reset, update, new = self.weight_ih_l0(x).chunk(3, dim=-1)
+        kept_reset, kept_update, kept = self.weight_hh_l0(memory).chunk(3, dim=-1)
+        update = torch.sigmoid(update + kept_update)
+        candidate = torch.tanh(new + torch.sigmoid(reset + kept_reset) * kept)
+        return (1.0 - update) * candidate + update * memory
+
+
+class DominoHead(Behind):
+    """Domino's bias of the logits: embed_proj(cat(state, memory)), where a GRU made the memory of the anchor and of all
+    tokens that the rows before propose. It begins anew in each block. The rows before the ``first`` have no bias."""
+
+    def __init__(self, draft: DFlashDescription, domino: "Domino"):
+        super().__init__()
+        size, rank = draft.hidden_size, domino.rank
+        self.first, self.state = domino.first, domino.size
+        self.prefix_gru = GRU(size, self.state)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(size + self.state, rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(rank, draft.draft_vocab_size, bias=False),
+        )
+
+    def forward(self, logits: Tensor, state: Tensor, given: Tensor, ids: Ids, embed: Embed) -> Tensor:
+        token, walked = given, []
+        memory = state.new_zeros(1, 1, self.state)
+        for row in range(logits.shape[1]):
+            scores = logits[:, row : row + 1]
+            memory = self.prefix_gru(embed(token), memory)
+            if row >= self.first:
+                scores = scores + self.embed_proj(torch.cat((state[:, row : row + 1], memory), dim=-1))
+            walked.append(scores)
+            token = ids(scores)
+        return torch.cat(walked, dim=1)
+
+
+class DominoFormulas(Formulas):
+    """The same, each row anew. The rows of the GRU's weights are those of its gates reset, update and new."""
+
+    @classmethod
+    def knows(cls, drafter: Reference) -> bool:
+        return any(name.endswith("prefix_gru.weight_ih_l0") for name in drafter.tensors)
+
+    def first_row(self) -> int:
+        return 0 if self.drafter.said(SHIFT) in (True, None) else 1
+
+    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:  # noqa: ARG002
+        tokens, rows = [anchor], []
+        for scores, state in zip(logits, block[self.first_row() :], strict=True):
+            rows.append(scores + self._bias_behind(tokens, state))
+            tokens.append(self.drafter.in_target(rows[-1]))
+        return torch.stack(rows)
+
+    def _bias_behind(self, tokens: list[int], state: Tensor) -> Tensor | float:
+        """Return the bias of a row behind the anchor and the tokens that the rows before chose."""
+        first = self.drafter.said(PREFIX)
+        if len(tokens) <= (1 if first is None else first):
+            return 0.0
+        of_token, of_memory = (self._get(f"prefix_gru.weight_{each}_l0").unflatten(0, (3, -1)) for each in ("ih", "hh"))
+        memory = torch.zeros(of_memory.shape[-1])
+        for token in tokens:
+            x = self.drafter.embed(token)
+            reset, update = (torch.sigmoid(of_token[gate] @ x + of_memory[gate] @ memory) for gate in (0, 1))
+            new = torch.tanh(of_token[2] @ x + reset * (of_memory[2] @ memory))
+            memory = new + update * (memory - new)
+        inner = self._get("embed_proj.0.weight") @ torch.cat([state, memory])
+        return self._get("embed_proj.2.weight") @ (inner * torch.sigmoid(inner))
+
+    def _get(self, end: str) -> Tensor:
+        """Return the tensor whose name ends so; what is before it differs by system."""
+        return next(tensor for name, tensor in self.drafter.tensors.items() if name.endswith(end))
+
+
+@dataclass(frozen=True)
+class Domino(Variant):
+    """Domino's GRU: the size of its state, the rank of its bias, and the first proposal with a bias."""
+
+    size: int
+    rank: int
+    first: int
+
+    kind = DOMINO
+    formulas = DominoFormulas
+    keys = (SHIFT, *DEFAULTS)
+    dialects = (SPECULATORS, Z_LAB)
+    embeds_as_target = True
+    fixes_first_row = True
+    module = "domino_head"
+    # As SpecForge saves them now and at first, and as speculators does.
+    names = {
+        r"(?:logit_head\.|domino_head\.)?(prefix_gru\.weight_[ih]h_l0|embed_proj\.[02]\.weight)": r"domino_head.\1",
+        r"domino_head\.(prefix_gru\.weight_[ih]h_l0)": r"domino_head.\1.weight",
+    }
+
+    @classmethod
+    def first_row(cls, said: Mapping[str, Any], dialect: Dialect, tokens: int | None, file: Path) -> int:  # noqa: ARG003
+        """Return 0 for a head whose rows propose the token behind their own, the anchor's as well, else 1."""
+        shifted = boolean(said, SHIFT, True if dialect.has_defaults else None, file)
+        if shifted is None:
+            raise ValueError(f"{file} has no {SHIFT}, which says if the anchor's row of a {DOMINO} proposes: add it")
+        if boolean(said, ANCHOR, shifted, file) != shifted:
+            raise ValueError(f"{file}: {SHIFT} is {shifted}, but {ANCHOR} is not: correct one of them")
+        if dialect.has_defaults and not shifted:
+            raise ValueError(
+                f"{file}: {SHIFT} is false: {dialect.name}' {DOMINO} would see the tokens that it proposes"
+            )
+        return 0 if shifted else 1
+
+    @classmethod
+    def chain_len(cls, rows: int, first_row: int) -> int:  # noqa: ARG003 - as SGLang serves it
+        return rows - 1
+
+    @classmethod
+    def read(cls, given: Given) -> Self:
+        said, file, proposals = given.said, given.file, given.rows - given.first_row
+        for key in DEFAULTS:
+            if not given.dialect.has_defaults and said.get(key) is None:
+                raise ValueError(f"{file} has no {key}, which every {DOMINO} head of this form has: add it")
+        first, size, rank = (count(said, key, DEFAULTS[key], file, least=int(key != PREFIX)) for key in DEFAULTS)
+        if first >= proposals:
+            raise ValueError(
+                f"{file}: {PREFIX} is {first}, but a block proposes {proposals} tokens, the last with a bias: correct "
+                "it"
+            )
+        for key in FACTORS:
+            if said.get(key) not in (None, 1.0):
+                raise ValueError(f"{file}: {key} is {said[key]}, which no code of a {DOMINO} knows: take it out")
+        return cls(size=size, rank=rank, first=first)
+
+    def behind(self, draft: DFlashDescription, proposals: int) -> DominoHead:  # noqa: ARG002
+        return DominoHead(draft, self)
+
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        gates = 3 * self.size
+        shapes = {"prefix_gru.weight_ih_l0": (gates, sizes.hidden), "prefix_gru.weight_hh_l0": (gates, self.size)}
+        shapes |= {"embed_proj.0": (self.rank, sizes.hidden + self.size), "embed_proj.2": (sizes.spoken, self.rank)}
+        return {f"domino_head.{name}.weight": shape for name, shape in shapes.items()}
+
+
+VARIANT = Domino

@@ -1,0 +1,143 @@
+"""DSpark: a bias of the logits by the token before each row, ``w2(w1[token before])``, in one of three types.
+
+The rows are walked from left to right, from the anchor on, and the best token of each is taken. Its confidence head is
+not used. Source: speculators' ``MarkovHead``; DeepSpec's and SpecForge's DSpark.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.export.checkpoints.json_fields import count
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.block.dialects import Dialect
+from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.variants import DFLASH, DSPARK
+
+RANK, TYPE = "markov_rank", "markov_head_type"
+DEFAULT_RANK = 256
+TYPES = ("vanilla", "gated", "rnn")
+"""Values of ``markov_head_type``: the bias itself (the default), a gate of it and the state, a recurrent state."""
+W1 = "markov_head.markov_w1.weight"
+
+
+class MarkovHead(Behind):
+    """DSpark's bias of the logits: w2(w1[token before]), or a gate of that and the state ("gated"), or a recurrent
+    state ("rnn")."""
+
+    def __init__(self, draft: DFlashDescription, markov: "DSpark"):
+        super().__init__()
+        size, rank = draft.hidden_size, markov.rank
+        self.kind = markov.type
+        self.markov_w1 = nn.Embedding(draft.target_vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(size + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def forward(self, logits: Tensor, state: Tensor, given: Tensor, ids: Ids, embed: Embed) -> Tensor:  # noqa: ARG002
+        token, walked = given, []
+        memory = state.new_zeros(1, 1, self.markov_w2.in_features)
+        for row in range(logits.shape[1]):
+            before, here = self.markov_w1(token), state[:, row : row + 1]
+            if self.kind == "gated":
+                before = torch.sigmoid(self.gate_proj(torch.cat((here, before), dim=-1))) * before
+            elif self.kind == "rnn":
+                joint = self.joint_proj(torch.cat((memory, before, here), dim=-1)).unflatten(-1, (3, -1))
+                gate = torch.sigmoid(joint[..., 0, :])
+                memory = gate * memory + (1.0 - gate) * torch.tanh(joint[..., 1, :])
+                before = torch.tanh(joint[..., 2, :])
+            scores = logits[:, row : row + 1] + self.markov_w2(before)
+            walked.append(scores)
+            token = ids(scores)
+        return torch.cat(walked, dim=1)
+
+
+class MarkovFormulas(Formulas):
+    """The same, a row at a time."""
+
+    anchor_proposes = True
+
+    @classmethod
+    def knows(cls, drafter: Reference) -> bool:
+        return W1 in drafter.tensors or drafter.said("projector_type") == "dspark"
+
+    @property
+    def scales_nothing(self) -> bool:
+        return W1 in self.drafter.tensors
+
+    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:  # noqa: ARG002
+        if W1 not in self.drafter.tensors:
+            return logits
+        token, rows, memory = anchor, [], None
+        for scores, state in zip(logits, block[self.drafter.first_row :], strict=True):
+            bias, memory = self._bias_behind(token, state, memory)
+            rows.append(scores + bias)
+            token = self.drafter.in_target(rows[-1])
+        return torch.stack(rows)
+
+    def _bias_behind(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the bias of a row behind ``token``, and the recurrent state behind it."""
+        drafter = self.drafter
+        before, kind = drafter.get(W1)[token], drafter.said(TYPE)
+        if kind == "gated":
+            before = before * torch.sigmoid(drafter.linear(torch.cat([state, before]), "markov_head.gate_proj"))
+        elif kind == "rnn":
+            memory = torch.zeros_like(before) if memory is None else memory
+            joint = drafter.linear(torch.cat([memory, before, state]), "markov_head.joint_proj")
+            gate, candidate, before = joint.chunk(3)
+            memory = torch.sigmoid(gate) * memory + torch.sigmoid(-gate) * torch.tanh(candidate)
+            before = torch.tanh(before)
+        return drafter.linear(before, "markov_head.markov_w2"), memory
+
+
+@dataclass(frozen=True)
+class DSpark(Variant):
+    """DSpark's bias: its rank, 0 for none, and its type."""
+
+    rank: int
+    type: str
+
+    kind = DSPARK
+    formulas = MarkovFormulas
+    keys = (RANK, TYPE)
+    anchor_proposes = True
+    module = "markov_head"
+
+    @classmethod
+    def settled(cls, said: Mapping[str, Any], dialect: Dialect, file: Path) -> str:
+        unbiased = not dialect.has_defaults and not count(said, RANK, None, file, least=0)
+        return DFLASH if unbiased else DSPARK
+
+    @classmethod
+    def read(cls, given: Given) -> Self:
+        rank, kind = count(given.said, RANK, DEFAULT_RANK, given.file, least=0), given.said.get(TYPE) or TYPES[0]
+        if kind not in TYPES or (kind == "rnn" and given.first_row):
+            raise ValueError(
+                f"{given.file}: {TYPE} {kind!r} with sample_from_anchor {str(not given.first_row).lower()}: "
+                f"{', '.join(TYPES)} are what is read, rnn with sample_from_anchor alone"
+            )
+        return cls(rank=rank, type=kind)
+
+    @property
+    def fixes_first_row(self) -> bool:
+        return bool(self.rank)
+
+    def behind(self, draft: DFlashDescription, proposals: int) -> MarkovHead | None:  # noqa: ARG002
+        return MarkovHead(draft, self) if self.rank else None
+
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        size, rank = sizes.hidden, self.rank
+        shapes = {"markov_w1": (sizes.vocabulary, rank), "markov_w2": (sizes.spoken, rank)}
+        linears = {"gate_proj": (rank, size + rank), "joint_proj": (3 * rank, 2 * rank + size)}
+        found = {f"markov_head.{name}.weight": shape for name, shape in (shapes | linears).items()}
+        return found | {f"markov_head.{name}.bias": shape[:1] for name, shape in linears.items()}
+
+
+VARIANT = DSpark

@@ -1,0 +1,151 @@
+"""xPress: a bias of the logits by the token before each row, refined in parallel.
+
+    x_k = in_proj(cat(down_h(h_k), down_g(mean of all h), embed(token before row k)))
+    x_k = x_k + sum over j <= k of mix[:, k, j] * x_j;  x_k = x_k + mlp(x_k)
+    logits_k = the block's own logits + readout(x_k)
+
+A pass computes all rows, with the tokens that the pass before gave them; the first takes the best tokens of the block's
+own logits. The head has no inference code in speculators. What a pass takes is that of the rounds in its training
+(``XPressDraftModel.forward``), where each is given the best tokens of the round before:
+
+    sample_from_anchor   the token before row 0 is the anchor, that before row k what row k - 1 proposes
+    otherwise            row 0 holds the anchor and proposes nothing, but row k mixes it in: the token before it is the
+                         one before the anchor in the text, that before row 1 the anchor
+
+Tokens are the target's ids; a reduced vocabulary is mapped after every pass. Training takes the anchor itself where no
+token is before it in its document. vLLM's pull request 54448 always does, since its drafter knows no earlier token; its
+passes are these otherwise. Here the head keeps the tokens of its slots, and the anchor stands in for the first token of
+a text alone, which no draft slot holds.
+
+Row k depends on tokens before rows 0 to k, so each pass settles one more row, and passes beyond the last row change
+nothing. So many are left out.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eagle3.export.checkpoints.json_fields import count
+from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS
+from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.variants import XPRESS
+
+DEFAULTS = {
+    "xpress_rank": 256,
+    "xpress_mlp_ratio": 2,  # the width of the MLP in ranks
+    "num_jacobi_passes": 6,  # over a block
+}
+
+
+class Refiner(Behind):
+    """Refines the first ``proposals`` tokens of a block. Source: speculators' ``XPressRefinerHead``."""
+
+    sees_block = True
+    mixer: Tensor
+
+    def __init__(self, draft: DFlashDescription, sizes: "XPress", proposals: int):
+        super().__init__()
+        size, rank, inner = draft.hidden_size, sizes.rank, sizes.rank * sizes.mlp_ratio
+        self.first_row, self.rows = draft.first_row, draft.first_row + proposals
+        self.takes_token_before = bool(draft.first_row)
+        self.passes = min(sizes.passes, proposals)
+        self.token_embed = nn.Embedding(draft.target_vocab_size, rank)
+        self.down_h = nn.Linear(size, rank, bias=False)
+        self.down_g = nn.Linear(size, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.empty(rank, draft.block_rows, draft.block_rows))
+        self.mlp_gate = nn.Linear(rank, inner, bias=False)
+        self.mlp_up = nn.Linear(rank, inner, bias=False)
+        self.mlp_down = nn.Linear(inner, rank, bias=False)
+        self.readout = nn.Linear(rank, draft.draft_vocab_size, bias=False)
+
+    def attached(self) -> None:
+        """Replace the loaded mixer [rank, B, B] by the part of it that is read, [rows, rows, rank]."""
+        causal = self.mix_l.detach().tril()[:, : self.rows, : self.rows]
+        self.register_buffer("mixer", causal.permute(1, 2, 0).contiguous(), persistent=False)
+        del self.mix_l
+
+    def forward(self, logits: Tensor, state: Tensor, given: Tensor, ids: Ids, embed: Embed) -> Tensor:  # noqa: ARG002
+        whole = self.down_g(state.mean(dim=1, keepdim=True)).expand(-1, self.rows, -1)
+        states = torch.cat((self.down_h(state[:, : self.rows]), whole), dim=-1)
+        refined = logits
+        for _ in range(self.passes):
+            before = torch.cat((given, ids(refined)[:, :-1]), dim=1)
+            x = self.in_proj(torch.cat((states, self.token_embed(before)), dim=-1))
+            x = x + (self.mixer * x).sum(dim=1)  # [rows, rows, rank] * [1, rows, rank]
+            x = x + self.mlp_down(F.silu(self.mlp_gate(x)) * self.mlp_up(x))
+            refined = logits + self.readout(x[:, self.first_row :])
+        return refined
+
+
+class RefinerFormulas(Formulas):
+    """The logits of rows, each behind the token that the pass before gave to the row before it."""
+
+    @classmethod
+    def knows(cls, drafter: Reference) -> bool:
+        return "refiner_head.mix_l" in drafter.tensors
+
+    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:
+        drafter, at, refined = self.drafter, "refiner_head", logits
+        linear, first, given = drafter.linear, drafter.first_row, [anchor if before is None else before, anchor]
+        passes = drafter.said("num_jacobi_passes")
+        whole = linear(block.mean(0), f"{at}.down_g")
+        mix, table = (
+            drafter.get(f"{at}.mix_l"),
+            drafter.get(f"{at}.token_embed.weight"),
+        )  # [rank, row, row that it sees]
+        for _ in range(6 if passes is None else passes):
+            proposed = [drafter.in_target(row) for row in refined]
+            behind = (given if first else given[1:]) + proposed[:-1]
+            inner = [
+                linear(torch.cat([linear(state, f"{at}.down_h"), whole, table[token]]), f"{at}.in_proj")
+                for state, token in zip(block, behind, strict=True)
+            ]
+            rows = []
+            for row, own in enumerate(inner):
+                x = own + sum((mix[:, row, seen] * inner[seen] for seen in range(row + 1)), torch.zeros_like(own))
+                gate = linear(x, f"{at}.mlp_gate")
+                x = x + linear(gate * torch.sigmoid(gate) * linear(x, f"{at}.mlp_up"), f"{at}.mlp_down")
+                rows.append(linear(x, f"{at}.readout"))
+            refined = logits + torch.stack(rows)[first:]
+        return refined
+
+
+@dataclass(frozen=True)
+class XPress(Variant):
+    """xPress's refiner: its rank, the width of its MLP in ranks, and the passes over a block."""
+
+    rank: int
+    mlp_ratio: int
+    passes: int
+
+    kind = XPRESS
+    formulas = RefinerFormulas
+    keys = tuple(DEFAULTS)
+    dialects = (SPECULATORS,)
+    fixes_first_row = True
+    module = "refiner_head"
+
+    @classmethod
+    def read(cls, given: Given) -> Self:
+        rank, ratio, passes = (count(given.said, key, default, given.file) for key, default in DEFAULTS.items())
+        return cls(rank=rank, mlp_ratio=ratio, passes=passes)
+
+    def behind(self, draft: DFlashDescription, proposals: int) -> Refiner:
+        return Refiner(draft, self, proposals)
+
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        size, rank, wide = sizes.hidden, self.rank, self.rank * self.mlp_ratio
+        shapes = {"down_h": (rank, size), "down_g": (rank, size), "in_proj": (rank, 3 * rank)}
+        shapes |= {"mlp_gate": (wide, rank), "mlp_up": (wide, rank), "mlp_down": (rank, wide)}
+        shapes |= {"token_embed": (sizes.vocabulary, rank), "readout": (sizes.spoken, rank)}
+        found: dict[str, tuple[int, ...]] = {f"refiner_head.{name}.weight": shape for name, shape in shapes.items()}
+        return found | {"refiner_head.mix_l": (rank, sizes.rows, sizes.rows)}
+
+
+VARIANT = XPress

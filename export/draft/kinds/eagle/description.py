@@ -1,0 +1,50 @@
+"""The description of an EAGLE head, independent of how its checkpoint is written."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDescription(DraftDescription):
+    """An EAGLE-3, P-EAGLE or EAGLE head, of any dialect, for ``DraftHead``. ``layer`` is a ``LlamaConfig`` whose
+    ``head_dim`` is derived from the tensors."""
+
+    layer: "PreTrainedConfig"
+    layers: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    feeds_normed: bool = False
+    """The next step's feature is the normed state (``norm_output``, except for SpecForge)."""
+    later_norm: str = "input_layernorm"
+    """The norm that the layers after the first apply to their input."""
+    ties_lm_head: bool = False
+    """The head uses its own embedding as lm_head."""
+    mask_token_id: int | None = None
+    """P-EAGLE: the token of the rows for proposals that are not made yet."""
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        if self.shares_lm_head:
+            return self.target_vocab_size
+        return self.headers["embed_tokens.weight" if self.ties_lm_head else "lm_head.weight"].shape[0]
+
+    @property
+    def taps_width(self) -> int:
+        """n_aux * the target's hidden size, which ``fc`` takes; or the width of the final state if that is the
+        feature."""
+        if not self.takes_final_state:
+            return self.headers["fc.weight"].shape[1]
+        return self.headers["fc.weight"].shape[1] - self.hidden_size if self.kind == EAGLE else self.hidden_size
+
+    def proposals(self, chain_len: int) -> int:
+        return chain_len if self.kind == P_EAGLE else 1
+
+    def fused_rows(self, chain_len: int) -> int:
+        return 2 * chain_len if self.kind == P_EAGLE else chain_len + 1

@@ -1,0 +1,8 @@
+"""The parts of an EAGLE head, under the names of ``KindModule``. ``read_draft`` calls its reading with a dialect."""
+
+from eagle3.export.draft.common.pairing import check_pair
+from eagle3.export.draft.kinds.eagle.fields import FIELDS
+from eagle3.export.draft.kinds.eagle.head import DraftHead as Head
+from eagle3.export.draft.kinds.eagle.twin import compare
+
+__all__ = ["FIELDS", "Head", "check_pair", "compare"]

@@ -1,0 +1,160 @@
+"""The twin of an EAGLE head: the formulas of its dialect, which recompute every row, against our head and its KV cache.
+
+The head is seeded from taps in chunks, chains rows on its own features and rolls them back, until positions are past
+its sliding window.
+"""
+
+import json
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle3.export.checkpoints import open_source
+from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.draft.common.gemma4_fields import with_sizes_of
+from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.common.playing import CHAIN, CHUNK, play, stand_in
+from eagle3.export.draft.dialects import DIALECTS
+from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.formulas import Drafter
+from eagle3.export.draft.kinds.eagle.head import DraftHead
+from eagle3.export.draft.kinds.eagle.reading import read_eagle
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
+from eagle3.export.draft.kinds.eagle.tensor_names import own_name
+from eagle3.export.draft.kinds.eagle.which import MASK_TOKENS
+from eagle3.export.twin.comparison import Comparison
+from eagle3.export.twin.folder import twin_folder
+from eagle3.export.twin.lengths import prompt_length
+from eagle3.export.twin.shrink import shrink
+from eagle3.targets.attention import EagerAttention
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+VOCABULARY, DRAFT_VOCABULARY = 96, 48
+
+
+def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, seed: int = 0) -> Comparison:
+    with torch.no_grad(), twin_folder() as folder:
+        generator = torch.Generator().manual_seed(seed)
+        small = _small_layer(draft)
+        config = _shrunken(draft, small, overridden)
+        width = small.hidden_size + 16 * (not draft.takes_final_state and draft.taps_width != taps * draft.hidden_size)
+        tensors = _random_tensors(draft, small, taps, width, generator)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        source = open_source(folder)
+        twin = read_eagle(
+            source,
+            read_object(folder / "config.json"),
+            source.headers(),
+            draft.dialect,
+            overridden,
+            RopeFlags(FILE, FILE),
+        )
+        length = max(
+            prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
+        )  # a head may know fewer positions than a chunk has
+        target = stand_in(VOCABULARY, small.hidden_size, generator)
+        head: Any = load_head(DraftHead, twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
+        states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
+        tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
+        shared = target.embed_tokens.weight, target.lm_head.weight
+        return play(Drafter(draft.dialect, config, twin.layer, tensors, *shared), head, tokens, states)
+
+
+def _small_layer(draft: EagleDescription) -> "LlamaConfig":
+    layer = deepcopy(draft.layer)
+    layer.num_hidden_layers, layer.layer_types = 1, (layer.layer_types or [None])[:1]
+    layer.layer_types = None if layer.layer_types == [None] else layer.layer_types
+    layer.sliding_window = draft.window or None
+    return shrink(layer)
+
+
+def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
+    """Return the head's own ``config.json`` with smaller sizes."""
+    config = read_object(draft.folder / "config.json")
+    fields = config if draft.gemma4 else DIALECTS[draft.dialect].layer_fields(config)
+    cut = small.to_dict()
+    sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    fields |= {key: cut[key] for key in (*sizes, "max_position_embeddings")} | {"vocab_size": VOCABULARY}
+    fields |= {key: cut["intermediate_size"] for key in ("intermediate_size_mlp",) if key in fields}
+    fields |= {"sliding_window": small.sliding_window} if draft.window else {}
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        fields.pop(key, None)
+    fields["rope_parameters"] = cut["rope_parameters"]
+    fields |= with_sizes_of(cut) if draft.gemma4 else {}
+    if config.get("draft_vocab_size") is not None:
+        config["draft_vocab_size"] = _spoken(draft)
+    for part in (config, config.get("eagle_config") or {}):
+        part |= {key: VOCABULARY - 1 for key in MASK_TOKENS if part.get(key) is not None}
+        if overridden is not None:
+            part["norm_before_residual"] = overridden
+    return config
+
+
+def _spoken(draft: EagleDescription) -> int:
+    """Return the size of the twin's draft vocabulary."""
+    return DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
+
+
+def _random_tensors(
+    draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Draw a tensor for each one of the checkpoint, by name. Raises ValueError for a tensor without a formula."""
+    shapes = _shapes(draft, layer, taps, width)
+    tensors = {}
+    unread = {name: own_name(name) for name in draft.source.headers()}  # tensors that must make no difference
+    unread = {name: own for name, own in unread.items() if own in shapes}
+    for name, own in (unread | draft.tensor_names).items():
+        if own == "d2t":
+            continue
+        if own not in shapes:
+            raise ValueError(f"there is no formula for its tensor {name}")
+        noise = torch.randn(shapes[own], generator=generator)
+        if noise.ndim == 1:
+            noise = 0.3 * noise + (own.endswith("norm.weight") or "fc_norm" in own)
+        elif own not in ("embed_tokens.weight", "mask_hidden"):
+            noise = noise / shapes[own][-1] ** 0.5
+        tensors[name] = noise
+    if draft.maps_vocabulary:
+        ids = torch.randperm(VOCABULARY, generator=generator)[:DRAFT_VOCABULARY].sort().values
+        names = {own: name for name, own in draft.tensor_names.items()}
+        tensors[names["d2t"]] = ids - torch.arange(DRAFT_VOCABULARY)
+        tensors[draft.selector or "t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
+    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+    linears = {
+        "fc": (size, size + width if draft.kind == EAGLE else taps * width),
+        "lm_head": (_spoken(draft), size),
+        "embed_tokens": (VOCABULARY, size),
+    }
+    norms = {name: (size,) for name in ("norm", "embed_norm")} | {"input_norm": (taps * width,)}
+    norms |= {f"fc_norm.{index}": (width,) for index in range(taps)}
+    for index in range(draft.layers):
+        at, inputs = f"layers.{index}", size if index or draft.kind == EAGLE else 2 * size
+        linears |= {
+            f"{at}.self_attn.q_proj": (queries, inputs),
+            f"{at}.self_attn.k_proj": (keys, inputs),
+            f"{at}.self_attn.v_proj": (keys, inputs),
+            f"{at}.self_attn.o_proj": (size, queries),
+            f"{at}.mlp.gate_proj": (inner, size),
+            f"{at}.mlp.up_proj": (inner, size),
+            f"{at}.mlp.down_proj": (size, inner),
+        }
+        norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+        norms |= {f"{at}.{name}_feedforward_layernorm": (size,) for name in ("pre", "post")}  # Gemma 4's
+        norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
+    shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(draft.layers)}
+    return shapes | ({"mask_hidden": (1, 1, (taps or 1) * width)} if draft.kind == P_EAGLE else {})

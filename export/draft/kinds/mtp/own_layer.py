@@ -1,0 +1,79 @@
+"""Finds the MTP layer that a target's own checkpoint holds behind its last layer (``--draft mtp``), and the names of
+its tensors. ``head.py`` computes it."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from eagle3.export.checkpoints import open_source
+from eagle3.export.checkpoints.json_fields import read_object
+
+ZERO_CENTERED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Targets whose norms multiply by 1 + weight, those around their MTP layer too (vLLM's qwen3_next_mtp.py)."""
+MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", *ZERO_CENTERED)
+"""Targets whose MTP layers are read."""
+OF_DEEPSEEK = {"shared_head.norm.": "norm.", **{f"{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")}}
+"""Names in DeepSeek V3 and GLM-4.5 behind ``model.layers.N.``, N the number of the target's layers, and the head's.
+All others are the decoder layer's."""
+OF_QWEN = {
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.fc.": "eh_proj.",
+    "mtp.norm.": "norm.",
+    "mtp.layers.0.": "layers.0.",
+}
+_OF_MTP = r"(.*\.)?(eh_proj|enorm|hnorm|mtp(_\w+)?)\."
+"""The names of MTP layers of any form: MiMo's are ``model.mtp_layers.0``, Ernie's ``model.mtp_block.0``."""
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies of the target's tensors: SGLang and transformers take the target's."""
+
+
+def has_own_layer(folder: Path) -> bool:
+    """Return True if ``folder`` holds a target's checkpoint with an MTP layer."""
+    if not (folder / "config.json").is_file():
+        return False
+    layers = read_object(folder / "config.json").get("num_hidden_layers")
+    return isinstance(layers, int) and bool(own_names(open_source(folder).headers(), layers))
+
+
+def own_names(names: Collection[str], layers: int) -> dict[str, str]:
+    """Map the tensors of the MTP layer of a target of ``layers`` layers to the head's names; empty if it has none."""
+    behind = f"model.layers.{layers}."
+    if f"{behind}eh_proj.weight" in names:
+        found = {name: name.removeprefix(behind) for name in names if name.startswith(behind)}
+        found = {name: rest for name, rest in found.items() if rest not in _SHARED}
+        return {name: renamed(rest, OF_DEEPSEEK, "layers.0.") for name, rest in found.items()}
+    if "mtp.fc.weight" in names:
+        return {name: renamed(name, OF_QWEN) for name in names if name.startswith("mtp.")}
+    return {}
+
+
+def mtp_tensor(names: Collection[str]) -> str | None:
+    """Return the first name that an MTP layer of any form has, None if there is none."""
+    return next((name for name in names if re.match(_OF_MTP, name)), None)
+
+
+def has_target_layers(names: Collection[str]) -> bool:
+    """Return True if ``names`` has several layers that are no MTP layers, as a whole target has."""
+    layers = {found[0] for name in names if (found := re.match(r"model\.(language_model\.)?layers\.\d+\.", name))}
+    return sum(f"{layer}eh_proj.weight" not in names for layer in layers) > 1
+
+
+def own_naming(names: Collection[str], layers: int) -> Callable[[str], str]:
+    """Return a function from the head's names to a checkpoint's of a target of ``layers`` layers, as ``names`` are."""
+    if any(name.startswith("mtp.") for name in names):
+        return lambda name: renamed(name, inverse(OF_QWEN))
+    ours = inverse(OF_DEEPSEEK) | {"layers.0.": ""}
+    return lambda name: f"model.layers.{layers}.{renamed(name, ours)}"
+
+
+def renamed(name: str, names: Mapping[str, str], otherwise: str = "") -> str:
+    """Return ``name`` with its beginning replaced by ``names``, or behind ``otherwise``."""
+    for before, after in names.items():
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return otherwise + name
+
+
+def inverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {after: before for before, after in names.items()}

@@ -1,0 +1,87 @@
+"""The command ``eagle3-fit``: measures how draft heads are to be read, and what they are worth on a text."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.config import ExportConfig
+from eagle3.runner.console.command import OneLineFailures, version_option
+from eagle3.targets import TARGETS
+
+EPILOG = """
+\b
+Examples:
+  eagle3-fit gemma4-tiny 1
+  eagle3-fit gemma4-tiny 1 2 3 4
+  eagle3-fit Qwen/Qwen3-4B AngelSlim/Qwen3-4B_eagle3 --text questions.txt
+  eagle3-fit my-llama my-head --read norm_before_residual=true --json | jq .verdict
+"""
+
+
+@click.command(cls=OneLineFailures, epilog=EPILOG)
+@click.argument("target")
+@click.argument("heads", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="What to measure on: a text, or a .jsonl of prompts. Default: texts that ship.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Which places of the text.")
+@click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the head suggests.")
+@click.option(
+    "--read", multiple=True, metavar="FIELD=VALUE", help="Begin with this reading of the heads, and not their files'."
+)
+@click.option("--target-model", type=click.Choice(list(TARGETS)), default="auto", help="The target's family.")
+@click.option(
+    "--backend",
+    type=click.Choice(list(BACKENDS)),
+    default="xnnpack",
+    show_default=True,
+    help="Where the chain length has to pay.",
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Write a plot of acceptance by position and by reading.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@version_option
+def main(
+    target: str,
+    heads: tuple[Path, ...],
+    text: Path | None,
+    seed: int,
+    chain_len: int | None,
+    read: tuple[str, ...],
+    target_model: str,
+    backend: str,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure how HEADS of TARGET are to be read, and what they are worth.
+
+    TARGET is a name of eagle3-export --list-targets, a folder, or ORG/NAME; a head is a folder, ORG/NAME, a number of
+    that list, or mtp. The target is computed over a few hundred tokens, and each head with every reading that its kind
+    has. The output is the expected tokens of a round with each reading, and the verdict: fits, another reading, or no
+    pair.
+    """
+    named = target in TARGETS and target != "auto"
+    config = ExportConfig(
+        target if named else target_model,
+        checkpoint=None if named else Path(target),
+        backend=backend,
+        chain_len=chain_len,
+        read=read,
+        text=text,
+        fit=True,
+        fit_only=True,
+    )
+    if plot is not None:
+        from eagle3.export.fit.plot import check_plot
+
+        check_plot(plot)
+    from eagle3.export.fit_heads import fit_heads
+
+    fit_heads([replace(config, draft=head) for head in heads], as_json, seed, plot=plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The part of a backend in an export. ``configuration/backends.py`` lists the backends."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from eagle3.export.configuration.backends import BACKENDS
+
+if TYPE_CHECKING:
+    import torch
+    from executorch.exir import ExecutorchProgramManager
+    from torch import Tensor
+    from torch.export import ExportedProgram
+
+    from eagle3.export.planning.memory import GpuMemory
+    from eagle3.export.planning.plan import Plan
+    from eagle3.export.speculator.speculator import Eagle3Speculator
+    from eagle3.targets.attention import AttentionFactory
+
+
+class WeightConversion(Protocol):
+    """Converts the target's tensors, each as it is read."""
+
+    def __call__(self, name: str, value: "Tensor", /) -> "Tensor":
+        """Return the tensor that the model holds in place of ``value``."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the manifest's entry on the conversion, after all tensors have been read."""
+
+
+class Backend(Protocol):
+    """The interface through which an export uses a backend, in the order of the calls."""
+
+    dtype: "torch.dtype"
+    """The dtype of activations and caches."""
+    eager_on_host: bool
+    """True where the prepared module runs eagerly on this machine, which the check of the artifact needs."""
+
+    @property
+    def attention(self) -> "AttentionFactory":
+        """Return the factory of the attention modules of both models' layers."""
+
+    def check(self, plan: "Plan") -> None:
+        """Raise ValueError or FileNotFoundError for a plan that cannot be lowered here, before any weight is read."""
+
+    def memory(self, plan: "Plan", /) -> tuple[int, str]:
+        """Return the bytes of memory of the GPU that will run the artifact, or of this machine, and its name."""
+
+    def footprint(self, plan: "Plan", /) -> "GpuMemory | None":
+        """Return the GPU memory that a run takes; None for a CPU, where weights are mapped."""
+
+    def suggest_flags(self, plan: "Plan", has: int, /) -> str | None:
+        """Return flags with which a run takes no more than ``has`` bytes; None where there are none."""
+
+    def export_bytes(self, plan: "Plan", /) -> int | None:
+        """Return the memory that the export takes on this machine beside ``held_bytes``; None where weights stay
+        mapped."""
+
+    def held_bytes(self, plan: "Plan", /) -> int:
+        """Return the bytes of the target's prepared weights, which may lie in files instead of memory."""
+
+    def conversion(self, plan: "Plan") -> WeightConversion: ...
+
+    def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
+        """Rewrite the draft head's weights in place, once they are loaded."""
+
+    def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
+        """Return a context around each trace."""
+
+    def exact_activations(self) -> AbstractContextManager[object]:
+        """Return a context in which the prepared module does not quantize activations, where ``eager_on_host``."""
+
+    def runs_here(self) -> bool:
+        """Return whether this machine can run the artifacts."""
+
+    def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan", /) -> dict[str, Any]:
+        """Return the manifest's entry on the kernels. Raises ValueError for a graph that must not be lowered."""
+
+    def lower(
+        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan", /
+    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
+        """Return the program, and the entry of ``export.json`` on what was compiled."""
+
+
+def load_backend(name: str) -> Backend:
+    """Import and return a backend. Raises ValueError for a package that is not installed."""
+    entry = BACKENDS[name]
+    for package in entry.packages:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"--backend {name} needs {package}: type pip install 'eagle3-export[{name}]'")
+    return cast(Backend, importlib.import_module(entry.module).BACKEND)

@@ -1,0 +1,405 @@
+"""The register of patches: every part of another package that an export replaces while it runs, with the reason.
+
+A patch is named by what it replaces, as ``package.module.attribute``. ``replaced`` and ``with_items`` apply a patch
+within a context. They refuse a name that is not registered here, or that the installed package does not have. Patches
+hold only for the versions that they were tested with (``tested_versions.py``).
+"""
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from eagle3.export.patching.tested_versions import TESTED
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``optional`` is True if some builds of the package lack the attribute. ``thread`` is the address of upstream's
+    discussion, if there is one."""
+
+    why: str
+    optional: bool = False
+    thread: str = ""
+
+
+def _group(why: str, *names: str, prefix: str = "", optional: bool = False, thread: str = "") -> dict[str, Patch]:
+    return {f"{prefix}{name}": Patch(why, optional, thread) for name in names}
+
+
+_GPU = "it would ask the GPU that is only named: the answer is the named one's"
+_WEIGHTS = "weights stay on the host, where fake CUDA tensors know them"
+_AUTOTUNER = "torch._inductor.runtime.triton_heuristics.CachingAutotuner."
+PATCHES: dict[str, Patch] = {
+    # --- Any backend
+    **_group(
+        "what transformers' models import where it is installed, and a plan does not need, takes two seconds",
+        *(
+            f"{place}.{name}"
+            for place in ("utils", "utils.import_utils")
+            for name in (
+                "is_torch_distributed_available",
+                "is_torchao_available",
+                "is_scipy_available",
+                "is_torch_flex_attn_available",
+            )
+        ),
+        prefix="transformers.",
+    ),
+    **_group(
+        "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
+        "executorch.exir.pass_base._ExportPassBase.call",
+        *(
+            f"{base}.{name}"
+            for base in (
+                "executorch.exir.pass_base._ExportPassBase",
+                "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
+            )
+            for name in ("_fx", "ExportInterpreter.run_node")
+        ),
+    ),
+    **_group(
+        "a program for the CPU is decomposed once, and only the nodes that decompositions change are traced; for CUDA "
+        "it is noted what each node was computed by",
+        "torch.export.ExportedProgram.run_decompositions",
+    ),
+    # --- The twin check
+    **_group(
+        "a model in which no layer keeps keys cannot be built; of each family's own configuration",
+        "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes",
+    ),
+    # --- The CPU
+    **_group(
+        "it copies the whole graph and makes Python of it for each delegate; order is all that is wanted",
+        "executorch.exir.lowered_backend_module.legalize_graph",
+    ),
+    **_group(
+        "passes for convolutions, norms of batches and padding cannot change a program of linear layers",
+        "executorch.backends.xnnpack.xnnpack_preprocess.XNNPACKPassManager",
+    ),
+    **_group(
+        "bytes of a weight are kept once for all delegates and methods",
+        "executorch.backends.xnnpack.xnnpack_preprocess.NamedDataStore",
+    ),
+    **_group(
+        "a delegate's program is copied without its weights, which no pass changes",
+        "executorch.backends.xnnpack.xnnpack_preprocess.XnnpackBackend.copy_exported_program_for_preprocess",
+    ),
+    **_group(
+        "operations over the used slots of a cache, whose number is an input's value, are XNNPACK's as well",
+        "executorch.backends.xnnpack.partition.config.xnnpack_config.has_free_unbacked_symbols",
+    ),
+    **_group(
+        "a weight's name has its scales' hash: weights with the same codes and other scales would be one",
+        "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_serialized_buffer_index",
+    ),
+    **_group(
+        "a rotation is a product with a permutation, one node instead of four; of each family's own module",
+        "transformers.models.llama.modeling_llama.rotate_half",
+    ),
+    **_group(
+        "queries and keys are rotated as projections give them; of each family's own module",
+        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+    ),
+    **_group(
+        "the search for scales leaves out groups that do not change any more: same codes and scales",
+        "torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor."
+        "_choose_qparams_and_quantize_scale_only_hqq",
+    ),
+    **_group(
+        "a program is decomposed once, whatever operators it holds",
+        "executorch.exir.program._program.contains_any_call_fn_target_op",
+    ),
+    **_group(
+        "Python is made of a graph when it is called, which hardly any is",
+        "torch.fx.GraphModule.recompile",
+    ),
+    **_group("a node's history is shared, not copied deeply for each pass", "torch.fx.traceback.NodeSource.__init__"),
+    **_group("composite operators are looked up once", "torch._export.utils._materialize_cpp_cia_ops"),
+    **_group(
+        "the Python stack of each traced node is looked up for nobody", "torch.fx.config.do_not_emit_stack_traces"
+    ),
+    # --- CUDA, with a GPU and without
+    **_group(
+        "linears and embeddings of quantized weights take our kernels (``graph``'s dispatch)",
+        "torchao.quantization.IntxUnpackedToInt8Tensor._TORCH_FN_TABLE",
+        "torchao.quantization.IntxUnpackedToInt8Tensor._ATEN_OP_TABLE",
+    ),
+    **_group(
+        "a Triton kernel is analyzed once for all calls alike, and its counters count as read only",
+        "identify_accessed_tensors",
+        "identify_mutated_tensors",  # its name in torch 2.11
+        prefix="torch._higher_order_ops.triton_kernel_wrap.",
+        optional=True,
+    ),
+    **_group(
+        "a program that repeats the compilation is written for a log that nobody keeps",
+        "torch._dynamo.repro.after_aot.save_graph_repro",
+    ),
+    **_group(
+        "sines and cosines of positions are computed once a forward",
+        "torch._inductor.lowering.lowerings",
+    ),
+    **_group(
+        "independent small kernels become one launch",
+        "torch._inductor.codegen.triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm",
+        "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels",
+    ),
+    **_group(
+        "a loop of a kernel loads what other threads have stored in an earlier one: a barrier is between the two",
+        "torch._inductor.codegen.triton.TritonKernel.codegen_body",
+    ),
+    **_group(
+        "the argmax of a vocabulary is divided among blocks",
+        "torch._inductor.decomposition.decompositions",
+    ),
+    **_group(
+        "what each method launches is recorded for the cost model",
+        "executorch.backends.cuda.cuda_backend.CudaBackend.get_extra_aoti_compile_context_manager",
+        "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu._generate_kernel_call_helper",
+        "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu.finalize_prefix",
+    ),
+    # --- CUDA without a GPU
+    **_group(
+        "methods are compiled in two processes",
+        "executorch.backends.cuda.cuda_backend.CudaBackend.preprocess_multimethod",
+    ),
+    **_group(_GPU, "torch.version.cuda", "torch.accelerator.is_available", optional=True),
+    **_group(
+        _GPU,
+        *(
+            f"{owner}.{name}"
+            for owner in ("cuda", "_C")
+            for name in (
+                "_exchange_device",
+                "_maybe_exchange_device",
+                "_cuda_exchangeDevice",
+                "_cuda_maybeExchangeDevice",
+                "_cuda_getCurrentRawStream",
+            )
+        ),
+        prefix="torch.",
+        optional=True,  # a CPU build lacks most
+    ),
+    **_group(
+        _GPU,
+        "_is_compiled",
+        "is_available",
+        "device_count",
+        "current_device",
+        "set_device",
+        "synchronize",
+        "_lazy_init",
+        "empty_cache",
+        "get_device_properties",
+        "get_device_capability",
+        "get_rng_state",
+        "set_rng_state",
+        prefix="torch.cuda.",
+    ),
+    **_group(
+        _GPU,
+        "get_compute_capability",
+        "is_available",
+        "is_triton_capable",
+        "raise_if_triton_unavailable",
+        "get_device_properties",
+        "current_device",
+        "set_device",
+        "synchronize",
+        "get_raw_stream",
+        "exchange_device",
+        "maybe_exchange_device",
+        "Worker.get_device_properties",
+        "Worker.current_device",
+        prefix="torch._dynamo.device_interface.CudaInterface.",
+    ),
+    **_group(
+        "code is for plain architectures, so that its PTX runs on later ones",
+        "sm_arch_from_capability",
+        "CUDABackend.make_ttgir",
+        "CUDABackend.make_llir",
+        prefix="triton.backends.nvidia.compiler.",
+    ),
+    **_group(
+        "code is for plain architectures", "torch._inductor.codegen.cuda.compile_utils._nvcc_arch_as_compile_option"
+    ),
+    **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
+    **_group(
+        "a kernel is compiled with one configuration, and nothing is loaded or launched",
+        "_create_compile_options",
+        "_precompile_worker",
+        "_make_launchers",
+        "_dynamic_scale_rblock",
+        "run",
+        prefix=_AUTOTUNER,
+    ),
+    **_group(
+        "nothing is loaded or launched",
+        "torch._inductor.runtime.triton_heuristics.StaticTritonCompileResult.can_statically_launch",
+    ),
+    **_group(
+        "nothing can be timed: templates are ranked by an estimate",
+        "codegen.wrapper.PythonWrapperCodegen.generate_and_run_autotune_block",
+        "select_algorithm.AlgorithmSelectorCache.do_autotuning",
+        "template_heuristics.triton.BaseConfigHeuristic.get_mm_configs",
+        "fx_passes.joint_graph.lazy_init",
+        prefix="torch._inductor.",
+    ),
+    **_group(
+        _WEIGHTS,
+        "graph.is_same_tensor",
+        "graph.GraphLowering.get_original_value_of_constant",
+        "graph.GraphLowering.get_attr",
+        "compile_fx.clone_preserve_strides",
+        "codecache.determine_aoti_mmap_flags",
+        prefix="torch._inductor.",
+    ),
+    **_group(
+        "constants are written down as the GPU's, though their data lies on the host",
+        "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.codegen_device",
+    ),
+    **_group(_WEIGHTS, "torch._subclasses.fake_tensor.FakeTensor.tolist"),
+    **_group(
+        _WEIGHTS,
+        "cuda_backend.CudaBackend.move_program_to_device",
+        "cuda_backend.CudaBackend.release_moved_tensors",
+        "cuda_backend._compile_time_cpu_clones",
+        "cuda_weight_collector.CudaWeightCollector.materialize",
+        prefix="executorch.backends.cuda.",
+    ),
+    **_group(
+        "a weight of several methods is not hashed to see that it is the same",
+        "executorch.backends.cuda.cuda_weight_collector.CudaWeightCollector._add_weight",
+    ),
+    **_group(
+        "Python's operators of a CUDA tensor switch to its device, which a CPU build refuses of a fake one too",
+        "__getitem__",
+        "__setitem__",
+        "__invert__",
+        "copy_",
+        prefix="torch.Tensor.",
+    ),
+}
+
+_used: dict[str, Patch] = {}
+_MISSING = object()
+
+
+def used() -> dict[str, Patch]:
+    """Return the patches that this process has applied so far, by name."""
+    return dict(_used)
+
+
+@contextmanager
+def replaced(name: str, value: object, owner: ModuleType | type | None = None) -> Iterator[None]:
+    """Replace the attribute that patch ``name`` names by ``value`` while the context lasts.
+
+    Args:
+        owner: the module or class that has it, where several are alike: each family of transformers has its own
+
+    Raises:
+        KeyError: ``name`` is not in the register
+        ValueError: the installed package has no such attribute
+    """
+    patch = PATCHES[name]
+    attribute = name.rpartition(".")[2]
+    if owner is None:
+        owner = _owner(name)
+    if not patch.optional and not hasattr(owner, attribute):
+        raise _gone(name)
+    _used[name] = patch
+    before = vars(owner).get(attribute, _MISSING)  # the stored object, so that a static method stays one
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, before)
+
+
+@contextmanager
+def all_replaced(values: Mapping[str, Any]) -> Iterator[None]:
+    """Apply ``replaced`` for several patches; ``values`` maps names to values."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(replaced(name, value))
+        yield
+
+
+@contextmanager
+def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None = None) -> Iterator[None]:
+    """Put ``items`` into the dictionary that patch ``name`` names while the context lasts.
+
+    ``table`` is the dictionary itself, for a name that stands for several. Raises what ``replaced`` raises.
+    """
+    patch = PATCHES[name]
+    if table is None:
+        table = original(name)
+    _used[name] = patch
+    before = {key: table.get(key, _MISSING) for key in items}
+    table.update(items)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is _MISSING:
+                del table[key]
+            else:
+                table[key] = value
+
+
+def original(name: str) -> Any:  # noqa: ANN401 - a function, a class or a table
+    """Return the attribute that patch ``name`` replaces. Raises what ``replaced`` raises."""
+    assert name in PATCHES, name
+    try:
+        return getattr(_owner(name), name.rpartition(".")[2])
+    except AttributeError:
+        raise _gone(name) from None
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while the context lasts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _owner(name: str) -> ModuleType | type:
+    """Return the module or class that has the attribute ``name``."""
+    parts = name.split(".")[:-1]
+    for length in range(len(parts), 0, -1):
+        try:
+            owner: ModuleType | type = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[length:]:
+                owner = getattr(owner, part)
+        except AttributeError:
+            break
+        return owner
+    raise _gone(name)
+
+
+def _gone(name: str) -> ValueError:
+    package = name.split(".")[0]
+    found = importlib.metadata.version(package)
+    return ValueError(
+        f"{package} {found} has no {name}, which an export replaces ({PATCHES[name].why}): "
+        f"type pip install '{package}=={TESTED[package][-1]}.*'"
+    )

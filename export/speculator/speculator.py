@@ -1,0 +1,110 @@
+"""The methods of an artifact as modules: a target and its draft head, by tensor operations only.
+
+Acceptance, rollback and stopping belong to the runner. The methods' shapes are in ``eagle3.runner.contract``.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.export.draft.common.head import Head
+from eagle3.export.draft.no_head import NoHead
+from eagle3.targets import TapTarget
+
+
+class Eagle3Speculator(nn.Module):
+    """Runs the methods of an artifact. ``taps`` are the target's layers whose inputs the draft head fuses, in ascending
+    order. If ``gives_logits``, the last output of a method is logits in float32. Without a head, ``draft`` is a
+    ``NoHead`` and no method returns a feature."""
+
+    def __init__(self, target: TapTarget, draft: Head, taps: tuple[int, ...], gives_logits: bool = True):
+        super().__init__()
+        self.target, self.draft, self.taps, self.gives_logits = target, draft, taps, gives_logits
+
+    def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """Map tokens [1,T] and input_pos [T] to the greedy next token [1,1], the feature [1,T,H] and logits [1,1,V]."""
+        state, taps = self.target(tokens, input_pos, self.taps)
+        scores = self.target.scores(state[:, -1:])
+        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
+
+    def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """Map tokens [1,C] and input_pos [C] to greedy ids [1,C] (the token after each), the feature [1,C,H] and logits
+        [1,C,V]."""
+        state, taps = self.target(tokens, input_pos, self.taps)
+        scores = self.target.scores(state)
+        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
+
+    def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """Map tokens [1,T], feature [1,T,H] and input_pos [T] to the last row's proposal [1,1] (of a P-EAGLE [1,K]),
+        the recurrent feature [1,1,H], and the logits [1,1 or K,V_draft]."""
+        logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
+        return self.draft.target_ids(logits), recurrent[:, -1:], *self._given(logits)
+
+    def speculate(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """Map tokens [1,C] and input_pos [C] to the greedy ids and the next window [2,C], that window [1,C], and its
+        positions [C].
+
+        Every shape is static. Draft slots after the accepted tokens are written too. They are written again before
+        anything attends to them. The chain length is C - 1.
+        """
+        state, taps = self.target(tokens, input_pos, self.taps)
+        ids = self._greedy(self.target.scores(state))
+        differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # ExecuTorch has no kernel for cumprod
+        accepted = (differing == 0).sum(1)
+        logits, recurrent = self.draft(ids, self._feature(state, taps), input_pos, accepted=accepted)
+        following = input_pos + accepted + 1
+        chain = [ids.gather(1, accepted[None]), self.draft.target_ids(logits)]
+        for step in range(tokens.shape[1] - 1 - self.draft.proposals):
+            slot = following[:1] + step if self.draft.has_cache else following[:1] - 1
+            logits, recurrent = self.draft(chain[-1], recurrent, slot, last=True)
+            chain.append(self.draft.target_ids(logits))
+        window = torch.cat(chain, dim=1)
+        return torch.cat((ids, window)), window, following
+
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor]:
+        """Map tokens [1,T] and input_pos [T] to logits [1,1,V] only, as ExecuTorch's own runner expects."""
+        state, _ = self.target(tokens, input_pos, ())
+        return (self.target.logits(state[:, -1:]).float(),)
+
+    def _greedy(self, scores: Tensor) -> Tensor:
+        """Return the greedy ids [1,R] of scores [1,R,V]. The id is -1 in a row that recurrent layers could not compute,
+        since its position is before what they have committed."""
+        ids = scores.argmax(-1)
+        return ids if self.target.recurrent is None else torch.where(scores[..., 0].isnan(), -1, ids)
+
+    def _given_target(self, scores: Tensor) -> tuple[Tensor, ...]:
+        return self._given(self.target.capped(scores)) if self.gives_logits else ()
+
+    def _given(self, logits: Tensor) -> tuple[Tensor, ...]:
+        return (logits.float(),) if self.gives_logits else ()
+
+    def _features(self, state: Tensor, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the feature as a tuple; an empty one without a head."""
+        return () if isinstance(self.draft, NoHead) else (self._feature(state, taps),)
+
+    def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
+        return self.draft.fuse((state,) if self.draft.takes_final_state else taps)
+
+    decode = prefill
+
+
+class SpeculatorMethod(nn.Module):
+    """One method as a module, for ``torch.export``.
+
+    Every method holds the same speculator under the same name, since backends share weights and caches between methods
+    by qualified name.
+    """
+
+    def __init__(self, speculator: Eagle3Speculator, name: str):
+        super().__init__()
+        self.speculator, self.name = speculator, name
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return getattr(self.speculator, self.name)(*inputs)
+
+
+def trace_inputs(name: str, length: int, feature_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return example inputs of a method with ``length`` rows."""
+    tokens, input_pos = torch.zeros(1, length, dtype=torch.long), torch.arange(length)
+    if name == "draft_decode":
+        return tokens, torch.zeros(1, length, feature_size, dtype=dtype), input_pos
+    return tokens, input_pos

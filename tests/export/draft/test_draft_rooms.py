@@ -1,0 +1,54 @@
+"""The rooms of draft heads: kinds import what lies below them, and neither each other nor the registry above."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+ORDER = ("twin", "draft/dialects", "draft/common", "draft/kinds/dflash/block", "draft/kinds/dflash/variants", "KIND")
+ORDER += ("draft/kinds", "draft")
+"""Rooms of ``export/``, from below; ``KIND`` stands for the folder of any kind."""
+
+
+def rooms(export: Path) -> list[str]:
+    return [
+        str(path.parent.relative_to(export))
+        for top in ("draft", "twin")
+        for path in sorted((export / top).rglob("__init__.py"))
+    ]
+
+
+def height(room: str) -> int:
+    return ORDER.index(room) if room in ORDER else ORDER.index("KIND")
+
+
+def arrows(export: Path, room: str) -> set[str]:
+    """Return the other rooms that the files of a room import, inside of functions too."""
+    found: set[str] = set()
+    for file in (export / room).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    paths = [export / name.removeprefix("eagle3.export.").replace(".", "/") for name in found]
+    files = [path for path in paths if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()]
+    others = {str((path if path.is_dir() else path.parent).relative_to(export)) for path in files}
+    return {other for other in others if other.split("/")[0] in ("draft", "twin")} - {room}
+
+
+@pytest.mark.parametrize("room", rooms(ROOT / "export"))
+def test_a_room_of_draft_heads_imports_lower_rooms_alone(room):
+    upward = [other for other in arrows(ROOT / "export", room) if height(other) >= height(room)]
+    assert upward == []
+
+
+def test_an_arrow_between_two_kinds_or_upward_would_be_seen(tmp_path):
+    for room in ("draft", "draft/kinds", "draft/kinds/one", "draft/kinds/other"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+    (tmp_path / "draft/kinds/one/head.py").write_text(
+        "from eagle3.export.draft.kinds.other import X\n\n\ndef f():\n    from eagle3.export.draft.kinds import KINDS\n"
+    )
+    seen = arrows(tmp_path, "draft/kinds/one")
+    assert seen == {"draft/kinds", "draft/kinds/other"}
+    assert all(height(other) >= height("draft/kinds/one") for other in seen)

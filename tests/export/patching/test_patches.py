@@ -1,0 +1,106 @@
+"""The register of patches: each is there in the installed packages, is put back, and is the only way to replace."""
+
+import ast
+import importlib.metadata
+
+import pytest
+import torch
+from commands import run_command
+from places import ROOT
+
+from eagle3.export.cli import main as export_main
+from eagle3.export.lowering.cuda.named_gpu import check_named_versions
+from eagle3.export.patching import patches
+from eagle3.export.patching.patches import PATCHES, Patch, replaced
+from eagle3.export.patching.tested_versions import FOR_CPU, FOR_CUDA, TESTED, TESTED_WITH_GPU, check_versions
+
+SOURCES = [path for top in ("export", "runner", "targets") for path in (ROOT / top).rglob("*.py")]
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_applies_alone_to_the_installed_versions_and_is_put_back(name):
+    owner, attribute = patches._owner(name), name.rpartition(".")[2]
+    before = vars(owner).get(attribute)
+    value = getattr(owner, attribute, None)  # as it is: nothing changes for what else runs in this process
+    with replaced(name, value):
+        assert vars(owner)[attribute] is value and name in patches.used()
+    assert vars(owner).get(attribute) is before
+
+
+def test_a_name_that_upstream_no_longer_has_is_said(monkeypatch):
+    monkeypatch.setitem(PATCHES, "torch._inductor.graph.no_such_name", Patch("a reason"))
+    monkeypatch.setitem(PATCHES, "torch._inductor.graph.NoSuchClass.method", Patch("a reason"))
+    for name in ("torch._inductor.graph.no_such_name", "torch._inductor.graph.NoSuchClass.method"):
+        line = rf"torch {torch.__version__.split('+')[0]}.* has no {name}.*\(a reason\): type pip install 'torch==2.13"
+        with pytest.raises(ValueError, match=line), replaced(name, None):
+            pass
+        with pytest.raises(ValueError, match=line):
+            patches.original(name)
+    with pytest.raises(KeyError), replaced("torch.cuda.unregistered", None):
+        pass
+
+
+def test_what_was_replaced_is_put_back_after_a_failure_and_a_static_method_stays_one(monkeypatch):
+    class Owner:
+        @staticmethod
+        def kept(x):
+            return x
+
+    stored = vars(Owner)["kept"]
+    monkeypatch.setitem(PATCHES, "here.Owner.kept", Patch("a test"))
+    with pytest.raises(RuntimeError), replaced("here.Owner.kept", staticmethod(lambda x: -x), Owner):
+        assert Owner().kept(1) == -1
+        raise RuntimeError
+    assert vars(Owner)["kept"] is stored
+
+
+def test_items_of_a_table_are_put_back(monkeypatch):
+    table = {"kept": 1, "replaced": 2}
+    monkeypatch.setitem(PATCHES, "here.table", Patch("a test"))
+    with patches.with_items("here.table", {"replaced": 3, "new": 4}, table):
+        assert table == {"kept": 1, "replaced": 3, "new": 4}
+    assert table == {"kept": 1, "replaced": 2}
+
+
+def test_every_patch_is_applied_somewhere_and_nothing_is_replaced_past_the_register():
+    texts = {path: path.read_text() for path in SOURCES if path.name != "patches.py"}
+    whole = "\n".join(texts.values())
+    assert [name for name in PATCHES if name.rpartition(".")[2] not in whole] == []
+    for path, text in texts.items():
+        imported = {
+            module
+            for node in ast.walk(ast.parse(text))
+            for module in ([node.module] if isinstance(node, ast.ImportFrom) else [])
+            + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+        }
+        assert not {"unittest", "unittest.mock"} & imported, path
+
+
+@pytest.mark.parametrize("package", FOR_CUDA)
+@pytest.mark.parametrize("version", ["2.12.1", "4.0.0"])
+def test_versions_that_were_not_tested_are_refused(monkeypatch, package, version):
+    real = importlib.metadata.version
+    check_named_versions()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version if name == package else real(name))
+    for check in (check_named_versions, lambda: check_versions(FOR_CUDA, TESTED_WITH_GPU, "lowering for CUDA", "")):
+        wanted = f"{package} {version}: .* type pip install '{package}=={TESTED[package][-1]}"
+        with pytest.raises(ValueError, match=wanted):
+            check()
+
+
+def test_every_package_of_a_patch_has_its_versions_checked():
+    for_cpu = {name.split(".")[0] for name in PATCHES if ".xnnpack" in name or name.startswith("transformers")}
+    assert for_cpu <= set(FOR_CPU)
+    public = {"ruamel.yaml.YAML"}  # what is replaced in it is documented, so that it needs no certain version
+    assert {name.split(".")[0] for name in PATCHES.keys() - public} <= {*FOR_CPU, *FOR_CUDA}
+
+
+def test_verbose_says_what_an_export_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr("eagle3.export.pipeline.run_export", lambda *given: {})
+    monkeypatch.setattr("eagle3.export.report.result_text", lambda *given: "")
+    export = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out")
+    said = [run_command(export_main, *export, *verbose).stderr for verbose in ((), ("--verbose",))]
+    with replaced("torch.accelerator.is_available", torch.accelerator.is_available):
+        said.append(run_command(export_main, *export, "--verbose").stderr)
+    assert "replaced for this export" not in said[0]
+    assert "replaced for this export: torch.accelerator.is_available: it would ask the GPU" in said[2]
