@@ -1,5 +1,5 @@
-"""The backends, a record each: what flags, plan and methods depend on. What a backend does in an export is
-``lowering/backend.py``. A new one is a folder in ``lowering`` with a ``Backend``, and an entry in ``BACKENDS``."""
+"""The table of backends, with the facts that flags, plan and methods depend on. ``lowering/backend.py`` has the work of
+a backend in an export. A new backend is a folder in ``lowering`` with a ``Backend``, and an entry in ``BACKENDS``."""
 
 import importlib
 import math
@@ -89,7 +89,8 @@ BACKENDS: dict[str, BackendEntry] = {
         rolls_back_states=True,
         small_recipe="8da8w",
         draft_recipe="8da8w",
-        fuses_below=1e8,  # where a round takes a millisecond it gains a twelfth; at the widths of a 4B model nothing
+        # It makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B model.
+        fuses_below=1e8,
         fast_rows=FAST_ROWS_OF_AVX2 if lacks_avx512() else FAST_ROWS_OF_AVX512,
     ),
 }

@@ -1,4 +1,4 @@
-"""The part of a backend in an export. ``configuration/backends.py`` lists the backends."""
+"""The interface of a backend in an export. ``configuration/backends.py`` lists the backends."""
 
 import importlib
 import importlib.util
