@@ -1,4 +1,4 @@
-"""What transformers' logits processors keep of a distribution."""
+"""The part of a distribution that transformers' logits processors keep."""
 
 import torch
 from transformers import (
