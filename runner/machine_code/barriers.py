@@ -127,7 +127,7 @@ class _Kernel:
     def faults(self) -> Iterator[Fault]:
         for at, kind in self.accesses.items():
             if at not in self.before:
-                continue  # not reached
+                continue  # the instruction cannot be reached
             recent, stored, weakly, unfollowed = self.before[at]
             yield from self._unordered(at, kind, recent)
             if kind == LOAD:
