@@ -16,7 +16,7 @@ INTERVAL = 0.1
 
 @contextmanager
 def prompt_progress(model: Model) -> Iterator[None]:
-    """Within this context, show a line on stderr with the number of the prompt's tokens that the model's caches hold.
+    """Show, within this context, a line on stderr with the number of the prompt's tokens that the model's caches hold.
     Nothing is shown if stderr is not a terminal."""
     console, over = Console(stderr=True), threading.Event()
     if not console.is_terminal:
