@@ -2,8 +2,8 @@
 
 
 class OrderOfCalls:
-    """Stands for a ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay,
-    whose outputs lie where those of the capture lay."""
+    """Stands for a ``torch.cuda.CUDAGraph``: it runs the captured function at the capture and again at each replay,
+    which writes its outputs to the tensors of the capture."""
 
     def __init__(self):
         self.calls: list[str] = []

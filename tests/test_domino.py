@@ -51,7 +51,7 @@ def test_the_class_alone_says_domino_as_in_specforge(tmp_path):
     assert read_whole(changed(GOLDEN / "domino", tmp_path / "head", {"dflash_config": own})).kind == DOMINO
 
 
-def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(tmp_path):
+def test_speculators_defaults_apply_to_missing_keys(tmp_path):
     keys = dict.fromkeys(("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"))
     draft = read_draft(changed(GOLDEN / "domino_speculators", tmp_path / "head", keys))
     assert (draft.first_row, draft.gru_first, draft.gru_size, draft.gru_rank) == (0, 1, 1024, 256)

@@ -54,7 +54,7 @@ ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
 @pytest.mark.parametrize(
     ("template", "says"), [(ROLES, "system user "), ("{# developer #}" + ROLES, "developer user ")]
 )
-def test_a_developer_is_the_system_where_the_template_has_no_such_role(template, says, tmp_path):
+def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_that_role(template, says, tmp_path):
     assert rendered(template, [{"role": "developer", "content": "y"}, HISTORY[0]], tmp_path) == says
 
 
