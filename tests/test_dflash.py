@@ -143,7 +143,7 @@ def test_xpress_passes_beyond_the_last_row_are_left_out(passes, rows, count, tmp
 
 
 @pytest.mark.parametrize("passes", [2, None])
-def test_speculators_defaults_apply_to_missing_keys(passes, tmp_path):
+def test_missing_keys_of_an_xpress_have_speculators_defaults(passes, tmp_path):
     keys = {"num_jacobi_passes": passes, "xpress_mlp_ratio": None, "xpress_rank": None, "sample_from_anchor": None}
     draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", keys))
     assert (draft.refiner_rank, draft.refiner_mlp_ratio, draft.first_row) == (256, 2, 1)

@@ -28,6 +28,6 @@ def test_no_docstring_begins_as_a_fragment(top):
     assert found == []
 
 
-def test_a_fragment_would_be_seen():
+def test_a_docstring_that_begins_as_a_fragment_is_found():
     source = 'X = 1\n"""Of a head."""\n\n\ndef f():\n    """Whether it is."""\n\n\ndef g():\n    """Return it."""\n'
     assert [each.lineno for each in docstrings(source) if each.value.startswith(FRAGMENTS)] == [2, 6]
