@@ -28,7 +28,7 @@ LOW = {("console", "hardware"), ("hardware", "console")}
 
 
 def imports_of(file: Path) -> set[str]:
-    """Dotted modules below ``eagle3`` that a file imports, inside of functions too."""
+    """Return the dotted modules below ``eagle3`` that a file imports, also within functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -39,7 +39,8 @@ def imports_of(file: Path) -> set[str]:
 
 
 def room_of(module: str) -> str | None:
-    """The room of the runner that a module is in, "" for ``runner/`` itself; None of what is not the runner's."""
+    """Return the room of the runner that a module is in, "" for ``runner/`` itself, None for a module outside the
+    runner."""
     top, *rest = module.split(".")
     if top != "runner":
         return None
@@ -51,7 +52,7 @@ def files(top: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("file", files("runner"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_arrows_in_the_runner_point_down(file):
+def test_imports_in_the_runner_point_to_lower_layers(file):
     inside = file.relative_to(ROOT / "runner").parts[:-1]
     room = inside[0] if inside else ""
     for module in imports_of(file):
@@ -64,7 +65,7 @@ def test_arrows_in_the_runner_point_down(file):
 
 
 @pytest.mark.parametrize("file", files("export"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_the_exporter_imports_of_the_runner_what_is_open_to_it(file):
+def test_the_exporter_imports_only_the_permitted_rooms_of_the_runner(file):
     rooms = {room_of(module) for module in imports_of(file)} - {None}
     assert rooms <= OPEN_TO_THE_EXPORTER
 
@@ -79,18 +80,18 @@ def test_no_script_imports_a_command_line():
         assert not [module for module in imports_of(file) if module.split(".")[-2:-1] == ["cli"]], file
 
 
-def test_every_room_is_listed():
+def test_every_room_of_the_runner_has_a_layer():
     found = {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
     assert found == set(RUNNER) - {""}
 
 
-def test_the_picture_in_the_guide_has_every_room():
+def test_the_layers_in_contributing_list_every_room():
     picture = (ROOT / ".github" / "CONTRIBUTING.md").read_text().split("```mermaid")[1].split("```")[0]
     for room in set(RUNNER) - {"", "sampling"}:
         assert room in picture, room
 
 
-def test_the_test_would_see_an_arrow_upward(tmp_path):
+def test_an_import_of_a_higher_layer_is_found(tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text("def f():\n    from eagle3.runner import model\n    import eagle3.runner.bench.cli\n")
     assert {room_of(module) for module in imports_of(file)} == {"", "bench"}

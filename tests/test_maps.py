@@ -1,5 +1,5 @@
-"""The lists that a stranger goes by are complete: each README's map of its folder, and the lists of CUDA kernels that
-are searched for missing barriers and for races."""
+"""Lists are complete: each README's map of its folder, and the lists of CUDA kernels that are searched for missing
+barriers and for races."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ ROOMS = [
 
 
 def unnamed(folder: Path) -> list[str]:
-    """Return the Python files and the folders of them in ``folder`` that no row of its README's tables names."""
+    """Return the Python files in ``folder``, and folders of Python files, that no row of its README's tables names."""
     rows = "\n".join(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `"))
     named = [word for code in re.findall(r"`([^`]+)`", rows) for word in code.split()]
     here = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
@@ -55,7 +55,7 @@ def jitted(module: ModuleType) -> list[triton.JITFunction]:
 
 
 def launched() -> list[triton.JITFunction]:
-    """Return the kernels: the functions of Triton that no other one calls."""
+    """Return the kernels: the Triton functions that no other one calls."""
     functions = [each for module in modules().values() for each in jitted(module)]
     called = {name for each in functions for name in each.fn.__code__.co_names}
     return [each for each in functions if each.fn.__name__ not in called]
