@@ -169,7 +169,7 @@ class Model:
         """Reserve the KV caches for the caller, or for ``stream``. Raises BusyError if another generation has them."""
         if not self._acquire():
             raise BusyError(
-                "a generation of this model is under way and it has one KV cache: end it, close it or let go of it "
+                "a generation of this model is running, and the model has one KV cache: end, close or delete it "
                 "first, or load the artifact a second time"
             )
         self._current = stream

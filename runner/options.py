@@ -87,7 +87,7 @@ class Options(Sampling):
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no option of a generation: there are {', '.join(sorted(known))}")
+            raise ValueError(f"{unknown[0]!r} is no option of a generation: the options are {', '.join(sorted(known))}")
         return cls(**given)
 
     def check(self, metadata: Metadata) -> None:

@@ -142,7 +142,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entry = dict(pairs)
     if len(entry) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the field {shown(name)} is there twice")
+        raise ValueError(f"the field {shown(name)} occurs twice")
     return entry
 
 
@@ -154,7 +154,7 @@ def _prompt(line: int, entry: dict[str, Any]) -> Prompt:
     known = (*FIELDS[kind], *OPTIONS)
     for name in entry:
         if name not in (kind, *known):
-            raise ValueError(f"unknown field {shown(name)}: beside {kind} are known {', '.join(known)}")
+            raise ValueError(f"unknown field {shown(name)}: known beside {kind} are {', '.join(known)}")
     return Prompt(
         line,
         **_given(kind, entry[kind]),
@@ -200,5 +200,5 @@ def _one_of(names: tuple[str, ...], entry: dict[str, Any]) -> str | None:
     """Return the one of ``names`` that ``entry`` has, or None. Raises ValueError for two."""
     found = [name for name in names if name in entry]
     if len(found) > 1:
-        raise ValueError(f"{' and '.join(found)} stand for the same: leave all but one out")
+        raise ValueError(f"{' and '.join(found)} mean the same: leave all but one out")
     return found[0] if found else None

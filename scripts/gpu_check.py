@@ -311,7 +311,7 @@ def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
     facts["of copy bandwidth, weights read once"] = round(read / (1e-3 * taken) / check.copied, 3)
 
 
-# --- of all stages
+# --- shared by all stages
 
 
 def export(check: Check, output: Path, *args: str, hidden: bool = False) -> Facts:

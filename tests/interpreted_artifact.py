@@ -85,8 +85,8 @@ class Machine:
             return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata, graphs)
 
     def left(self) -> dict[str, int]:
-        """Count what was not released: handles by kind, and after a capture, whether memory still comes from its pool
-        and whether its stream is still the current one."""
+        """Count the unreleased resources: handles by kind, and after a capture, whether memory still comes from its
+        pool and whether its stream is still the current one."""
         self.placed = {}
         gc.collect()
         self.device.library.cudaDeviceSynchronize()

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs where there is no GPU."""
+"""A stand-in for CUDA graphs on a machine without a GPU."""
 
 
 class OrderOfCalls:

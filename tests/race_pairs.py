@@ -93,7 +93,8 @@ class Writes:
 
 
 def meetings(accesses: Sequence[Access]) -> Iterator[Meeting]:
-    """Yield the pairs of ``accesses`` that touch the same bytes and that nothing orders; numbers are indices."""
+    """Yield the pairs of ``accesses`` that touch the same bytes without an order between them; the numbers are
+    indices."""
     writes = Writes(accesses)
     pairs = writes.meeting_each_other()
     for load in accesses:

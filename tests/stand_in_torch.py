@@ -255,7 +255,7 @@ class Cuda:
 
 
 def load(device: StandIn) -> Cuda:
-    """Make tensors of the device possible for the rest of the process."""
+    """Enable tensors on the device for the rest of the process."""
     folder = Path(torch.__file__).parent
     includes = (f"-isystem{folder / part}" for part in ("include", "include/torch/csrc/api/include"))
     path = built("torch_device.so", "torch_device.cpp", ("-w", "-O0", *includes))

@@ -1,5 +1,5 @@
-"""Memory that threads share without a barrier is found in a kernel's PTX, without false reports. Tried with our kernels
-and with PTX into which faults are put, one at a time."""
+"""Memory that threads share without a barrier is found in a kernel's PTX, without false reports. The cases are our
+kernels, and PTX into which faults are put one at a time."""
 
 import re
 from unittest.mock import patch

@@ -39,7 +39,7 @@ def plan_of(name: str, folder, head, **flags):
 
 @pytest.mark.parametrize("name", ["llama3.1-8B", "qwen3-4B", "gemma4-31B", "gemma3-27B"])
 def test_copies_of_the_targets_tables_are_left_out_without_changing_the_head(name, pair, monkeypatch):
-    """Tried with tied and untied embeddings, and with and without scaling of the rows by the target."""
+    """The cases have tied and untied embeddings, and targets with and without scaled rows."""
     folder, head = pair(name)
     plan = plan_of(name, folder, head)
     assert plan.draft.copies == BOTH and plan.draft.shares_lm_head and not plan.draft.has_embedding

@@ -349,7 +349,7 @@ def test_a_head_with_the_targets_model_type_and_llama_tensors_has_a_llama_layer(
     assert "sliding_window None" in refusal(read_draft, write(tmp_path / "sliding", "sglang", **sliding))
 
 
-def test_a_model_type_that_may_mean_another_layer_is_refused_with_a_question(tmp_path):
+def test_a_model_type_that_may_mean_another_layer_is_refused(tmp_path):
     for key in ("rms_norm_eps", "num_attention_heads"):
         folder = write(tmp_path / key, "specforge", model_type="phi3", **{key: None})
         assert f"has no {key}, and its model_type is phi3" in refusal(read_draft, folder)

@@ -1,4 +1,4 @@
-"""Docstrings are sentences or noun phrases, not fragments that only make sense behind the name above them."""
+"""Docstrings are sentences or noun phrases, not fragments that make sense only together with the name above them."""
 
 import ast
 from collections.abc import Iterator

@@ -216,7 +216,7 @@ DERIVED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 
 
 @pytest.mark.parametrize("layer", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "angelslim", "modelopt"])
-def test_a_window_that_only_the_configuration_class_derives_is_refused_with_a_question(dialect, layer, tmp_path):
+def test_a_window_that_only_the_configuration_class_derives_is_refused(dialect, layer, tmp_path):
     line = refusal(write(tmp_path / "head", dialect, **DERIVED | {"model_type": layer}))
     assert "use_sliding_window is true, which" in line and "takes no notice of" in line
     for name, change in (("off", {"use_sliding_window": False}), ("later", {"max_window_layers": 28})):

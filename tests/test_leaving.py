@@ -155,7 +155,7 @@ def test_a_stream_in_a_variable_keeps_the_model_until_it_is_closed_or_deleted(mo
         held = [model.stream(PROMPT, max_new_tokens=30)]
         for _ in held[0]:
             break
-        with pytest.raises(BusyError, match="end it, close it or let go of it"):
+        with pytest.raises(BusyError, match="end, close or delete it"):
             model.generate(PROMPT)
         assert model.current is held[0]
         end(held)

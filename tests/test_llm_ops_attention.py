@@ -238,5 +238,5 @@ def test_heads_that_share_keys_are_computed_as_rows():
     ("heads", "kv_heads", "together"),
     [(32, 8, 4), (64, 8, 8), (8, 4, 2), (4, 2, 1), (4, 1, 1), (16, 2, 4), (14, 2, 1), (8, 8, 1), (71, 1, 1)],
 )
-def test_at_least_four_heads_are_not_merged_into_rows(heads, kv_heads, together):
+def test_merging_heads_into_rows_leaves_at_least_four_heads(heads, kv_heads, together):
     assert heads_together(heads, kv_heads) == together

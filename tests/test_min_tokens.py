@@ -41,7 +41,7 @@ def test_no_end_token_comes_before_min_tokens_and_the_first_one_after_ends_the_t
     assert len(without) <= LEAST or without == tokens
 
 
-def test_some_texts_end_before_that_number_without_min_tokens():
+def test_without_min_tokens_some_texts_end_before_that_number():
     lengths = [
         len(model(seed).generate(PROMPT, max_new_tokens=30, stop_token_ids=ENDS[3:]).token_ids) for seed in range(8)
     ]

@@ -171,7 +171,7 @@ def test_a_closed_model_is_reported_as_closed(artifact):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temprature": 1}, "'temprature' is no option of a generation: there are chain_len"),
+        ({"temprature": 1}, "'temprature' is no option of a generation: the options are chain_len"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"temperature": -0.1}, "temperature"),

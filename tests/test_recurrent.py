@@ -67,7 +67,7 @@ def walk(model, target, steps: int = 40, seed: int = 1) -> float:
     whole text, in their standard deviations.
 
     The calls: prompts in chunks, windows of which any number of rows is accepted, single rows, a call made twice,
-    another prompt, and another text behind the state that the last chunk saved.
+    another prompt, and another text after the state that the last chunk saved.
     """
     dice, worst = random.Random(seed), 0.0
 

@@ -1,6 +1,6 @@
 """Every value of a configuration is computed as transformers computes it, or the export is refused in one line.
 
-Tried with families of no table, and with each field of the known families changed alone.
+The cases are families of no table, and known families with one changed field each.
 """
 
 import pytest

@@ -356,7 +356,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"messages": []}, 400, "one or more"),
         ({"messages": [{"content": "x"}]}, 400, "messages.0.role: Field required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "does not take these messages: roles are system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "takes text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "takes only text"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "is not Unicode text"),
         ({"messages": [{"role": "user", "content": "word " * 1100}]}, 400, r"context length is 1024 .* has \d{4}"),
         ({"messages": [{"role": "user", "content": "word " * 90_000}]}, 400, "context 1024"),

@@ -362,7 +362,7 @@ def test_a_port_in_use_is_refused(artifact):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, line = fail_command(main, artifact, "--port", port)
-    assert code == 1 and f"port {port} of 127.0.0.1 cannot be had" in line and "--port" in line
+    assert code == 1 and f"port {port} of 127.0.0.1 cannot be used" in line and "--port" in line
 
 
 def test_the_error_for_a_foreign_address_does_not_suggest_another_port(artifact):
@@ -372,7 +372,7 @@ def test_the_error_for_a_foreign_address_does_not_suggest_another_port(artifact)
 
 
 def test_an_invalid_address_is_refused():
-    with pytest.raises(click.ClickException, match="no address of this machine|cannot be had"):
+    with pytest.raises(click.ClickException, match="no address of this machine|cannot be used"):
         bind("no.such.host.invalid", 0)
 
 

@@ -302,7 +302,7 @@ def test_openais_penalties_equal_their_formula():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"json": {"type": "array", "uniqueItems": True}}, r"json of structured_outputs is not taken: .*uniqueItems"),
+        ({"json": {"type": "array", "uniqueItems": True}}, r"json of structured_outputs is refused: .*uniqueItems"),
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": "{"}, "no JSON schema"),
         ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),

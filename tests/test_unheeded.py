@@ -1,4 +1,4 @@
-"""A draft head with keys that its trainer's code ignores is refused with a question."""
+"""A draft head with keys that its trainer's code ignores is refused with the flag to type."""
 
 import pytest
 from dialect_files import (
@@ -58,7 +58,7 @@ NOT_SAFEAILAB = [
 
 
 @pytest.mark.parametrize(("tensors", "keys", "says"), NOT_SAFEAILAB, ids=[each[2] for each in NOT_SAFEAILAB])
-def test_keys_that_safeailabs_code_ignores_are_refused_with_a_question(tensors, keys, says, tmp_path):
+def test_keys_that_safeailabs_code_ignores_are_refused_with_the_flag_to_type(tensors, keys, says, tmp_path):
     line = refusal(read_draft, write(tmp_path / "head", "safeailab", tensors, **keys))
     assert says in line and "which SafeAILab's code takes no notice of" in line and "--draft-dialect sglang" in line
 
@@ -81,7 +81,7 @@ def test_keys_that_safeailabs_code_ignores_are_refused_with_a_question(tensors, 
         ("angelslim", WINDOW, "layer_types is"),
     ],
 )
-def test_keys_that_another_trainers_code_ignores_are_refused_with_a_question(dialect, keys, says, tmp_path):
+def test_keys_that_another_trainers_code_ignores_are_refused_with_the_flag_to_type(dialect, keys, says, tmp_path):
     line = refusal(read_draft, write(tmp_path / "head", dialect, **keys))
     assert says in line and "--draft-dialect sglang" in line
 

@@ -43,7 +43,7 @@ SUMS_AHEAD = 2
 
 
 def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: int = 0) -> dict[str, Any]:
-    """Return ``cost`` of an artifact's ``model.pte`` behind ``context`` tokens, on the named GPUs or else on those that
+    """Return ``cost`` of an artifact's ``model.pte`` after ``context`` tokens, on the named GPUs or else on those that
     it was compiled for.
 
     Raises ValueError if the exporter recorded no launches, if no GPU of the artifact's architecture is known, or for a

@@ -156,7 +156,7 @@ class Places:
         return value.by_thread % divisor < number if relation == "lt" and kind == "u32" else may
 
     def _not_negative(self, name: str) -> bool:
-        """Return True if a register is never negative: a block's index, and what is computed of it without a sign."""
+        """Return True if a register is never negative: a block's index, and values computed from it without a sign."""
         if re.fullmatch(r"%n?ctaid\.[xyz]|\d+", name):
             return True
         found = self.flow.definitions.get(name, [])

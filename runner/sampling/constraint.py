@@ -141,7 +141,7 @@ class Grammars:
 
     def refusal(self, asked: Mapping[str, Any], reason: object) -> str:
         """Return the error line for a grammar that llguidance refuses for ``reason``."""
-        return f"{next(kind for kind in KINDS if kind in asked)} of structured_outputs is not taken: {_line(reason)}"
+        return f"{next(kind for kind in KINDS if kind in asked)} of structured_outputs is refused: {_line(reason)}"
 
     def _constraint(self, matcher: "LLMatcher", asked: Mapping[str, Any]) -> Constraint:
         begin, end = (self._token(name, asked[name]) if name in asked else None for name in REASONING)

@@ -102,7 +102,7 @@ def _endpoint(
         try:
             given = await asyncio.wait_for(request.body(), BODY_SECONDS)
         except TimeoutError:
-            raise Refused(f"the body took more than {BODY_SECONDS:g} s to come", status=408) from None
+            raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
         asked = await asyncio.to_thread(_parsed, service, kind, given)
         service.engine.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:

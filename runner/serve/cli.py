@@ -183,6 +183,6 @@ def bind(host: str, port: int) -> socket.socket:
                 "127.0.0.1 for itself"
             ) from error
         raise click.ClickException(
-            f"port {port} of {host} cannot be had ({error.strerror}): give another --port, 0 for a free one"
+            f"port {port} of {host} cannot be used ({error.strerror}): give another --port, 0 for a free one"
         ) from error
     return listening

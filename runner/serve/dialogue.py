@@ -231,7 +231,7 @@ def _joined(parts: list[dict[str, Any]], place: str) -> str:
     """Return text parts as one text. Raises ``Refused`` for parts of another kind."""
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes text alone", place)
+            raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes only text", place)
     return "\n".join(part["text"] for part in parts)
 
 
@@ -252,7 +252,7 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
             or not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
         ):
-            raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
+            raise Refused(f"tools.{number} must be a function with a name: no other tools are supported", "tools")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise Refused(f"tools.{number}.function.parameters must be a JSON schema", "tools")

@@ -90,7 +90,7 @@ class Gate:
         except ValueError:
             pass
         raise Refused(
-            f"the host {shown(given)} is not one by which this server may be asked: name it with --allowed-hosts",
+            f"the host {shown(given)} is not an allowed name of this server: name it with --allowed-hosts",
             status=403,
         )
 

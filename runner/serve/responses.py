@@ -76,7 +76,7 @@ def asked(service: Service, body: ResponseBody) -> Turn:
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function in the form of chat completions and chat templates."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
+        raise Refused(f"tools.{number} must be a function with a name: no other tools are supported", "tools")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 

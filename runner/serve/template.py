@@ -48,7 +48,7 @@ def check_continued(message: ChatMessage) -> None:
     if message.role != "assistant":
         reason = f"the last message has the role {shown(message.role)}: give the beginning of the assistant's answer"
     elif message.tool_calls:
-        reason = "the last message has tool calls, behind which nothing goes on: give its beginning as content"
+        reason = "the last message has tool calls, after which no text can continue: give its beginning as content"
     elif not message.content:
         reason = "the last message has no content: leave continue_final_message out"
     if reason:
