@@ -40,7 +40,7 @@ def test_a_process_without_a_host_accepts_either(host):
 def test_executorch_as_host_after_pytorch_is_refused(other_host):
     assert says(LOAD_TORCH + CHECK.format(True)) == ""
     assert "ExecuTorch cannot run a CUDA artifact" in (said := says(LOAD_TORCH + CHECK.format(False)))
-    assert "libraries would call libtorch_cpu.so" in said and "one --runtime a process" in said
+    assert "libraries would call libtorch_cpu.so" in said and "one --runtime per process" in said
 
 
 def test_pytorch_as_host_after_executorch_is_refused(other_host):
