@@ -42,10 +42,10 @@ class Rounds:
     ):
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
         self._lookup, self._by_lookup = lookup, False
-        self._waiting = False  # True if the seed has deferred draft slots of lookup rounds
-        self._late = True  # True if the round's draft step wrote deferred slots or the prompt's
+        self._has_deferred = False  # True if the seed has deferred draft slots of lookup rounds
+        self._wrote_deferred = True  # True if the round's draft step wrote deferred slots or the prompt's
         self._seed = Seed()
-        self._whole = session.has_speculate and choice.greedy
+        self._may_fuse = session.has_speculate and choice.greedy
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE head writes after its input rows
         self._has_draft_cache = session.metadata.has_draft_cache
 
@@ -60,10 +60,10 @@ class Rounds:
             yield [anchor]
             window, drafting = timed(self._propose, write_slots=True)  # the next turn reuses the prompt's slots
             while window is not None:
-                if not self._by_lookup and self._fits_whole(window.shape[1]):
-                    window, drafting = (yield from self._play_whole(window, stats)), 0.0
+                if not self._by_lookup and self._fused_round_fits(window.shape[1]):
+                    window, drafting = (yield from self._fused_rounds(window, stats)), 0.0
                 else:
-                    (ids, proposed), verifying = timed(self._play, window)
+                    (ids, proposed), verifying = timed(self._verify_window, window)
                     by_lookup = self._by_lookup
                     self._record(ids, proposed, drafting + verifying)
                     window, drafting = timed(self._propose)
@@ -73,7 +73,7 @@ class Rounds:
             self._cached.clear()
             raise
 
-    def _play(self, window: Tensor) -> tuple[list[int], int]:
+    def _verify_window(self, window: Tensor) -> tuple[list[int], int]:
         """Verify a window [1, 1 + k], whose first token, the anchor, is the last one accepted.
 
         Returns the target's tokens after the anchor (the accepted proposals and the corrected token), and k.
@@ -91,10 +91,12 @@ class Rounds:
         """Report a round to the chain length and to the lookup. Rounds that also write deferred draft slots count 0
         s."""
         if not self._by_lookup:
-            self._chain.record(proposed, len(ids) - 1, 0.0 if self._late and self._lookup is not None else seconds)
+            self._chain.record(
+                proposed, len(ids) - 1, 0.0 if self._wrote_deferred and self._lookup is not None else seconds
+            )
         if self._lookup is not None:
-            self._lookup.record(ids, proposed, self._by_lookup, 0.0 if self._late else seconds)
-        self._waiting, self._late = self._waiting or self._by_lookup, False
+            self._lookup.record(ids, proposed, self._by_lookup, 0.0 if self._wrote_deferred else seconds)
+        self._has_deferred, self._wrote_deferred = self._has_deferred or self._by_lookup, False
 
     def _keep(self, tokens: Tensor, feature: Tensor | None) -> None:
         """Add draft slots up to the anchor's to the seed. A draft without a cache needs only the last slot. Without a
@@ -104,15 +106,15 @@ class Rounds:
             feature = None if feature is None else feature[:, -1:]
         self._seed.add(tokens, feature)
 
-    def _fits_whole(self, rows: int) -> bool:
+    def _fused_round_fits(self, rows: int) -> bool:
         """Return True if the artifact has a fused round of ``rows`` rows, and this window and the next fit into the
         context even if all proposals are accepted."""
         metadata = self._session.metadata
-        if not self._whole or rows != metadata.chain_len + 1:
+        if not self._may_fuse or rows != metadata.chain_len + 1:
             return False
         return self._anchor_pos + 2 * rows <= metadata.max_seq_len
 
-    def _play_whole(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
+    def _fused_rounds(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
         """Run fused rounds, which include reseeding and the next chain, as long as they fit and the chain length stays
         the same.
 
@@ -124,7 +126,7 @@ class Rounds:
         start, longest, rollback = self._anchor_pos, window.shape[1] - 1, session.metadata.rollback_rows
         tokens, input_pos = window, session.positions[start : start + window.shape[1]]
         proposed, wanted = window.tolist()[0][1:], longest
-        while self._fits_whole(1 + wanted):
+        while self._fused_round_fits(1 + wanted):
             began = time.perf_counter()
             cached.run(self._anchor_pos, 1 + longest, rollback)
             cached.reach(self._anchor_pos + (2 * longest - 1 if self._has_draft_cache else longest))
@@ -261,9 +263,9 @@ class Rounds:
         tokens, feature = seed.all()
         began = time.perf_counter()
         step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
-        if self._waiting and self._lookup is not None and self._has_draft_cache:
+        if self._has_deferred and self._lookup is not None and self._has_draft_cache:
             self._lookup.seeded(seed.rows, time.perf_counter() - began)
-        self._late, self._waiting = self._late or self._waiting, False
+        self._wrote_deferred, self._has_deferred = self._wrote_deferred or self._has_deferred, False
         cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
         return step
 
@@ -272,7 +274,7 @@ class Rounds:
         target for them again. A few slots are left unwritten, because computing them again costs less."""
         metadata = self._session.metadata
         few, room = metadata.chain_len + 1, metadata.max_seq_len - 1 - self._anchor_pos
-        waits = self._chain.speculates and self._has_draft_cache and self._waiting and self._seed.rows > few
+        waits = self._chain.speculates and self._has_draft_cache and self._has_deferred and self._seed.rows > few
         if room > 0 and waits:
             try:
                 self._write_slots(0)
